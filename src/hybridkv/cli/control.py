@@ -1,0 +1,37 @@
+"""`hybridkv stats` and `hybridkv clear`."""
+
+import argparse
+import json
+import os
+
+from hybridkv.client.control import Control
+from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.sizes import format_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of both."""
+    parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the daemon and print."""
+    with Control(check_socket_path(arguments.socket, "socket")) as control:
+        if arguments.command == "clear":
+            dropped = control.clear()
+            print(json.dumps({"dropped": dropped}) if arguments.json else f"dropped {dropped} objects")
+            return 0
+        report = control.stats()
+    if arguments.json:
+        print(json.dumps({**report.info, **report.values}, indent=2, sort_keys=True))
+        return 0
+    rows = [*sorted(report.info.items()), *((name, _show(name, value)) for name, value in sorted(report.values.items()))]
+    width = max(len(name) for name, _ in rows)
+    for name, shown in rows:
+        print(f"{name:<{width}}  {shown}")
+    return 0
+
+
+def _show(name: str, value: float) -> str:
+    return format_size(value) if name.startswith("bytes_") else f"{value:,.0f}"

@@ -1,0 +1,40 @@
+"""The `hybridkv` command. Each subcommand imports what it needs when it runs, so that `serve` starts fast."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hybridkv import __version__
+from hybridkv.core.errors import HybridKVError
+
+EXIT_BAD_INPUT = 2
+COMMANDS = {
+    "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
+    "stats": ("hybridkv.cli.control", "print the daemon's counters"),
+    "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
+    "verify": ("hybridkv.cli.verify", "prove on real engines that the cache changes no answer"),
+    "bench": ("hybridkv.cli.bench", "measure the byte path and the lookup"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (2 for bad input, with one line that says what works)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="hybridkv", description="A KV cache outside the LLM engine.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = arguments[0] if arguments else ""
+    for name, (module, help_text) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
+        if name == chosen:
+            importlib.import_module(module).add_arguments(subparser)
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)
+    except HybridKVError as error:
+        print(f"hybridkv: {error}", file=sys.stderr)
+        return getattr(error, "exit_status", EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        return 130
+    return status

@@ -1,0 +1,48 @@
+"""`hybridkv serve`."""
+
+import argparse
+import logging
+import os
+from pathlib import Path
+
+from hybridkv.client.spawn import EXIT_ALREADY_SERVED
+from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.sizes import parse_size
+from hybridkv.server.loop import ServeOptions, serve
+from hybridkv.server.place import AlreadyServedError, make_private_directory
+from hybridkv.shm.arena import default_ram_bytes
+
+METRICS_PORT = 9477
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `serve`."""
+    parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
+    parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)')
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=METRICS_PORT,
+        metavar="PORT",
+        help="loopback port of /metrics; a free one where it is taken; -1: none (default: %(default)s)",
+    )
+    parser.add_argument("--log-file", metavar="FILE", help='where to log; "auto": beside the socket')
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    socket_path = Path(check_socket_path(arguments.socket, "socket"))
+    ram_bytes = default_ram_bytes() if arguments.ram is None else parse_size(arguments.ram, "ram")
+    log_file = arguments.log_file
+    if log_file == "auto":
+        make_private_directory(socket_path.parent, "socket")
+        log_file = str(socket_path.with_suffix(".log"))
+    logging.basicConfig(
+        level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    try:
+        serve(ServeOptions(socket_path, ram_bytes, arguments.metrics_port))
+    except AlreadyServedError as error:
+        logging.getLogger("hybridkv.daemon").warning("%s", error)
+        return EXIT_ALREADY_SERVED
+    return 0

@@ -1,0 +1,149 @@
+"""A connection to the daemon that never blocks: hooks of the engine call `poll` and `send`, nothing waits."""
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from hybridkv.wire.codec import Frames, WireError, decode_reply, encode
+from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Request, Welcome
+
+RECONNECT_SECONDS = 0.1
+SEND_QUEUE_BYTES_MAX = 8 << 20
+"""A daemon that lets this much pile up is treated as gone."""
+RECEIVE_BYTES = 1 << 18
+HELLO_SECONDS = 2.0
+
+
+class Link:
+    """One connection, made again by itself after a loss. Times are seconds of the clock given to each call."""
+
+    def __init__(self, socket_path: str, hello: Hello, on_loss: Callable[[str], None]) -> None:
+        self.welcome: Welcome | None = None
+        """The daemon's greeting while the connection is usable, else None."""
+        self.refusal: str | None = None
+        """The daemon's sentence when it last refused the greeting; such a link is tried again, but slowly."""
+        self._socket_path = socket_path
+        self._hello = hello
+        self._on_loss = on_loss
+        self._sock: socket.socket | None = None
+        self._frames = Frames()
+        self._out = bytearray()
+        self._retry_at = 0.0
+        self._hello_deadline = 0.0
+
+    @property
+    def fd(self) -> int | None:
+        """Descriptor to wait on, for callers that may wait (never the engine's hooks)."""
+        return self._sock.fileno() if self._sock is not None else None
+
+    def poll(self, now: float) -> list[Reply]:
+        """Connect or receive, whichever is due; replies in order, without the greeting."""
+        if self._sock is None:
+            if now < self._retry_at:
+                return []
+            self._connect(now)
+        replies: list[Reply] = []
+        while self._sock is not None:
+            try:
+                received = self._sock.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lose(f"connection broken: {error.strerror}", now)
+                break
+            if not received:
+                self._lose("connection closed by the daemon", now)
+                break
+            try:
+                for body in self._frames.feed(received):
+                    self._take(decode_reply(body), replies, now)
+            except WireError as error:
+                self._lose(f"nonsense from the daemon: {error}", now)
+        if self._sock is not None:
+            if self.welcome is None and now > self._hello_deadline:
+                self._lose("the daemon does not greet", now)
+            else:
+                self._flush(now)
+        return replies
+
+    def send(self, request: Request, now: float) -> bool:
+        """Queue and send what fits; False where there is no usable connection or the queue is full."""
+        if self._sock is None or self.welcome is None:
+            return False
+        self._out += encode(request)
+        if len(self._out) > SEND_QUEUE_BYTES_MAX:
+            self._lose("the daemon does not read", now)
+            return False
+        self._flush(now)
+        return self._sock is not None
+
+    def close(self) -> None:
+        """End the connection for good."""
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self.welcome = None
+        self._retry_at = float("inf")
+
+    def _take(self, reply: Reply, replies: list[Reply], now: float) -> None:
+        if self.welcome is not None:
+            replies.append(reply)
+        elif isinstance(reply, Welcome) and reply.version == PROTOCOL_VERSION:
+            self.welcome, self.refusal = reply, None
+        elif self._sock is not None:
+            self.refusal = reply.message if isinstance(reply, Error) else f"unexpected greeting {type(reply).__name__}"
+            self._lose(self.refusal, now)
+
+    def _connect(self, now: float) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(self._socket_path)
+        except OSError:
+            # Also EAGAIN, a full backlog: a Unix socket has no connection in progress to wait for.
+            sock.close()
+            self._retry_at = now + RECONNECT_SECONDS
+            return
+        if peer_uid(sock) != os.geteuid():
+            sock.close()
+            self.refusal = f"{self._socket_path} is served by another user"
+            self._retry_at = now + HELLO_SECONDS
+            return
+        self._sock = sock
+        self._frames = Frames()
+        self._out = bytearray(encode(self._hello))
+        self._hello_deadline = now + HELLO_SECONDS
+        self._flush(now)
+
+    def _flush(self, now: float) -> None:
+        assert self._sock is not None
+        try:
+            while self._out:
+                del self._out[: self._sock.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                self._lose(f"connection broken: {error.strerror}", now)
+            # On a reset the next poll still reads what the daemon said last, then sees the end.
+            self._out.clear()
+
+    def _lose(self, why: str, now: float) -> None:
+        assert self._sock is not None
+        with contextlib.suppress(OSError):
+            self._sock.close()
+        self._sock = None
+        greeted = self.welcome is not None
+        self.welcome = None
+        self._out.clear()
+        self._retry_at = now + (RECONNECT_SECONDS if greeted else HELLO_SECONDS)
+        self._on_loss(why)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """User id of the process at the other end, from the kernel."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", raw)[1]
+    return uid

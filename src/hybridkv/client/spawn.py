@@ -1,0 +1,65 @@
+"""Start a daemon that outlives this process, for `server: "auto"`."""
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from hybridkv.client.control import Control, DaemonUnreachableError
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import check_socket_path
+
+START_SECONDS = 10.0
+EXIT_ALREADY_SERVED = 3
+
+
+def daemon_command(socket_path: str, ram_bytes: int | None) -> list[str]:
+    """The command line of a daemon."""
+    check_socket_path(socket_path, "server")
+    ram = [] if ram_bytes is None else ["--ram", str(ram_bytes)]
+    return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, "--log-file", "auto", *ram]
+
+
+def start_detached(socket_path: str, ram_bytes: int | None, stderr: IO[bytes] | None = None) -> "subprocess.Popen[bytes]":
+    """Start a daemon in a session of its own; returns at once. Its end is noticed by a thread, so no zombie stays."""
+    process = subprocess.Popen(
+        daemon_command(socket_path, ram_bytes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if stderr is None else stderr,
+        start_new_session=True,
+        cwd="/",
+    )
+    threading.Thread(target=process.wait, name="hybridkv-daemon-end", daemon=True).start()
+    return process
+
+
+def ensure_daemon(socket_path: str, ram_bytes: int | None) -> None:
+    """Return when a daemon answers at `socket_path`, starting one where none does.
+
+    Raises ConfigError with the daemon's own sentence where it cannot run, DaemonUnreachableError where it hangs.
+    """
+    if Path(socket_path).is_socket() and _answers(socket_path, 1.0):
+        return
+    with tempfile.TemporaryFile() as said:
+        process = start_detached(socket_path, ram_bytes, said)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if _answers(socket_path, 0.05):
+                return
+            if process.returncode not in (None, EXIT_ALREADY_SERVED):
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines()
+                raise ConfigError(lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word")
+    raise DaemonUnreachableError(f"the daemon at {socket_path} did not answer within {START_SECONDS:g} s")
+
+
+def _answers(socket_path: str, timeout_seconds: float) -> bool:
+    try:
+        with Control(socket_path, timeout_seconds):
+            return True
+    except DaemonUnreachableError:
+        return False

@@ -1,0 +1,221 @@
+"""Copies between the engine's blocks and the arena's slots, on the CPU and through CUDA.
+
+One rank's part of an object is ``[layer][stored block][bytes of the block]`` (core.plans).  `store` fills a part and
+writes its checksum; `load` proves a part against its checksum and its slot's generation before it copies.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import xxhash
+
+from hybridkv.connector.layout import block_runs
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.plans import CopyOp
+from hybridkv.shm.arena import Arena
+from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
+
+COPY_THREADS = 2
+PARALLEL_BYTES_MIN = 1 << 20
+"""Below this many bytes one thread copies: handing work to another costs more than it saves."""
+
+
+class BadSlotError(HybridKVError):
+    """A slot does not hold the bytes it should."""
+
+    def __init__(self, op: CopyOp, why: str) -> None:
+        super().__init__(f"slot {op.slot.offset} (group {op.group_index}, chunk {op.chunk}): {why}")
+        self.op = op
+
+
+class Copier(Protocol):
+    """One rank's copies; `done` calls may come from another thread."""
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        """Copy blocks out. The blocks may be reused by work that the engine submits after this returns."""
+
+    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
+        """Copy blocks in; `done` is called once, when the blocks hold the bytes or will never."""
+
+    def close(self) -> None:
+        """Finish what is running."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Where one rank's part of a slot stands."""
+
+    rank: int
+    ranks: int
+    checksum: str
+    """Settings.checksum."""
+
+    def payload(self, op: CopyOp, part_bytes: int) -> int:
+        """Byte offset in the arena of this rank's part."""
+        return op.slot.offset + payload_offset(self.ranks) + self.rank * part_bytes
+
+    def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
+        """Write the checksum of this rank's part."""
+        if self.checksum != "off":
+            at = op.slot.offset + checksum_offset(self.rank)
+            digest = self._digest(arena, op, part_bytes)
+            arena.memory[at : at + CHECKSUM_BYTES] = digest
+
+    def prove(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
+        """Raise BadSlotError unless the slot is of the right generation and its part has its checksum."""
+        if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
+            raise BadSlotError(op, "it was given to another object")
+        at = op.slot.offset + checksum_offset(self.rank)
+        signed = bytes(arena.memory[at : at + CHECKSUM_BYTES])
+        if self.checksum != "off" and signed != self._digest(arena, op, part_bytes):
+            raise BadSlotError(op, "its bytes are not those that were stored")
+
+    def recheck(self, arena: Arena, op: CopyOp) -> None:
+        """After the copy: the slot must not have changed hands meanwhile."""
+        if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
+            raise BadSlotError(op, "it was given to another object while it was read")
+
+    def _digest(self, arena: Arena, op: CopyOp, part_bytes: int) -> bytes:
+        start = self.payload(op, part_bytes)
+        # Never all zeroes, so that a slot nobody signed proves nothing; the generation ties it to this object.
+        digest = xxhash.xxh3_64_intdigest(arena.memory[start : start + part_bytes], seed=op.slot.generation)
+        return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def part_bytes_of(op: CopyOp, group_views: Sequence[torch.Tensor]) -> int:
+    """Bytes of one rank's part of an object."""
+    return op.count * sum(view[0].numel() * view.element_size() for view in group_views)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostLayer:
+    address: int
+    stride_bytes: int
+    block_bytes: int
+    runs: tuple[tuple[int, int], ...]
+
+
+class HostCopier:
+    """The engine's blocks are in ordinary memory: plain memory copies, within the step.
+
+    `ctypes.memmove` releases the GIL, so two threads copy at once.
+    """
+
+    def __init__(self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout) -> None:
+        self._arena = arena
+        self._part = part
+        self._groups = [
+            [
+                _HostLayer(
+                    view.data_ptr(),
+                    view.stride(0) * view.element_size(),
+                    view[0].numel() * view.element_size(),
+                    tuple(block_runs(view)),
+                )
+                for view in views
+            ]
+            for views in groups
+        ]
+        self._num_blocks = [min(view.shape[0] for view in views) for views in groups]
+        self._part_bytes = [sum(layer.block_bytes for layer in layers) for layers in self._groups]
+        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="hybridkv-copy")
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        """See Copier."""
+        for op, error in zip(ops, self._each(self._store_one, ops), strict=True):
+            if error is not None and not isinstance(error, HybridKVError):
+                raise error
+            done(op, error is None)
+
+    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
+        """See Copier."""
+        for error in self._each(self._load_one, ops):
+            if isinstance(error, HybridKVError):
+                done(error)
+                return
+            if error is not None:
+                raise error
+        done(None)
+
+    def close(self) -> None:
+        """See Copier."""
+        self._pool.shutdown()
+
+    def _each(self, work: Callable[[CopyOp], None], ops: Sequence[CopyOp]) -> list[Exception | None]:
+        """Run `work` on every op, on two threads where that pays; the error of each, or None."""
+
+        def run(share: Sequence[CopyOp]) -> list[Exception | None]:
+            errors: list[Exception | None] = []
+            for op in share:
+                try:
+                    work(op)
+                    errors.append(None)
+                except Exception as error:  # noqa: BLE001  # handed to the caller, which raises or reports it
+                    errors.append(error)
+            return errors
+
+        if sum(len(op.blocks) * self._part_bytes[op.group_index] for op in ops) < PARALLEL_BYTES_MIN or len(ops) < 2:
+            return run(ops)
+        half = len(ops) // 2
+        other = self._pool.submit(run, ops[half:])
+        mine = run(ops[:half])
+        return mine + other.result()
+
+    def _store_one(self, op: CopyOp) -> None:
+        part_bytes = op.count * self._part_bytes[op.group_index]
+        for slot_at, block_at, size in self._moves(op, part_bytes):
+            ctypes.memmove(slot_at, block_at, size)
+        self._part.sign(self._arena, op, part_bytes)
+        if self._part.checksum == "paranoid":
+            self._compare(op, part_bytes)
+
+    def _load_one(self, op: CopyOp) -> None:
+        part_bytes = op.count * self._part_bytes[op.group_index]
+        self._part.prove(self._arena, op, part_bytes)
+        for slot_at, block_at, size in self._moves(op, part_bytes):
+            ctypes.memmove(block_at, slot_at, size)
+        self._part.recheck(self._arena, op)
+        if self._part.checksum == "paranoid":
+            self._compare(op, part_bytes)
+
+    def _compare(self, op: CopyOp, part_bytes: int) -> None:
+        for slot_at, block_at, size in self._moves(op, part_bytes):
+            if ctypes.string_at(slot_at, size) != ctypes.string_at(block_at, size):
+                raise BadSlotError(op, "the engine's blocks are not what was copied")
+
+    def _moves(self, op: CopyOp, part_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """(address in the slot, address in the engine's block, bytes); neighbours joined where both sides allow."""
+        if min(op.blocks) < 0 or max(op.blocks) >= self._num_blocks[op.group_index]:
+            raise BadSlotError(op, f"a block id is outside the engine's {self._num_blocks[op.group_index]} blocks")
+        at = self._arena.address + self._part.payload(op, part_bytes)
+        for layer in self._groups[op.group_index]:
+            slot_at = at + op.first * layer.block_bytes
+            if len(layer.runs) == 1 and layer.stride_bytes == layer.block_bytes:
+                for first, count in _joined(op.blocks):
+                    size = count * layer.block_bytes
+                    yield slot_at, layer.address + first * layer.stride_bytes, size
+                    slot_at += size
+            else:
+                for block in op.blocks:
+                    for offset, size in layer.runs:
+                        yield slot_at, layer.address + block * layer.stride_bytes + offset, size
+                        slot_at += size
+            at += op.count * layer.block_bytes
+
+
+def _joined(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first id, how many) of runs of consecutive ids."""
+    first = count = 0
+    for block in blocks:
+        if count and block == first + count:
+            count += 1
+        else:
+            if count:
+                yield first, count
+            first, count = block, 1
+    if count:
+        yield first, count

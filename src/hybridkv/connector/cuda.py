@@ -1,0 +1,219 @@
+"""The engine's blocks are on a CUDA device: gather on the compute stream, copy on side streams, finish in a thread.
+
+    store   compute stream: blocks -> staging      side stream: staging -> pinned slot      thread: checksum
+    load    thread: checksum      side stream: pinned slot -> staging -> blocks             thread: wait, recheck
+
+The engine may overwrite a block as soon as its gather is queued on the compute stream; it may use a loaded block
+only after `done`, which comes after the side stream's work is over.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hybridkv.connector.copier import BadSlotError, PartLayout
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.plans import CopyOp
+from hybridkv.shm.arena import Arena
+
+logger = logging.getLogger("vllm.hybridkv")
+
+STAGING_BYTES = 256 << 20
+"""Device memory for copies in flight, for each direction."""
+PIN_STEP_BYTES = 64 << 20
+"""The arena is pinned in pieces of this size, on multiples of it; no single copy crosses from one to the next."""
+
+
+class StagingFullError(HybridKVError):
+    """No room in device staging: the store is shed."""
+
+
+class CudaCopier:
+    """See hybridkv.connector.copier.Copier."""
+
+    def __init__(self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout) -> None:
+        self._arena = arena
+        self._part = part
+        self._groups = [[_as_words(view) for view in views] for views in groups]
+        self._block_bytes = [
+            [view[0].numel() * view.element_size() for view in views] for views in self._groups
+        ]
+        self._num_blocks = [min(view.shape[0] for view in views) for views in self._groups]
+        self._device = self._groups[0][0].device
+        self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self._pinned: list[int] = []
+        self._streams = {way: torch.cuda.Stream(self._device) for way in ("store", "load")}
+        self._staging = {way: _Staging(self._device) for way in self._streams}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="hybridkv-cuda", daemon=True)
+        self._thread.start()
+
+    def pin(self, reserved_bytes: int) -> None:
+        """Register the arena's pages below `reserved_bytes` with CUDA, so that copies run at full speed."""
+
+        def register() -> None:
+            stop = reserved_bytes if reserved_bytes == self._arena.size_bytes else reserved_bytes - PIN_STEP_BYTES + 1
+            for at in range(len(self._pinned) * PIN_STEP_BYTES, stop, PIN_STEP_BYTES):
+                size = min(PIN_STEP_BYTES, self._arena.size_bytes - at)
+                status = int(torch.cuda.cudart().cudaHostRegister(self._arena.address + at, size, 0))
+                if status != 0:
+                    logger.warning("hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status)
+                    return
+                self._pinned.append(at)
+
+        self._jobs.put(register)
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        """Gather within the step on the current stream; the rest goes on by itself."""
+        side, staging = self._streams["store"], self._staging["store"]
+        gathered: list[tuple[CopyOp, torch.Tensor]] = []
+        for op in ops:
+            buffer = staging.take(self._part_bytes(op))
+            if buffer is None or not self._valid(op):
+                done(op, False)
+                continue
+            for view, piece in self._pieces(op, buffer):
+                torch.index_select(view, 0, self._ids(op), out=piece)
+            gathered.append((op, buffer))
+        if not gathered:
+            return
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for op, buffer in gathered:
+                for at, piece in self._slot(op):
+                    piece.copy_(buffer[at : at + len(piece)], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(side)
+
+        def finish() -> None:
+            event.synchronize()
+            for op, buffer in gathered:
+                self._part.sign(self._arena, op, self._part_bytes(op))
+                staging.give_back(buffer)
+                done(op, True)
+
+        self._jobs.put(finish)
+
+    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
+        """Everything happens in the thread and on the side stream, after what the compute stream does by now."""
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+
+        def run() -> None:
+            try:
+                for op in ops:
+                    self._load_one(op, ready)
+                done(None)
+            except HybridKVError as error:
+                done(error)
+
+        self._jobs.put(run)
+
+    def close(self) -> None:
+        """Finish what is queued, then unpin."""
+        self._jobs.put(None)
+        self._thread.join()
+        torch.cuda.synchronize(self._device)
+        for at in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._arena.address + at)
+        del self._memory
+
+    def _load_one(self, op: CopyOp, ready: torch.cuda.Event) -> None:
+        if not self._valid(op):
+            raise BadSlotError(op, "a block id is outside the engine's blocks")
+        part_bytes = self._part_bytes(op)
+        self._part.prove(self._arena, op, part_bytes)
+        side, staging = self._streams["load"], self._staging["load"]
+        buffer = staging.take(part_bytes)
+        if buffer is None:
+            raise StagingFullError(f"an object of {part_bytes} bytes does not fit the device staging")
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            for at, piece in self._slot(op):
+                buffer[at : at + len(piece)].copy_(piece, non_blocking=True)
+            ids = self._ids(op)
+            for view, piece in self._pieces(op, buffer):
+                view.index_copy_(0, ids, piece)
+            event = torch.cuda.Event()
+            event.record(side)
+        event.synchronize()
+        staging.give_back(buffer)
+        self._part.recheck(self._arena, op)
+
+    def _pieces(self, op: CopyOp, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer: the engine's blocks, and their place in a part as [blocks of op, bytes of a block...]."""
+        pieces = []
+        at = 0
+        for view, block_bytes in zip(self._groups[op.group_index], self._block_bytes[op.group_index], strict=True):
+            start = at + op.first * block_bytes
+            piece = buffer[start : start + len(op.blocks) * block_bytes]
+            pieces.append((view, piece.view(view.dtype).view(len(op.blocks), *view.shape[1:])))
+            at += op.count * block_bytes
+        return pieces
+
+    def _slot(self, op: CopyOp) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's part of the slot, cut where a pinned piece of the arena ends: (offset in the part, bytes)."""
+        part_bytes = self._part_bytes(op)
+        start = self._part.payload(op, part_bytes)
+        at = start
+        while at < start + part_bytes:
+            stop = min(start + part_bytes, (at // PIN_STEP_BYTES + 1) * PIN_STEP_BYTES)
+            yield at - start, self._memory[at:stop]
+            at = stop
+
+    def _part_bytes(self, op: CopyOp) -> int:
+        return op.count * sum(self._block_bytes[op.group_index])
+
+    def _ids(self, op: CopyOp) -> torch.Tensor:
+        return torch.tensor(op.blocks, dtype=torch.int64).to(self._device, non_blocking=True)
+
+    def _valid(self, op: CopyOp) -> bool:
+        return 0 <= min(op.blocks) and max(op.blocks) < self._num_blocks[op.group_index]
+
+    def _work(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # noqa: BLE001  # the thread must live; an unfinished job is a miss by its owner's count
+                logger.exception("hybridkv: a copy job failed")
+
+
+class _Staging:
+    """Device memory handed out by size; buffers are kept for the next object of that size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._taken_bytes = 0
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """A buffer of `size` bytes, or None where STAGING_BYTES are in use; one object always fits."""
+        with self._lock:
+            if self._taken_bytes and self._taken_bytes + size > STAGING_BYTES:
+                return None
+            self._taken_bytes += size
+            spare = self._spare.get(size)
+            if spare:
+                return spare.pop()
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """End a `take`."""
+        with self._lock:
+            self._taken_bytes -= buffer.numel()
+            self._spare.setdefault(buffer.numel(), []).append(buffer)
+
+
+def _as_words(view: torch.Tensor) -> torch.Tensor:
+    """The same memory in the widest integers that its strides allow: gathers move whole words."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        try:
+            return view.view(dtype)
+        except RuntimeError:
+            continue
+    return view.view(torch.uint8)

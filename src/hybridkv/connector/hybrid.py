@@ -1,0 +1,269 @@
+"""HybridKVConnector: vLLM's hooks, each handed to one side under supervision."""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from hybridkv.client.spawn import ensure_daemon
+from hybridkv.connector.identity import identity_facts
+from hybridkv.connector.layout import build_geometry, group_geometry
+from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
+from hybridkv.connector.scheduler import SchedulerSide
+from hybridkv.connector.supervise import Supervisor
+from hybridkv.connector.worker import WorkerSide
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import fingerprint
+from hybridkv.core.paths import socket_of_server
+from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.shm.arena import check_ram
+
+logger = logging.getLogger("vllm.hybridkv")
+
+VLLM_SUPPORTED = ("0.32",)
+"""Minor versions this connector was run on; others have other hooks and other layouts."""
+
+
+class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """A KV cache outside the engine. Misconfiguration raises here, at start-up; nothing raises later."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = check_config(vllm_config, kv_cache_config)
+        self._socket_path = socket_of_server(self._settings.server, os.environ, os.geteuid())
+        self._supervisor = Supervisor(role.name.lower())
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_daemon()
+        else:
+            parallel = vllm_config.parallel_config
+            self._worker = WorkerSide(
+                kv_cache_config,
+                self._socket_path,
+                engine_id,
+                parallel.rank % parallel.tensor_parallel_size,
+                parallel.tensor_parallel_size,
+                self._settings.checksum,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost store is only a later miss."""
+        return False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Every decline, fault and count of this role by name."""
+        return dict(self._supervisor.counters)
+
+    # Worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """At start-up; a layout that is not understood is refused here."""
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The registered tensors' layout, for the scheduler's geometry and identity."""
+        assert self._worker is not None
+        return self._worker.layout
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads (after the forward pass: all loads are asynchronous)."""
+        worker, plan = self._worker, self._connector_metadata
+        if worker is not None and isinstance(plan, StepPlan):
+            self._supervisor.run("start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: stores happen in wait_for_save, which also covers layers that never call this."""
+
+    def wait_for_save(self) -> None:
+        """Copy out what this step completed; its blocks are the engine's again on return."""
+        worker, plan = self._worker, self._connector_metadata
+        if worker is not None and isinstance(plan, StepPlan) and plan.stores:
+            self._supervisor.run("wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended; failed ones are named, never passed off as good (requirements D4)."""
+        assert self._worker is not None
+        finished, failed = self._worker.collect()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """What else happened in this step."""
+        assert self._worker is not None
+        return self._worker.report()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing: no copy reads a block after the step that owned it (both signatures, requirements D14)."""
+
+    # Scheduler role
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """At start-up, once the workers' layouts are known: geometry, identity, session."""
+        layouts = {rank: layout for rank, layout in metadata.items() if isinstance(layout, WorkerLayout)}
+        geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
+        config = self._vllm_config
+        facts = identity_facts(config, self._kv_cache_config, geometry, layouts, self._settings, epoch=0)
+        namespace = fingerprint(facts)
+        self._scheduler = SchedulerSide(
+            self._settings,
+            geometry,
+            namespace,
+            str(config.kv_transfer_config.engine_id),
+            self._socket_path,
+            config.scheduler_config.max_num_batched_tokens,
+            self._supervisor.counters,
+        )
+        _announce(geometry, config.model_config.max_model_len, namespace, self._socket_path)
+
+    def on_new_request(self, request: Any) -> None:
+        """Send the lookup on arrival."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._supervisor.run("on_new_request", lambda: scheduler.arrived(request), lambda: None)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens, True) for a hit, (None, False) = ask again, (0, False) = none. Loads are always asynchronous."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return 0, False
+        tokens = self._supervisor.run(
+            "get_num_new_matched_tokens", lambda: scheduler.matched(request, num_computed_tokens), lambda: 0
+        )
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load into the blocks that the engine gives, or learn that there is none."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._supervisor.run(
+                "update_state_after_alloc",
+                lambda: scheduler.allocated(
+                    request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens
+                ),
+                lambda: scheduler.must_fail(request.request_id, num_external_tokens),
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's plan."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return StepPlan()
+        return self._supervisor.run(
+            "build_connector_meta", lambda: scheduler.planned(scheduler_output), scheduler.emergency
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers did."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        report = connector_output.kv_connector_worker_meta
+        self._supervisor.run(
+            "update_connector_output",
+            lambda: scheduler.reported(
+                set(connector_output.finished_recving or ()),
+                set(connector_output.failed_recving or ()),
+                report if isinstance(report, StepReport) else None,
+            ),
+            lambda: None,
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Never holds blocks."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never holds blocks (requirements D10)."""
+        scheduler = self._scheduler
+        if scheduler is not None:
+            self._supervisor.run(
+                "request_finished", lambda: scheduler.finished(request.request_id), lambda: None
+            )
+        return False, None
+
+    def shutdown(self) -> None:
+        """End the session and let go of the arena."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+        if self._worker is not None:
+            self._worker.close()
+
+    def _start_daemon(self) -> None:
+        if self._settings.server != "auto":
+            return
+        if self._settings.ram_bytes is not None:
+            check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
+        started = time.monotonic()
+        ensure_daemon(self._socket_path, self._settings.ram_bytes)
+        logger.info("hybridkv: daemon at %s, %.2f s", self._socket_path, time.monotonic() - started)
+
+
+def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
+    """The settings, if this engine's configuration can be served at all; raises ConfigError or GeometryError."""
+    minor = ".".join(vllm.__version__.split(".")[:2])
+    if minor not in VLLM_SUPPORTED:
+        raise ConfigError(
+            f"vllm {vllm.__version__} is not one that hybridkv was run on; vllm {VLLM_SUPPORTED[-1]} works"
+        )
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    settings = parse_settings(transfer.kv_connector_extra_config)
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching is off, so the engine hashes no blocks; --enable-prefix-caching works"
+        )
+    for what, option in (
+        ("pipeline_parallel_size", "--pipeline-parallel-size 1"),
+        ("decode_context_parallel_size", "--decode-context-parallel-size 1"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size 1"),
+    ):
+        if getattr(parallel, what, 1) > 1:
+            raise ConfigError(f"{what}={getattr(parallel, what)} is not supported yet; {option} works")
+    for gid in kv_cache_config.prefix_cacheable_group_ids:
+        group_geometry(gid, kv_cache_config.kv_cache_groups[gid].kv_cache_spec, (1,))
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "hybridkv: kv_load_failure_policy=%r ends a request whose load fails; add "
+            '"kv_load_failure_policy":"recompute" to --kv-transfer-config to have it computed instead',
+            transfer.kv_load_failure_policy,
+        )
+    return settings
+
+
+def _announce(geometry: Geometry, max_model_len: int, namespace: bytes, socket_path: str) -> None:
+    kinds = ", ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups)
+    logger.info(
+        "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
+        kinds,
+        geometry.chunk_tokens,
+        namespace.hex()[:12],
+        socket_path,
+    )
+    if geometry.chunk_tokens >= max_model_len:
+        works = max_model_len // geometry.chunk_tokens * geometry.chunk_tokens or 2 * geometry.chunk_tokens
+        raise HybridKVError(
+            f"a chunk has {geometry.chunk_tokens} tokens and max_model_len is {max_model_len}, so nothing can ever be "
+            f"stored; --max-model-len {works} works"
+        )

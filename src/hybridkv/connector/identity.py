@@ -1,0 +1,128 @@
+"""The facts that must agree before bytes may be reused (DESIGN section 5, requirements D15, D16)."""
+
+import dataclasses
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from hybridkv.connector.metadata import WorkerLayout
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.settings import Settings
+
+STABLE_HASHES = ("sha256", "sha256_cbor")
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
+
+
+def identity_facts(
+    vllm_config: Any,
+    kv_cache_config: KVCacheConfig,
+    geometry: Geometry,
+    layouts: Mapping[int, WorkerLayout],
+    settings: Settings,
+    epoch: int,
+) -> dict[str, object]:
+    """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    hash_algo = str(cache.prefix_caching_hash_algo)
+    if hash_algo not in STABLE_HASHES:
+        raise ConfigError(
+            f"prefix_caching_hash_algo={hash_algo!r} gives other hashes in every process; "
+            "--prefix-caching-hash-algo sha256 works"
+        )
+    speculative = vllm_config.speculative_config
+    return {
+        "abi": ".".join(vllm.__version__.split(".")[:2]),
+        "hash": [hash_algo, platform.python_version() if hash_algo == "sha256" else ""],
+        "weights": settings.weights_identity or weights_identity(vllm_config),
+        "config": {k: v for k, v in _plain(model.hf_config.to_dict()).items() if k != "_name_or_path"},
+        "overrides": _plain(getattr(model, "hf_overrides", None)),
+        "quantization": str(model.quantization),
+        "dtype": str(model.dtype),
+        "kv_dtype": [str(cache.cache_dtype), str(getattr(cache, "mamba_cache_dtype", ""))],
+        "ssm_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", "")),
+        "max_model_len": model.max_model_len if _is_length_dependent(model.hf_config) else 0,
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            getattr(parallel, "decode_context_parallel_size", 1),
+            bool(getattr(parallel, "enable_expert_parallel", False)),
+        ],
+        "attention": _plain(getattr(vllm_config, "attention_config", None)),
+        "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "groups": [
+            [*dataclasses.astuple(group), type(kv_cache_config.kv_cache_groups[group.gid].kv_cache_spec).__name__]
+            for group in geometry.groups
+        ],
+        "chunk": [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, geometry.ranks],
+        "layers": [
+            [rank, layout.device, [[gid, [dataclasses.astuple(layer) for layer in layers]] for gid, layers in layout.layers.items()]]
+            for rank, layout in sorted(layouts.items())
+        ],
+        "epoch": epoch,
+    }
+
+
+def weights_identity(vllm_config: Any) -> str:
+    """What tells these weights from any others: content of their files where they are on this machine."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if str(load.load_format) == "dummy":
+        widened = os.environ.get("HYBRIDKV_WIDEN_SEED", "")
+        return f"dummy:{model.seed}:{widened}"
+    directory = _weights_directory(model)
+    if directory is None:
+        return f"name:{model.model}:{model.revision}:{load.load_format}"
+    digest = hashlib.blake2b(digest_size=32)
+    for path in sorted(directory.rglob("*")):
+        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
+            digest.update(f"{path.relative_to(directory)}:{path.stat().st_size}\n".encode())
+            digest.update(_sample(path))
+    return f"files:{digest.hexdigest()}:{load.load_format}"
+
+
+def _weights_directory(model: Any) -> Path | None:
+    if Path(model.model).is_dir():
+        return Path(model.model)
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  # only where the model is a hub's name
+
+    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _sample(path: Path) -> bytes:
+    """Evenly spread pieces of a file; all of it where it is small."""
+    size = path.stat().st_size
+    step = max(1, size // _SAMPLES)
+    with path.open("rb") as file:
+        if size <= _SAMPLES * _SAMPLE_BYTES:
+            return file.read()
+        pieces = []
+        for at in (*range(0, size - _SAMPLE_BYTES, step), size - _SAMPLE_BYTES):
+            file.seek(at)
+            pieces.append(file.read(_SAMPLE_BYTES))
+    return b"".join(pieces)
+
+
+def _is_length_dependent(config: Any) -> bool:
+    """Whether RoPE may depend on the length the model is served with (dynamic, longrope, yarn scaling)."""
+    return bool(getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None))
+
+
+def _plain(value: object) -> object:
+    """JSON-able form: containers stay, everything else becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value if isinstance(value, str | int | bool | None) else str(value)

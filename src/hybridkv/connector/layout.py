@@ -1,0 +1,126 @@
+"""From vLLM's KV cache groups and registered tensors to a Geometry; a layout not understood is refused by name."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheSpecKind,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    group_kernel_blocks,
+)
+
+from hybridkv.connector.metadata import LayerLayout, WorkerLayout
+from hybridkv.core.errors import ConfigError, GeometryError
+from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
+
+_KINDS = {
+    KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
+    KVCacheSpecKind.MLA_ATTENTION: Kind.FULL,
+    KVCacheSpecKind.SLIDING_WINDOW: Kind.SLIDING,
+    KVCacheSpecKind.SLIDING_WINDOW_MLA: Kind.SLIDING,
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: Kind.CHUNKED_LOCAL,
+    KVCacheSpecKind.MAMBA: Kind.RECURRENT,
+}
+RUNS_MAX = 1024
+"""Contiguous pieces that one block of one layer may be made of."""
+
+
+def group_geometry(gid: int, spec: object, layer_bytes: tuple[int, ...]) -> Group:
+    """A Group from a vLLM spec; raises GeometryError or ConfigError."""
+    kind = _KINDS.get(get_kv_cache_spec_kind(spec))
+    first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    if kind is None or getattr(first, "prefix_replay_tokens", 0):
+        raise GeometryError(
+            f"KV cache group {gid} ({type(first).__name__}) is of a kind that hybridkv does not restore yet; "
+            "serve this model without the connector"
+        )
+    if kind is Kind.RECURRENT and first.mamba_cache_mode != "align":
+        raise ConfigError(
+            f"mamba_cache_mode={first.mamba_cache_mode!r} keeps no state that can be restored; "
+            "--mamba-cache-mode align works (and needs --enable-prefix-caching)"
+        )
+    window = {
+        Kind.SLIDING: lambda: first.sliding_window,
+        Kind.CHUNKED_LOCAL: lambda: first.attention_chunk_size,
+    }.get(kind, lambda: 0)()
+    extra = first.extra_retained_tokens if kind is Kind.SLIDING else 0
+    return Group(gid, kind, first.block_size, layer_bytes, window, extra)
+
+
+def build_geometry(
+    config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None
+) -> Geometry:
+    """The geometry of an engine from its groups and its workers' layouts by rank."""
+    first = layouts[0]
+    for rank, layout in layouts.items():
+        if _sizes(layout) != _sizes(first):
+            raise GeometryError(f"rank {rank} has other KV cache layers than rank 0, which is not supported yet")
+    groups = tuple(
+        group_geometry(
+            gid,
+            config.kv_cache_groups[gid].kv_cache_spec,
+            tuple(layer.block_bytes for layer in first.layers[gid]),
+        )
+        for gid in config.prefix_cacheable_group_ids
+    )
+    alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
+    if not groups or not alignment or not hashing:
+        raise GeometryError("vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?")
+    chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
+    return Geometry(groups, chunk, alignment, hashing, len(layouts))
+
+
+def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
+    """The physical layout of the registered tensors (`views` from `block_views`)."""
+    layers = {
+        gid: tuple(_layer_layout(name, views[name]) for name in config.kv_cache_groups[gid].layer_names)
+        for gid in config.prefix_cacheable_group_ids
+    }
+    return WorkerLayout(layers, next(iter(views.values())).device.type)
+
+
+def block_views(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each cacheable layer's tensor with dim 0 = blocks; `view[block_id]` is the block's bytes in any layout."""
+    views: dict[str, torch.Tensor] = {}
+    for gid in config.prefix_cacheable_group_ids:
+        for name in config.kv_cache_groups[gid].layer_names:
+            tensor = kv_caches.get(name)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
+                raise GeometryError(f"layer {name} has no registered KV cache of {config.num_blocks} blocks")
+            view = group_kernel_blocks(tensor, config.num_blocks)
+            if sum(1 for _ in block_runs(view)) > RUNS_MAX:
+                raise GeometryError(f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces")
+            views[name] = view
+    return views
+
+
+def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(byte offset, bytes) of the contiguous pieces of one block, in the logical order of its elements."""
+    size = view.element_size()
+    dims = [
+        (length, stride) for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True) if length != 1
+    ]
+    run = 1
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    for index in product(*(range(length) for length, _ in dims)):
+        offset = sum(at * stride for at, (_, stride) in zip(index, dims, strict=True))
+        yield offset * size, run * size
+
+
+def _layer_layout(name: str, view: torch.Tensor) -> LayerLayout:
+    return LayerLayout(
+        name,
+        view[0].numel() * view.element_size(),
+        str(view.dtype),
+        tuple(view.shape[1:]),
+        tuple(view.stride()[1:]),
+        view.stride(0) * view.element_size(),
+    )
+
+
+def _sizes(layout: WorkerLayout) -> dict[int, tuple[int, ...]]:
+    return {gid: tuple(layer.block_bytes for layer in layers) for gid, layers in layout.layers.items()}

@@ -1,0 +1,519 @@
+"""The scheduler role: asks the daemon about each request, plans its copies, commits what was stored.
+
+Nothing here waits. The daemon's answers are picked up by whichever hook comes next.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridkv.client.credits import Credits
+from hybridkv.client.link import Link
+from hybridkv.client.spawn import start_detached
+from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
+from hybridkv.core.breaker import Breaker
+from hybridkv.core.coverage import needed_chunks, part_bytes, part_sizes, stored_blocks
+from hybridkv.core.geometry import Geometry, Kind
+from hybridkv.core.keys import normalise_hash
+from hybridkv.core.plans import NULL_BLOCK, CopyOp, PlanError, SlotRef, plan_load, plan_store
+from hybridkv.core.requests import Action, Event, State, advance
+from hybridkv.core.settings import Settings
+from hybridkv.wire.messages import (
+    CHUNKS_MAX,
+    PROTOCOL_VERSION,
+    Abandon,
+    Commit,
+    Condemn,
+    Error,
+    Found,
+    Granted,
+    Hello,
+    Lookup,
+    Release,
+    Reply,
+    Want,
+    geometry_to_wire,
+    pack_u64,
+    unpack_u64,
+)
+
+logger = logging.getLogger("vllm.hybridkv")
+
+RESPAWN_SECONDS = 5.0
+"""A daemon of our own that died is started again at most this often."""
+
+
+@dataclass(eq=False)
+class _Tracked:
+    """One request of the engine."""
+
+    request: Any
+    state: State = State.PREFETCHING
+    lease: int = 0
+    deadline: float = 0.0
+    sent: bool = False
+    found: Found | None = None
+    preemptions: int = 0
+    local_tokens: int = 0
+    load: LoadPlan = LoadPlan("", ())
+    load_tokens: int = 0
+    handed_over: bool = False
+    """Whether the workers were told about the load and will report it."""
+    next_chunk: list[int] = field(default_factory=list)
+    """Per attention group: the first chunk whose store is not settled."""
+    offered: set[tuple[int, int]] = field(default_factory=set)
+    """(group index, chunk) of recurrent states that are stored already."""
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A slot that workers are writing."""
+
+    op: CopyOp
+    part_bytes: int
+    chunk_hash: bytes
+    ranks_done: int = 0
+    spoilt: bool = False
+
+
+class SchedulerSide:
+    """One engine's scheduler. Every public method is a hook's work and is called under supervision."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        namespace: bytes,
+        engine_id: str,
+        socket_path: str,
+        tokens_per_step: int,
+        counters: Counter[str],
+    ) -> None:
+        self._settings = settings
+        self._geometry = geometry
+        self._gids = [group.gid for group in geometry.groups]
+        self._attention = [i for i, group in enumerate(geometry.groups) if group.kind is not Kind.RECURRENT]
+        self._recurrent = {group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT}
+        self._counters = counters
+        self._socket_path = socket_path
+        hello = Hello(1, PROTOCOL_VERSION, "engine", engine_id, namespace, geometry_to_wire(geometry))
+        self._link = Link(socket_path, hello, self._lost)
+        self._credits = Credits(_slot_targets(geometry, tokens_per_step))
+        self._breaker = Breaker()
+        self._requests: dict[str, _Tracked] = {}
+        self._by_lease: dict[int, _Tracked] = {}
+        self._leases = 0
+        self._to_plan: list[_Tracked] = []
+        self._to_fail: list[str] = []
+        self._storing: dict[tuple[int, int], _Storing] = {}
+        """By (offset, generation), which no other life of a daemon gives again."""
+        self._boot = ""
+        self._reserved_bytes = 0
+        self._workers_on: dict[str, int] = {}
+        self._respawn_at = 0.0
+        self._poll(time.monotonic())
+
+    # Hooks
+
+    def arrived(self, request: Any) -> None:
+        """A new request: send its lookup."""
+        tracked = _Tracked(request, next_chunk=[0] * len(self._geometry.groups))
+        self._requests[request.request_id] = tracked
+        self._ask(tracked, time.monotonic())
+
+    def matched(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that the cache can load; None = ask again in the next step."""
+        now = time.monotonic()
+        self._poll(now)
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            self._counters["untracked"] += 1
+            return 0
+        if tracked.state is State.READY and request.num_preemptions > tracked.preemptions:
+            tracked.preemptions = request.num_preemptions
+            self._advance(tracked, Event.RESUMED)
+            self._ask(tracked, now)
+        if tracked.state is not State.PREFETCHING:
+            return 0
+        if tracked.found is None:
+            return self._unanswered(tracked, now)
+        if not self._workers_attached():
+            return self._unanswered(tracked, now, waiting_for="workers")
+        tokens = tracked.found.chunks * self._geometry.chunk_tokens
+        if tokens >= request.num_tokens or tokens <= local_tokens:
+            return 0
+        tracked.local_tokens = local_tokens
+        return tokens - local_tokens
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """The engine took `external_tokens` of the offer and has blocks for them; 0 = it took nothing."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            if external_tokens:
+                self._to_fail.append(request.request_id)
+            return
+        if not external_tokens:
+            self._advance(tracked, Event.SETTLED)
+            return
+        self._advance(tracked, Event.ALLOCATED)
+        if tracked.state is not State.WAITING_FOR_LOAD:
+            self._to_fail.append(request.request_id)
+            return
+        try:
+            tracked.load = LoadPlan(self._boot, self._plan_load(tracked, tables, external_tokens))
+        except PlanError as error:
+            self._counters["plan_failed"] += 1
+            logger.warning("hybridkv: %s is computed: %s", request.request_id, error)
+            tracked.load = LoadPlan("", ())
+        tracked.load_tokens = external_tokens
+        tracked.handed_over = False
+        self._to_plan.append(tracked)
+
+    def must_fail(self, request_id: str, external_tokens: int) -> None:
+        """After a fault in `allocated`: the engine waits for a load that nobody planned."""
+        tracked = self._requests.get(request_id)
+        if external_tokens and (tracked is None or tracked not in self._to_plan):
+            self._to_fail.append(request_id)
+
+    def planned(self, output: Any) -> StepPlan:
+        """This step's copies: loads that have blocks now, stores of what the step completes."""
+        now = time.monotonic()
+        self._poll(now)
+        plan = StepPlan(failed=self._to_fail)
+        self._to_fail = []
+        for tracked in self._to_plan:
+            if tracked.load.ops and tracked.state is not State.DRAINING:
+                plan.loads[tracked.request.request_id] = tracked.load
+            else:
+                plan.failed.append(tracked.request.request_id)
+            self._advance(tracked, Event.PLANNED)
+        plan.boot, plan.reserved_bytes = self._boot, self._reserved_bytes
+        if self._link.welcome is not None:
+            if self._workers_attached():
+                self._plan_stores(output, plan)
+            self._refill(now)
+        for tracked in self._to_plan:
+            tracked.handed_over = True
+        self._to_plan = []
+        return plan
+
+    def emergency(self) -> StepPlan:
+        """The plan after a fault in `planned`: every request that waits for a load nobody was told of is failed."""
+        waiting = (State.WAITING_FOR_LOAD, State.LOADING, State.DRAINING)
+        lost = [t for t in self._requests.values() if t.state in waiting and not t.handed_over]
+        failed, self._to_fail, self._to_plan = self._to_fail, [], []
+        for tracked in lost:
+            tracked.handed_over = True
+        return StepPlan(failed=[*failed, *(t.request.request_id for t in lost)])
+
+    def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
+        """What the workers did: loads end, stored objects are committed."""
+        now = time.monotonic()
+        self._poll(now)
+        for request_id in finished:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._loaded(tracked, request_id in failed)
+        if report is None:
+            return
+        self._workers_on = report.boots
+        self._counters.update(report.counters)
+        if report.condemned:
+            names = sorted(report.condemned)
+            self._counters["slots_condemned"] += len(names)
+            self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
+        self._commit(report, now)
+
+    def finished(self, request_id: str) -> None:
+        """The request ended or was aborted."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._advance(tracked, Event.FINISHED)
+
+    def close(self) -> None:
+        """End the session."""
+        self._link.close()
+
+    # Lookups
+
+    def _ask(self, tracked: _Tracked, now: float) -> None:
+        request = tracked.request
+        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
+        tracked.found = None
+        tracked.sent = False
+        tracked.deadline = now + self._settings.lookup_timeout_ms / 1e3
+        if not chunks or getattr(request, "skip_reading_prefix_cache", False):
+            self._counters["lookups_too_short" if not chunks else "lookups_unwanted"] += 1
+            self._advance(tracked, Event.SETTLED)
+            return
+        self._poll(now)
+        if self._link.welcome is None or not self._breaker.allows(now):
+            self._counters["lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open"] += 1
+            self._advance(tracked, Event.SETTLED)
+            return
+        per_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
+        hashes = request.block_hashes[per_chunk - 1 : chunks * per_chunk : per_chunk]
+        self._leases += 1
+        tracked.lease = self._leases
+        self._by_lease[tracked.lease] = tracked
+        self._breaker = self._breaker.asked(now)
+        packed = b"".join(map(normalise_hash, hashes))
+        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, packed), now)
+        self._counters["lookups"] += 1
+
+    def _unanswered(self, tracked: _Tracked, now: float, waiting_for: str = "answer") -> int | None:
+        if tracked.sent and now < tracked.deadline:
+            return None
+        self._counters[f"lookups_late_{waiting_for}"] += 1
+        if waiting_for == "answer":
+            self._breaker = self._breaker.failed(now)
+        self._advance(tracked, Event.SETTLED)
+        return 0
+
+    def _take_found(self, found: Found, now: float) -> None:
+        self._breaker = self._breaker.succeeded()
+        tracked = self._by_lease.get(found.lease)
+        if tracked is None or tracked.state is not State.PREFETCHING or len(found.masks) != len(self._gids):
+            self._by_lease.pop(found.lease, None)
+            self._send(Release(found.lease), now)
+            return
+        tracked.found = found
+        self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
+
+    def _release(self, tracked: _Tracked, tokens: int = 0, failed: bool = False) -> None:
+        if not tracked.lease:
+            return
+        self._by_lease.pop(tracked.lease, None)
+        loaded = self._load_bytes(tracked.load.ops) if tokens else 0
+        self._send(Release(tracked.lease, tokens, loaded, failed), time.monotonic())
+        tracked.lease = 0
+
+    # Loads
+
+    def _plan_load(
+        self, tracked: _Tracked, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> tuple[CopyOp, ...]:
+        found = tracked.found
+        total = tracked.local_tokens + external_tokens
+        if found is None or total != found.chunks * self._geometry.chunk_tokens:
+            raise PlanError(f"the engine took {total} tokens of another offer")
+        refs = [
+            SlotRef(offset, generation)
+            for offset, generation in zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
+        ]
+        slots: list[list[SlotRef]] = []
+        for group in self._geometry.groups:
+            count = len(needed_chunks(self._geometry, group, found.chunks))
+            slots.append(refs[:count])
+            refs = refs[count:]
+        return plan_load(
+            self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots
+        )
+
+    def _loaded(self, tracked: _Tracked, failed: bool) -> None:
+        if failed:
+            self._counters["loads_failed"] += 1
+            self._release(tracked, failed=True)
+        else:
+            self._counters["loads"] += 1
+            self._counters["tokens_loaded"] += tracked.load_tokens
+            self._counters["bytes_loaded"] += self._load_bytes(tracked.load.ops)
+            self._release(tracked, tokens=tracked.load_tokens)
+        self._advance(tracked, Event.FAILED if failed else Event.LOADED)
+
+    def _load_bytes(self, ops: Sequence[CopyOp]) -> int:
+        groups = self._geometry.groups
+        return sum(len(op.blocks) * groups[op.group_index].block_bytes for op in ops) * self._geometry.ranks
+
+    # Stores
+
+    def _plan_stores(self, output: Any, plan: StepPlan) -> None:
+        state = output.kv_connector_block_state
+        offers = state.boundary_state_offloads if self._recurrent else {}
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            request = tracked.request
+            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            if not self._settings.store_generated:
+                tokens = min(tokens, request.num_prompt_tokens)
+            chunks = self._geometry.whole_chunks(tokens)
+            if self._attention and min(tracked.next_chunk[i] for i in self._attention) < chunks:
+                self._store_attention(tracked, chunks, state.get_block_ids(request_id), plan)
+            for gid, block, boundary in offers.get(request_id, ()):
+                self._store_state(tracked, gid, block, boundary, tokens, plan)
+
+    def _store_attention(
+        self, tracked: _Tracked, chunks: int, tables: Sequence[Sequence[int]], plan: StepPlan
+    ) -> None:
+        for index in self._attention:
+            group = self._geometry.groups[index]
+            table = tables[group.gid]
+            for chunk in range(tracked.next_chunk[index], chunks):
+                size = part_bytes(self._geometry, group, chunk)
+                holes = NULL_BLOCK in table[slice(*_bounds(stored_blocks(self._geometry, group, chunk)))]
+                if size and not holes and not self._is_present(tracked, index, chunk):
+                    slot = self._credits.take(size)
+                    if slot is None:
+                        # The blocks are still this request's in the next step; the prefix goes first.
+                        self._counters["stores_no_slot"] += 1
+                        break
+                    op = plan_store(self._geometry, index, chunk, table, slot)
+                    if op is None:
+                        self._credits.give_back(size, [slot])
+                    else:
+                        self._begin_store(tracked, op, size, plan)
+                elif holes:
+                    self._counters["stores_hole"] += 1
+                tracked.next_chunk[index] = chunk + 1
+
+    def _store_state(
+        self, tracked: _Tracked, gid: int, block: int, boundary: int, tokens: int, plan: StepPlan
+    ) -> None:
+        index = self._recurrent.get(gid)
+        if index is None or block == NULL_BLOCK or boundary % self._geometry.chunk_tokens or boundary > tokens:
+            self._counters["states_unaligned"] += 1
+            return
+        chunk = boundary // self._geometry.chunk_tokens - 1
+        if (index, chunk) in tracked.offered or self._is_present(tracked, index, chunk):
+            return
+        size = part_bytes(self._geometry, self._geometry.groups[index], chunk)
+        slot = self._credits.take(size)
+        if slot is None:
+            self._counters["stores_no_slot"] += 1
+            return
+        tracked.offered.add((index, chunk))
+        self._begin_store(tracked, CopyOp(slot, index, chunk, 1, 0, (block,)), size, plan)
+
+    def _begin_store(self, tracked: _Tracked, op: CopyOp, size: int, plan: StepPlan) -> None:
+        name = (op.slot.offset, op.slot.generation)
+        self._storing[name] = _Storing(op, size, self._chunk_hash(tracked.request, op.chunk))
+        plan.stores.append(op)
+
+    def _is_present(self, tracked: _Tracked, index: int, chunk: int) -> bool:
+        found = tracked.found
+        return found is not None and chunk < len(found.masks[index]) and bool(found.masks[index][chunk])
+
+    def _commit(self, report: StepReport, now: float) -> None:
+        """Slots that every rank is done with become objects, or free again where a rank did not write its part."""
+        ready: list[_Storing] = []
+        spoilt: list[_Storing] = []
+        for name, ranks in report.done.items():
+            storing = self._storing.get(name)
+            if storing is None:
+                continue
+            storing.ranks_done += ranks
+            storing.spoilt = storing.spoilt or name in report.unstored
+            if storing.ranks_done == self._geometry.ranks:
+                (spoilt if storing.spoilt else ready).append(self._storing.pop(name))
+        if spoilt:
+            self._counters["stores_failed"] += len(spoilt)
+            slots = [storing.op.slot for storing in spoilt]
+            self._send(Abandon(pack_u64([s.offset for s in slots]), pack_u64([s.generation for s in slots])), now)
+        if ready:
+            self._counters["objects_stored"] += len(ready)
+            self._counters["bytes_stored"] += sum(storing.part_bytes for storing in ready) * self._geometry.ranks
+            self._send(
+                Commit(
+                    pack_u64([storing.op.slot.offset for storing in ready]),
+                    pack_u64([storing.op.slot.generation for storing in ready]),
+                    pack_u64([storing.op.group_index for storing in ready]),
+                    b"".join(storing.chunk_hash for storing in ready),
+                ),
+                now,
+            )
+
+    # The daemon
+
+    def _poll(self, now: float) -> None:
+        for reply in self._link.poll(now):
+            self._take(reply, now)
+        welcome = self._link.welcome
+        if welcome is None and self._boot and self._settings.server == "auto" and now >= self._respawn_at:
+            self._respawn_at = now + RESPAWN_SECONDS
+            threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
+        if welcome is not None and welcome.boot != self._boot:
+            self._boot = welcome.boot
+            self._reserved_bytes = 0
+            self._breaker = Breaker()
+            self._counters["connects"] += 1
+            logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
+            self._refill(now)
+
+    def _take(self, reply: Reply, now: float) -> None:
+        if isinstance(reply, Found):
+            self._take_found(reply, now)
+        elif isinstance(reply, Granted):
+            slots = [
+                SlotRef(offset, generation)
+                for offset, generation in zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
+            ]
+            self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
+            self._credits.granted(reply.part_bytes, slots, now)
+        elif isinstance(reply, Error):
+            self._counters[f"refused_{reply.code}"] += 1
+            logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
+
+    def _refill(self, now: float) -> None:
+        for size, count in self._credits.wanted(now):
+            self._send(Want(size, size, count), now)
+
+    def _send(self, message: Lookup | Release | Want | Commit | Abandon | Condemn, now: float) -> bool:
+        sent = self._link.send(message, now)
+        if not sent:
+            self._counters[f"unsent_{type(message).__name__.lower()}"] += 1
+        return sent
+
+    def _lost(self, why: str) -> None:
+        self._counters["losses"] += 1
+        if self._boot:
+            logger.warning("hybridkv: lost the daemon (%s); requests are computed until it is back", why)
+        self._credits.reset()
+        self._storing.clear()
+        self._by_lease.clear()
+        for tracked in self._requests.values():
+            tracked.lease = 0
+            if tracked.state is State.PREFETCHING:
+                self._advance(tracked, Event.SETTLED)
+
+    def _respawn(self) -> None:
+        try:
+            start_detached(self._socket_path, self._settings.ram_bytes)
+        except OSError:
+            logger.exception("hybridkv: the daemon could not be started again")
+
+    def _workers_attached(self) -> bool:
+        return self._workers_on.get(self._boot, 0) == self._geometry.ranks
+
+    # Small things
+
+    def _chunk_hash(self, request: Any, chunk: int) -> bytes:
+        return normalise_hash(request.block_hashes[self._geometry.hash_index(chunk)])
+
+    def _advance(self, tracked: _Tracked, event: Event) -> None:
+        tracked.state, actions = advance(tracked.state, event)
+        for action in actions:
+            if action is Action.RELEASE_LEASE:
+                self._release(tracked)
+            else:
+                self._requests.pop(tracked.request.request_id, None)
+
+
+def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[int, int]:
+    """Write slots to hold per part size: what two full steps can complete, of every group that has such parts."""
+    chunks = 2 * -(-tokens_per_step // geometry.chunk_tokens) + 2
+    targets: Counter[int] = Counter()
+    for group in geometry.groups:
+        for size in part_sizes(geometry, group):
+            targets[size] += chunks if group.kind is not Kind.RECURRENT else max(4, chunks // 4)
+    return dict(targets)
+
+
+def _bounds(positions: range) -> tuple[int, int]:
+    return positions.start, positions.stop
+

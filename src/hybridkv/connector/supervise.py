@@ -1,0 +1,43 @@
+"""The boundary to vLLM: nothing raises into the engine, every fault is counted, a faulty side switches itself off."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger("vllm.hybridkv")
+"""Below vLLM's logger, so that its settings apply."""
+
+FAULTS_MAX = 20
+"""After this many faults a side does nothing more but what keeps the engine going."""
+
+
+class Supervisor:
+    """Runs one role's hooks. `counters` holds every decline and fault by reason."""
+
+    def __init__(self, role: str) -> None:
+        self.counters: Counter[str] = Counter()
+        self._role = role
+        self._faults = 0
+
+    @property
+    def healthy(self) -> bool:
+        """False once there were too many faults."""
+        return self._faults < FAULTS_MAX
+
+    def run(self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
+        """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise."""
+        if not self.healthy:
+            self.counters["switched_off"] += 1
+            return otherwise()
+        try:
+            return work()
+        except Exception:  # noqa: BLE001  # the supervised boundary (DESIGN section 6)
+            self._faults += 1
+            self.counters[f"fault_{hook}"] += 1
+            logger.exception("hybridkv: %s failed in %s; the engine goes on without the cache", self._role, hook)
+            if not self.healthy:
+                logger.error("hybridkv: %s is switched off after %d faults", self._role, FAULTS_MAX)
+            return otherwise()

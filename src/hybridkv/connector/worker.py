@@ -1,0 +1,174 @@
+"""The worker role: maps the arena, copies what the plan says, reports. It decides nothing."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from hybridkv.client.link import Link
+from hybridkv.connector.copier import BadSlotError, Copier, HostCopier, PartLayout
+from hybridkv.connector.cuda import CudaCopier
+from hybridkv.connector.layout import block_views, worker_layout
+from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport, WorkerLayout
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.plans import CopyOp
+from hybridkv.shm.arena import Arena, attach_arena
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+class WorkerSide:
+    """One rank. `start_loads`, `start_stores` and `collect` are called once in every step, in this order."""
+
+    def __init__(
+        self, config: KVCacheConfig, socket_path: str, engine_id: str, rank: int, ranks: int, checksum: str
+    ) -> None:
+        self._config = config
+        self._part = PartLayout(rank, ranks, checksum)
+        self._link = Link(socket_path, Hello(1, PROTOCOL_VERSION, "worker", engine_id), lambda why: None)
+        self._views: dict[str, torch.Tensor] = {}
+        self.layout: WorkerLayout | None = None
+        self._boot = ""
+        """The daemon's life that knows of this worker and whose arena is mapped."""
+        self._copiers: dict[str, tuple[Arena, Copier]] = {}
+        """By daemon's life: the present one, and the one before for loads that were planned from it."""
+        self._populated_bytes = 0
+        self._lock = threading.Lock()
+        """Guards what completions write: they may come from a copier's thread."""
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._report = StepReport()
+        self._counters: Counter[str] = Counter()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the engine's tensors; raises GeometryError where one is not understood."""
+        self._views = block_views(self._config, kv_caches)
+        self.layout = worker_layout(self._config, self._views)
+        self._link.poll(time.monotonic())
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Begin the plan's loads and report those that cannot be."""
+        self._attach(plan)
+        with self._lock:
+            self._finished.update(plan.failed)
+            self._failed.update(plan.failed)
+        for request_id, load in plan.loads.items():
+            self._load(request_id, load)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """Copy out what the plan says; the blocks are the engine's again when this returns."""
+        if not plan.stores:
+            return
+        copier = self._copier(plan.boot)
+        if copier is None:
+            self._counters["stores_unattached"] += len(plan.stores)
+            for op in plan.stores:
+                self._stored(op, False)
+            return
+        started = time.perf_counter()
+        copier.store(plan.stores, self._stored)
+        self._counters["store_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
+
+    def fail_all(self, plan: StepPlan) -> None:
+        """After a fault in `start_loads`: every load of the plan failed."""
+        with self._lock:
+            self._finished.update(plan.loads, plan.failed)
+            self._failed.update(plan.loads, plan.failed)
+
+    def fail_stores(self, plan: StepPlan) -> None:
+        """After a fault in `start_stores`: no store of the plan happened."""
+        for op in plan.stores:
+            self._stored(op, False)
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """(finished, failed) requests since the last call; failed ones are in both."""
+        with self._lock:
+            finished, self._finished = self._finished, set()
+            failed, self._failed = self._failed, set()
+        return finished, failed
+
+    def report(self) -> StepReport:
+        """What else happened since the last call."""
+        with self._lock:
+            report, self._report = self._report, StepReport()
+        report.counters = dict(self._counters)
+        self._counters.clear()
+        if self._boot:
+            report.boots[self._boot] = 1
+        return report
+
+    def close(self) -> None:
+        """Let go of the arena and of the daemon."""
+        self._link.close()
+        self._boot = ""
+        for _, copier in self._copiers.values():
+            copier.close()
+        self._copiers.clear()
+
+    def _load(self, request_id: str, load: LoadPlan) -> None:
+        started = time.perf_counter()
+
+        def done(error: HybridKVError | None) -> None:
+            with self._lock:
+                self._finished.add(request_id)
+                self._counters["load_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
+                if error is None:
+                    return
+                self._failed.add(request_id)
+                self._counters["loads_failed"] += 1
+                if isinstance(error, BadSlotError):
+                    self._report.condemned.add((error.op.slot.offset, error.op.slot.generation))
+            logger.warning("hybridkv: loading %s failed and is computed instead: %s", request_id, error)
+
+        copier = self._copier(load.boot)
+        if copier is None:
+            done(HybridKVError("this worker is not attached to the daemon's arena"))
+        else:
+            copier.load(load.ops, done)
+
+    def _stored(self, op: CopyOp, stored: bool) -> None:
+        name = (op.slot.offset, op.slot.generation)
+        with self._lock:
+            self._report.done[name] = 1
+            if not stored:
+                self._report.unstored.add(name)
+
+    def _copier(self, boot: str) -> Copier | None:
+        return self._copiers[boot][1] if boot in self._copiers else None
+
+    def _attach(self, plan: StepPlan) -> None:
+        """Follow the daemon: greet it, map its arena, never waiting."""
+        self._link.poll(time.monotonic())
+        welcome = self._link.welcome
+        if welcome is not None and welcome.boot != self._boot:
+            try:
+                arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+            except HybridKVError as error:
+                self._counters["attach_failed"] += 1
+                logger.warning("hybridkv: %s", error)
+                return
+            for boot in [boot for boot in self._copiers if boot != self._boot]:
+                self._copiers.pop(boot)[1].close()
+            names = [self._config.kv_cache_groups[gid].layer_names for gid in self._config.prefix_cacheable_group_ids]
+            groups = [[self._views[name] for name in group] for group in names]
+            make = CudaCopier if groups[0][0].device.type == "cuda" else HostCopier
+            self._copiers[welcome.boot] = (arena, make(arena, groups, self._part))
+            self._boot = welcome.boot
+            self._populated_bytes = 0
+        if plan.boot == self._boot and plan.reserved_bytes > self._populated_bytes:
+            self._populate(plan.reserved_bytes)
+
+    def _populate(self, reserved_bytes: int) -> None:
+        """Map new pages ahead of their first use; beside the step, because it takes longer than one."""
+        arena, copier = self._copiers[self._boot]
+        start, self._populated_bytes = self._populated_bytes, reserved_bytes
+        if isinstance(copier, CudaCopier):
+            copier.pin(reserved_bytes)
+        else:
+            threading.Thread(target=lambda: arena.populate(start, reserved_bytes), daemon=True).start()

@@ -1,0 +1,73 @@
+"""Which objects a hit needs, which blocks an object holds, and the largest boundary at which nothing is missing.
+
+What a restore at boundary B needs of a group is the block range ``[skipped(B) // bs, B // bs)``::
+
+    full           [################)B        everything
+    sliding w      [..........######)B        the blocks that hold (B - w, B)
+    chunked local  [........########)B        from the start of B's attention chunk; nothing if B starts one
+    recurrent      [...............#)B        the one state at exactly B
+
+``skipped`` never decreases, so the widest use of chunk k by any boundary is the one at its own end.  Storing
+``needed(end of k)`` cut to chunk k therefore stores every block that some hit can read, and no other.
+"""
+
+import math
+from collections.abc import Sequence
+
+from hybridkv.core.geometry import Geometry, Group, Kind
+
+
+def needed_blocks(group: Group, boundary: int) -> range:
+    """Block positions of `group` that a restore at `boundary` (a multiple of its block) reads."""
+    end = boundary // group.tokens_per_block
+    return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
+
+
+def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
+    """Block positions whose bytes make up the object of (`group`, `chunk`); empty where no hit ever reads one."""
+    inside = geometry.chunk_blocks(group, chunk)
+    needed = needed_blocks(group, inside.stop * group.tokens_per_block)
+    return range(max(inside.start, needed.start), inside.stop) if needed else range(inside.stop, inside.stop)
+
+
+def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
+    """Chunks whose objects of `group` a hit of `chunks` chunks needs; all of them are non-empty objects."""
+    needed = needed_blocks(group, chunks * geometry.chunk_tokens)
+    if not needed:
+        return range(chunks, chunks)
+    return range(needed.start // geometry.blocks_per_chunk(group), chunks)
+
+
+def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
+    """Bytes of one rank's part of the object of (`group`, `chunk`); 0 where there is none."""
+    return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
+
+
+def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
+    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
+    local = group.kind is Kind.CHUNKED_LOCAL
+    period = math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens if local else 1
+    return tuple(sorted({part_bytes(geometry, group, chunk) for chunk in range(period)} - {0}))
+
+
+def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
+    """The most chunks (at most `chunks_max`) at whose end every group's need is present; 0 = miss.
+
+    `masks` holds one string per group, in the order of `geometry.groups`, with one byte per chunk: 1 = present.
+    All groups at one boundary, or a miss (requirements B35, A26).
+
+    A chunk that is missing at `chunks` is needed by every boundary between it and `chunks` as well, because the
+    start of the need never moves up while the boundary moves down; so the search continues at the missing chunk.
+    """
+    chunks = min(chunks_max, *(len(mask) for mask in masks))
+    settled = 0
+    while chunks > 0 and settled < len(masks):
+        settled = 0
+        for group, mask in zip(geometry.groups, masks, strict=True):
+            need = needed_chunks(geometry, group, chunks)
+            missing = mask.find(0, need.start, need.stop)
+            if missing >= 0:
+                chunks = mask.rfind(1, 0, chunks) + 1 if group.kind is Kind.RECURRENT else missing
+                break
+            settled += 1
+    return chunks

@@ -1,0 +1,90 @@
+"""The connector's settings: one frozen value, every default once, unknown keys are errors."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.sizes import parse_size
+
+LOAD_TIMEOUT_SECONDS_MAX = 30.0
+CHECKSUMS = ("on", "off", "paranoid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`kv_connector_extra_config` of HybridKVConnector."""
+
+    server: str = "auto"
+    """"auto": the user's daemon, started where none runs; "unix:///path": the daemon at that socket."""
+    ram_bytes: int | None = None
+    """`ram`: size of the arena of a daemon that "auto" starts; None = a quarter of the machine's memory."""
+    hybrid_chunk_size: int | None = None
+    """Tokens per chunk; None = derived from the groups."""
+    load_timeout_seconds: float = LOAD_TIMEOUT_SECONDS_MAX
+    """The longest a request may wait for the cache, answer and load together (requirements B39, D18)."""
+    lookup_timeout_ms: float = 100.0
+    """The longest a request may wait for the answer to its lookup; later answers are ignored."""
+    store_generated: bool = True
+    """Whether chunks with generated tokens are stored too."""
+    checksum: str = "on"
+    """"on": bytes of a slot are verified before they reach the engine; "paranoid": the engine's blocks are read
+    back and compared as well; "off": neither."""
+    weights_identity: str | None = None
+    """Overrides the part of the identity that is read from the weights' files."""
+
+
+def parse_settings(extra: Mapping[str, object]) -> Settings:
+    """Settings from the connector's extra config; raises ConfigError that names the key and a value that works."""
+    values = dict(extra)
+    known = {field.name: field for field in fields(Settings)}
+    names = [name.removesuffix("_bytes") for name in known]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean {near[0]!r}?")
+    parsed: dict[str, object] = {}
+    for key, value in values.items():
+        where = f"kv_connector_extra_config.{key}"
+        match key:
+            case "server":
+                parsed[key] = _server(value, where)
+            case "ram":
+                if not isinstance(value, str | int) or isinstance(value, bool):
+                    raise ConfigError(f'{where}={value!r} is not a size; write it like "1GiB"')
+                parsed["ram_bytes"] = parse_size(value, where)
+            case "hybrid_chunk_size":
+                parsed[key] = int(_number(value, where, 1, 1 << 24, "1024"))
+            case "load_timeout_seconds":
+                parsed[key] = _number(value, where, 0.001, LOAD_TIMEOUT_SECONDS_MAX, "10")
+            case "lookup_timeout_ms":
+                parsed[key] = _number(value, where, 0.1, LOAD_TIMEOUT_SECONDS_MAX * 1e3, "100")
+            case "store_generated":
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{where}={value!r} must be true or false; true works")
+                parsed[key] = value
+            case "checksum":
+                if value not in CHECKSUMS:
+                    raise ConfigError(f'{where}={value!r} must be one of {", ".join(CHECKSUMS)}; "on" works')
+                parsed[key] = value
+            case "weights_identity":
+                if not isinstance(value, str) or not value:
+                    raise ConfigError(f'{where}={value!r} must be a non-empty text; "my-model-v1" works')
+                parsed[key] = value
+    return Settings(**parsed)  # type: ignore[arg-type]  # each value was checked above
+
+
+def _server(value: object, where: str) -> str:
+    if value == "auto" or (isinstance(value, str) and value.startswith("unix:///")):
+        return str(value)
+    raise ConfigError(f'{where}={value!r} must be "auto" or a socket like "unix:///run/user/1000/hybridkv/daemon.sock"')
+
+
+def _number(value: object, where: str, low: float, high: float, works: str) -> float:
+    try:
+        number = float(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]  # checked by the try
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not low <= number <= high:
+        raise ConfigError(f"{where}={value!r} must be a number from {low:g} to {high:g}; {works} works")
+    return number

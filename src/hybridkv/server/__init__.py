@@ -1,0 +1,1 @@
+"""The daemon: a core that decides, and a loop that does."""

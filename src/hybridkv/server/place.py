@@ -1,0 +1,80 @@
+"""The daemon's place in the file system: directory, lock, socket, arena. Only the owner may enter."""
+
+import fcntl
+import hashlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.shm.arena import SHM_DIR
+
+_BACKLOG = 128
+
+
+class AlreadyServedError(HybridKVError):
+    """Another daemon holds this socket."""
+
+
+def make_private_directory(directory: Path, setting: str) -> None:
+    """Create `directory` for this user alone, or check that an existing one is; raises ConfigError."""
+    works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"{setting}: directory {directory} cannot be made ({error.strerror}); {works}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{setting}: {directory} is not a directory of its own (a link?); {works}")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(f"{setting}: {directory} belongs to user id {status.st_uid}, not to you; {works}")
+    if status.st_mode & 0o022:
+        raise ConfigError(f"{setting}: others may write to {directory}; {works}, or chmod 700 it")
+
+
+def take_lock(socket_path: Path) -> int:
+    """A descriptor whose lock makes this process the only daemon of `socket_path`; raises AlreadyServedError."""
+    lock_path = socket_path.with_name(socket_path.name + ".lock")
+    fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise AlreadyServedError(f"a daemon is already serving {socket_path}") from error
+    return fd
+
+
+def listen(socket_path: Path, setting: str) -> socket.socket:
+    """A non-blocking listening socket; a stale one is replaced (the lock is held). Raises ConfigError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        if socket_path.is_socket():
+            socket_path.unlink()
+        listener.bind(str(socket_path))
+        socket_path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f'{setting}: no socket can be made at {socket_path} ({error.strerror}); "/tmp/hybridkv-'
+            f'{os.geteuid()}/daemon.sock" works'
+        ) from error
+    return listener
+
+
+def arena_path(socket_path: Path, boot: str) -> Path:
+    """The arena's file; its name tells which socket it belongs to."""
+    return SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
+
+
+def remove_stale_arenas(socket_path: Path) -> None:
+    """Remove arenas that dead daemons of this socket left behind (the lock is held, so they are dead)."""
+    for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*"):
+        if path.lstat().st_uid == os.geteuid():
+            path.unlink(missing_ok=True)
+
+
+def _arena_prefix(socket_path: Path) -> str:
+    digest = hashlib.sha256(str(socket_path).encode()).hexdigest()[:12]
+    return f"hybridkv-{os.geteuid()}-{digest}-"

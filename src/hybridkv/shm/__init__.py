@@ -1,0 +1,1 @@
+"""Shared memory: the layout of a slot and the mapping of the arena."""

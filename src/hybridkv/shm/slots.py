@@ -1,0 +1,102 @@
+"""The layout of a slot: a self-describing header, one checksum per rank, the payload.
+
+The daemon alone writes headers; workers write the payload and the checksum of their own part::
+
+    0        128                 payload_offset(ranks)
+    |header  |checksum per rank  |payload: part of rank 0, part of rank 1 ...            | padding to SLOT_ALIGN
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hybridkv.core.keys import HASH_BYTES
+
+SLOT_ALIGN = 4096
+"""Slots start on pages, so that a slot can also be written to a file with direct I/O as it is."""
+HEADER_BYTES = 128
+CHECKSUM_BYTES = 8
+_PAYLOAD_ALIGN = 256
+_MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
+_VERSION = 1
+
+# magic, version, state, ranks, gid, generation, part bytes, namespace, chunk hash; then the CRC of all that
+_HEADER = struct.Struct(f"<QHHHHQQ{HASH_BYTES}s{HASH_BYTES}s")
+_CRC = struct.Struct("<I")
+_GENERATION_OFFSET = 16
+_GENERATION = struct.Struct("<Q")
+
+assert _HEADER.size + _CRC.size <= HEADER_BYTES
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    WRITING = 1
+    COMMITTED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot says about itself."""
+
+    state: SlotState
+    generation: int
+    ranks: int
+    part_bytes: int
+    gid: int = 0
+    namespace: bytes = bytes(HASH_BYTES)
+    chunk_hash: bytes = bytes(HASH_BYTES)
+
+    def pack(self) -> bytes:
+        """HEADER_BYTES bytes."""
+        body = _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            self.state,
+            self.ranks,
+            self.gid,
+            self.generation,
+            self.part_bytes,
+            self.namespace,
+            self.chunk_hash,
+        )
+        return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
+
+
+def unpack_header(raw: bytes) -> SlotHeader | None:
+    """The header in `raw`, or None where the bytes are not a whole and sound header."""
+    if len(raw) < HEADER_BYTES:
+        return None
+    body = raw[: _HEADER.size]
+    if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(body):
+        return None
+    magic, version, state, ranks, gid, generation, part_bytes, namespace, chunk_hash = _HEADER.unpack(body)
+    if magic != _MAGIC or version != _VERSION or state not in tuple(SlotState):
+        return None
+    return SlotHeader(SlotState(state), generation, ranks, part_bytes, gid, namespace, chunk_hash)
+
+
+def read_generation(memory: memoryview, offset: int) -> int:
+    """The generation of the slot at `offset`, whatever its state."""
+    generation: int = _GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0]
+    return generation
+
+
+def payload_offset(ranks: int) -> int:
+    """Bytes from the start of a slot to its payload."""
+    head = HEADER_BYTES + ranks * CHECKSUM_BYTES
+    return -(-head // _PAYLOAD_ALIGN) * _PAYLOAD_ALIGN
+
+
+def checksum_offset(rank: int) -> int:
+    """Bytes from the start of a slot to the checksum of one rank's part."""
+    return HEADER_BYTES + rank * CHECKSUM_BYTES
+
+
+def slot_bytes(part_bytes: int, ranks: int) -> int:
+    """Bytes of the arena that one slot takes."""
+    size = payload_offset(ranks) + part_bytes * ranks
+    return -(-size // SLOT_ALIGN) * SLOT_ALIGN

@@ -1,0 +1,1 @@
+"""The daemon's side of the bytes: free space, slots, index, eviction."""

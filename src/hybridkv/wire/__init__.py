@@ -1,0 +1,1 @@
+"""The messages between engine and daemon, and their codec."""

@@ -1,0 +1,65 @@
+"""Frames on a byte stream: a little-endian u32 length, then that many bytes of msgpack."""
+
+import struct
+
+import msgspec
+
+from hybridkv.core.errors import HybridKVError
+from hybridkv.wire.messages import MESSAGE_BYTES_MAX, Reply, Request
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+class WireError(HybridKVError):
+    """Bytes that are not a message of this protocol; the connection cannot go on."""
+
+
+def encode(message: Request | Reply) -> bytes:
+    """One frame."""
+    body = _encoder.encode(message)
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise WireError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    """A request from a frame's body; raises WireError."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise WireError(f"not a request: {error}") from error
+
+
+def decode_reply(body: bytes) -> Reply:
+    """A reply from a frame's body; raises WireError."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise WireError(f"not a reply: {error}") from error
+
+
+class Frames:
+    """Cuts received bytes into frame bodies; holds at most one incomplete frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The bodies that `received` completes; raises WireError on a frame over the limit."""
+        self._buffer += received
+        bodies: list[bytes] = []
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer, at)
+            if size > MESSAGE_BYTES_MAX:
+                raise WireError(f"a frame of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+            if len(self._buffer) - at - _LENGTH.size < size:
+                break
+            start = at + _LENGTH.size
+            bodies.append(bytes(self._buffer[start : start + size]))
+            at = start + size
+        del self._buffer[:at]
+        return bodies

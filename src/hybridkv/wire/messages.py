@@ -1,0 +1,236 @@
+"""The messages between an engine and the daemon. Every byte on the wire is one of these, in msgpack.
+
+Requests carry an `id` that the reply repeats; `id` 0 asks for no reply but an Error.  Lists of fixed-size things
+travel as packed little-endian arrays in byte strings, so a 128k-token lookup is one message of a few tens of KB.
+"""
+
+from array import array
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
+from hybridkv.core.keys import HASH_BYTES
+
+PROTOCOL_VERSION = 1
+CHUNKS_MAX = 1 << 16
+"""Chunks in one lookup."""
+BATCH_MAX = 1 << 16
+"""Slots in one message."""
+MESSAGE_BYTES_MAX = 16 << 20
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Text = Annotated[str, Meta(max_length=256)]
+Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
+Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
+
+
+class WireGroup(Struct, frozen=True, array_like=True):
+    """core.geometry.Group without what the daemon does not need."""
+
+    gid: Annotated[int, Meta(ge=0, le=0xFFFF)]
+    kind: Kind
+    tokens_per_block: Annotated[int, Meta(gt=0, le=1 << 30)]
+    block_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
+    window_tokens: Annotated[int, Meta(ge=0, le=1 << 30)]
+    extra_retained_tokens: Annotated[int, Meta(ge=0, le=1 << 30)]
+
+
+class WireGeometry(Struct, frozen=True, array_like=True):
+    """core.geometry.Geometry on the wire."""
+
+    groups: Annotated[list[WireGroup], Meta(min_length=1, max_length=GROUPS_MAX)]
+    chunk_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
+    alignment_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
+    hash_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
+    ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
+
+
+class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
+    """Base of all messages; the tag is the class's name."""
+
+
+class Hello(_Message, tag="hello"):
+    """First message of a connection. `role` engine opens a session, worker joins it, control only asks."""
+
+    id: Count
+    version: Count
+    role: Annotated[str, Meta(pattern="^(engine|worker|control)$")]
+    engine_id: Text = ""
+    namespace: Hash | None = None
+    geometry: WireGeometry | None = None
+
+
+class Lookup(_Message, tag="lookup"):
+    """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`."""
+
+    id: Count
+    lease: Count
+    hashes: Hashes
+
+
+class Release(_Message, tag="release"):
+    """End a read lease; what was loaded under it is only counted."""
+
+    lease: Count
+    tokens: Count = 0
+    loaded_bytes: Count = 0
+    failed: bool = False
+
+
+class Want(_Message, tag="want"):
+    """Ask for write slots ahead of need: `count` slots whose parts have `part_bytes` bytes."""
+
+    id: Count
+    part_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
+    count: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
+
+
+class Commit(_Message, tag="commit"):
+    """Written slots become objects: i-th slot, group index and chunk hash belong together."""
+
+    offsets: Packed
+    generations: Packed
+    groups: Packed
+    hashes: Hashes
+    tokens: Count = 0
+
+
+class Abandon(_Message, tag="abandon"):
+    """Give write slots back unused."""
+
+    offsets: Packed
+    generations: Packed
+
+
+class Stats(_Message, tag="stats"):
+    """Ask for the daemon's counters."""
+
+    id: Count
+
+
+class Clear(_Message, tag="clear"):
+    """Drop every object; those under a read lease go when it ends."""
+
+    id: Count
+
+
+class Condemn(_Message, tag="condemn"):
+    """Objects whose bytes were proven wrong: they are dropped, whatever leases they are under."""
+
+    offsets: Packed
+    generations: Packed
+
+
+class Welcome(_Message, tag="welcome"):
+    """The daemon's answer to Hello. `boot` differs in every life of a daemon."""
+
+    id: Count
+    version: Count
+    boot: Text
+    arena_path: Annotated[str, Meta(max_length=4096)]
+    arena_bytes: Count
+    pid: Count
+
+
+class Found(_Message, tag="found"):
+    """Answer to Lookup: hit chunks, per group the presence mask, and slots of what the hit needs, group by group."""
+
+    id: Count
+    lease: Count
+    chunks: Count
+    masks: list[bytes]
+    offsets: Packed
+    generations: Packed
+
+
+class Granted(_Message, tag="granted"):
+    """Answer to Want: maybe fewer slots than asked for. Pages below `reserved_bytes` exist."""
+
+    id: Count
+    part_bytes: Count
+    offsets: Packed
+    generations: Packed
+    reserved_bytes: Count
+
+
+class Report(_Message, tag="report"):
+    """Answer to Stats."""
+
+    id: Count
+    values: dict[str, float]
+    info: dict[str, str]
+
+
+class Done(_Message, tag="done"):
+    """Answer to Clear: how many objects were dropped."""
+
+    id: Count
+    count: Count
+
+
+class Error(_Message, tag="error"):
+    """A request that was refused; `code` is a word for programs, `message` a sentence for people."""
+
+    id: Count
+    code: Text
+    message: Annotated[str, Meta(max_length=4096)]
+
+
+Request = Hello | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn
+Reply = Welcome | Found | Granted | Report | Done | Error
+
+
+def pack_u64(values: "list[int] | array[int]") -> bytes:
+    """Little-endian unsigned 64-bit integers."""
+    return array("Q", values).tobytes()
+
+
+def unpack_u64(raw: bytes) -> "array[int]":
+    """Inverse of `pack_u64`; raises ValueError on a broken length."""
+    values = array("Q")
+    values.frombytes(raw)
+    return values
+
+
+def geometry_to_wire(geometry: Geometry) -> WireGeometry:
+    """What the daemon needs of a geometry."""
+    return WireGeometry(
+        [
+            WireGroup(
+                group.gid,
+                group.kind,
+                group.tokens_per_block,
+                group.block_bytes,
+                group.window_tokens,
+                group.extra_retained_tokens,
+            )
+            for group in geometry.groups
+        ],
+        geometry.chunk_tokens,
+        geometry.alignment_tokens,
+        geometry.hash_tokens,
+        geometry.ranks,
+    )
+
+
+def geometry_from_wire(wire: WireGeometry) -> Geometry:
+    """A Geometry with each group's layers summed up; raises ConfigError or GeometryError."""
+    return Geometry(
+        tuple(
+            Group(
+                group.gid,
+                group.kind,
+                group.tokens_per_block,
+                (group.block_bytes,),
+                group.window_tokens,
+                group.extra_retained_tokens,
+            )
+            for group in wire.groups
+        ),
+        wire.chunk_tokens,
+        wire.alignment_tokens,
+        wire.hash_tokens,
+        wire.ranks,
+    )
