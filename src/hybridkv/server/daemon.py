@@ -260,7 +260,14 @@ class Daemon:
                 self.counters["objects_condemned"] += 1
 
     def _stats(self, connection_id: int, connection: Connection, stats: Stats) -> Reply:
-        return Report(stats.id, self.values(), {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)})
+        info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
+        for number, session in enumerate(self._sessions):
+            groups = " ".join(f"{g.gid}:{g.kind}/{g.tokens_per_block}" for g in session.geometry.groups)
+            info[f"session_{number}"] = (
+                f"chunk {session.geometry.chunk_tokens} groups {groups} engine {session.engine_id} "
+                f"identity {session.namespace.identity.hex()[:12]}"
+            )
+        return Report(stats.id, self.values(), info)
 
     def _clear(self, connection_id: int, connection: Connection, clear: Clear) -> Reply:
         return Done(clear.id, self.store.clear())

@@ -1,0 +1,98 @@
+"""One real engine in a process of its own, told what to do in JSON lines. Started by `hybridkv verify`.
+
+Commands come on standard input, answers go to the descriptor named by the first argument, vLLM's log to standard
+error. Everything after that argument is vLLM's.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
+
+LOGPROBS = 5
+STEP_SECONDS_MAX = 600.0
+
+
+def make_engine(arguments: list[str]) -> LLMEngine:
+    """An engine from vLLM's own command line arguments."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(arguments)))
+
+
+class Runner:
+    """Drives one engine step by step."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._requests = 0
+
+    def info(self) -> dict[str, Any]:
+        """What prompts must know about the model."""
+        model = self._engine.vllm_config.model_config
+        return {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+        """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds."""
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=LOGPROBS
+        )
+        results: dict[str, dict[str, Any]] = {}
+        started = time.perf_counter()
+        for prompt in prompts:
+            self._requests += 1
+            request_id = f"verify-{self._requests}"
+            results[request_id] = {"ttft_seconds": None}
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        slowest = 0.0
+        while self._engine.has_unfinished_requests():
+            step_started = time.perf_counter()
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            slowest = max(slowest, now - step_started)
+            for output in outputs:
+                result = results[output.request_id]
+                completion = output.outputs[0]
+                if result["ttft_seconds"] is None and completion.token_ids:
+                    result["ttft_seconds"] = now - started
+                result["tokens"] = list(completion.token_ids)
+                result["finish_reason"] = completion.finish_reason
+                result["cached_tokens"] = output.num_cached_tokens
+                result["logprobs"] = [
+                    sorted((token, entry.logprob) for token, entry in position.items())
+                    for position in completion.logprobs or []
+                ]
+            if now - started > STEP_SECONDS_MAX:
+                raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
+        return [{**result, "slowest_step_seconds": slowest} for result in results.values()]
+
+    def reset(self) -> bool:
+        """Forget the engine's own prefix cache, not the connector's."""
+        return bool(self._engine.reset_prefix_cache())
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
+
+        def answer(value: object) -> None:
+            answers.write(json.dumps(value) + "\n")
+            answers.flush()
+
+        runner = Runner(make_engine(sys.argv[2:]))
+        answer(runner.info())
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["do"] == "run":
+                answer(runner.run(command["prompts"], command["max_tokens"]))
+            else:
+                answer(runner.reset())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""`hybridkv verify`: real engines, the same prompt along every path, compared with the engine's own prefix cache.
+
+The oracle is the engine's *own* prefix-cache hit of the same length: a full recompute may differ in the last bits,
+because a kernel may take another numeric path when part of the prompt is cached.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridkv.cli.engine import Engine
+from hybridkv.client.control import Control, DaemonUnreachableError
+from hybridkv.client.spawn import daemon_command
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.sizes import format_size
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.slots import payload_offset
+from hybridkv.testing.models import WIDEN_SEED, bundled_arguments, bundled_models
+
+CHUNKS = 5
+LOCAL_CHUNKS = 2
+"""Chunks of the prompt that the engine's own cache holds in the mixed arm."""
+MAX_TOKENS = 16
+DAEMON_SECONDS = 10.0
+SETTLE_SECONDS = 5.0
+RAM = "1GiB"
+SETTLED_COUNTERS = ("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored")
+_FLIP_AT, _FLIP_BITS = 3, 0x41
+"""Byte 3 of a payload is the high byte of a float32 and of a bfloat16 alike: the flip changes a value visibly."""
+
+
+@dataclass
+class Arm:
+    """One row of the proof."""
+
+    name: str
+    prompt_tokens: int
+    cached_tokens: int
+    external_tokens: int
+    expected_external_tokens: int
+    ttft_ms: float
+    bytes_stored: int
+    bytes_loaded: int
+    oracle: str
+    same_tokens: bool
+    same_logprobs: bool
+    same_bytes: bool | None
+    """None where nothing was restored."""
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the engine gives without a connector: computed in full, and from its own prefix cache."""
+
+    computed: dict[str, Any]
+    local_hit: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `verify`."""
+    parser.add_argument(
+        "--model",
+        default="qwen3next",
+        metavar="DIR_OR_NAME",
+        help=f"a model directory or hub name, or a bundled tiny model: {', '.join(bundled_models())} "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--ram", default=RAM, metavar="SIZE", help="memory of the daemon under test (default: 1GiB)")
+    parser.add_argument("--flip", choices=("detect", "blind"), help=argparse.SUPPRESS)
+    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run all arms; 0 = every answer and every byte is right and every expected hit happened."""
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False, markup=False)
+
+    with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
+        keep = Path(tempfile.gettempdir()) / f"hybridkv-verify-{os.getpid()}.log"
+        proof = Proof(arguments, Path(directory), keep, say)
+        arms = proof.run()
+    ok = all(arm.ok for arm in arms)
+    if ok:
+        keep.unlink(missing_ok=True)
+    summary = {
+        "ok": ok,
+        "model": arguments.model,
+        "chunk_tokens": proof.chunk_tokens,
+        "groups": proof.groups,
+        "seconds": round(proof.seconds, 1),
+        "arms": [asdict(arm) for arm in arms],
+    }
+    if arguments.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        _print_table(arguments.model, arms, proof)
+    return 0 if ok else 1
+
+
+class Proof:
+    """Runs the arms in order; each uses what the one before left behind."""
+
+    def __init__(self, arguments: argparse.Namespace, directory: Path, log_path: Path, say: Any) -> None:
+        self._directory = directory
+        self._log_path = log_path
+        self._say = say
+        self._flip = arguments.flip
+        self._ram = arguments.ram
+        self._socket_path = str(directory / "daemon.sock")
+        self._environment = {}
+        bundled = bundled_models().get(arguments.model)
+        self._arguments = [f"--model={bundled or arguments.model}"]
+        if bundled is not None:
+            self._arguments += bundled_arguments(arguments.model)
+            self._environment = {"HYBRIDKV_WIDEN_SEED": str(WIDEN_SEED), "HF_HUB_OFFLINE": "1"}
+        elif "/" in arguments.model and arguments.model.startswith((".", "/")) and not Path(arguments.model).is_dir():
+            raise ConfigError(f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work")
+        elif "/" not in arguments.model and not Path(arguments.model).is_dir():
+            raise ConfigError(f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work")
+        self._arguments += arguments.vllm_arguments
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self.chunk_tokens = 0
+        self.groups = ""
+        self.seconds = 0.0
+
+    def run(self) -> list[Arm]:
+        """Every arm."""
+        started = time.monotonic()
+        try:
+            return self._arms()
+        finally:
+            self._stop_daemon(signal.SIGTERM)
+            self.seconds = time.monotonic() - started
+
+    def _arms(self) -> list[Arm]:
+        self._start_daemon()
+        arms: list[Arm] = []
+        with self._engine("first engine with hybridkv") as engine:
+            self._learn_geometry()
+            prompt, other = self._prompt(engine.info, 0), self._prompt(engine.info, 1)
+            self._warm_up(engine, other)
+            cold = self._measure("cold", engine, prompt, external_chunks=0)
+            if self._flip:
+                self._flip_one_byte()
+            engine.reset()
+            warm = self._measure("warm", engine, prompt, external_chunks=CHUNKS)
+            engine.reset()
+            engine.run(prompt[: LOCAL_CHUNKS * self.chunk_tokens + 5], max_tokens=1)
+            mixed = self._measure(
+                "mixed local and external", engine, prompt, external_chunks=CHUNKS - LOCAL_CHUNKS, local=LOCAL_CHUNKS
+            )
+        with self._engine("second engine, started later") as engine:
+            self._warm_up(engine, other)
+            restarted = self._measure("engine restarted", engine, prompt, external_chunks=CHUNKS)
+            self._say("kill -9 of the daemon, and a new one")
+            self._stop_daemon(signal.SIGKILL)
+            self._start_daemon()
+            engine.reset()
+            self._until_connected(engine, prompt)
+            refilled = self._measure("daemon restarted, refilling", engine, prompt, external_chunks=None)
+            engine.reset()
+            rewarmed = self._measure("daemon restarted", engine, prompt, external_chunks=CHUNKS)
+        with self._engine("engine without a connector", connector=False) as engine:
+            self._warm_up(engine, other)
+            reference = Reference(self._generate(engine, prompt), self._generate(engine, prompt))
+        arms.append(self._judge_reference(prompt, reference))
+        for measured in (cold, warm, restarted, refilled, rewarmed, mixed):
+            arms.append(self._judge(measured, reference))
+        return arms
+
+    # One arm
+
+    def _measure(
+        self, name: str, engine: Engine, prompt: list[int], external_chunks: int | None, local: int = 0
+    ) -> dict[str, Any]:
+        self._say(f"arm: {name}")
+        before = self._stats()
+        result = self._generate(engine, prompt)
+        after = self._settled()
+        delta = {key: int(after.get(key, 0) - before.get(key, 0)) for key in after}
+        return {
+            **result,
+            "name": name,
+            "prompt_tokens": len(prompt),
+            "delta": delta,
+            "expected": None if external_chunks is None else external_chunks * self.chunk_tokens,
+            "local": local * self.chunk_tokens,
+        }
+
+    def _judge(self, measured: dict[str, Any], reference: Reference) -> Arm:
+        external = measured["delta"].get("tokens_loaded", 0)
+        expected = measured["expected"]
+        hit = measured["cached_tokens"]
+        # A failed load is computed after all, but the engine still reports the tokens it first took as cached.
+        right_hit = expected is None or (external == expected and hit == expected + measured["local"])
+        oracle = reference.local_hit if external else reference.computed
+        failed = measured["delta"].get("loads_failed", 0)
+        same_bytes = failed == 0 if external or failed else None
+        same_tokens = measured["tokens"] == oracle["tokens"]
+        same_logprobs = measured["logprobs"] == oracle["logprobs"]
+        return Arm(
+            measured["name"],
+            measured["prompt_tokens"],
+            hit,
+            external,
+            external if expected is None else expected,
+            measured["ttft_seconds"] * 1e3,
+            measured["delta"].get("bytes_stored", 0),
+            measured["delta"].get("bytes_loaded", 0),
+            "own prefix cache" if external else "computed",
+            same_tokens,
+            same_logprobs,
+            same_bytes,
+            right_hit and same_tokens and same_logprobs and same_bytes is not False,
+        )
+
+    def _judge_reference(self, prompt: list[int], reference: Reference) -> Arm:
+        hit = reference.local_hit["cached_tokens"]
+        varied = len(set(reference.computed["tokens"])) > 1
+        if not varied:
+            self._say("warning: this model repeats one token, so equal tokens prove little; log-probabilities still do")
+        expected = CHUNKS * self.chunk_tokens
+        return Arm(
+            "no connector",
+            len(prompt),
+            hit,
+            0,
+            0,
+            reference.computed["ttft_seconds"] * 1e3,
+            0,
+            0,
+            "itself",
+            reference.local_hit["tokens"] == reference.computed["tokens"],
+            reference.local_hit["logprobs"] == reference.computed["logprobs"],
+            None,
+            hit == expected and reference.computed["finish_reason"] == "length",
+        )
+
+    def _generate(self, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+        (result,) = engine.run(prompt, max_tokens=MAX_TOKENS)
+        if len(result.get("tokens", ())) != MAX_TOKENS:
+            raise HybridKVError(f"the engine gave {len(result.get('tokens', ()))} tokens instead of {MAX_TOKENS}")
+        return result
+
+    def _settled(self) -> dict[str, float]:
+        """The daemon's counters once they stand still: releases and commits are one-way messages."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        last = self._stats()
+        while time.monotonic() < deadline:
+            now = self._stats()
+            if now["leases"] == 0 and all(now.get(key) == last.get(key) for key in SETTLED_COUNTERS):
+                break
+            last = now
+        return last
+
+    def _warm_up(self, engine: Engine, other: list[int]) -> None:
+        """Let the engine compile what it compiles on first use, with another prompt, so that TTFT means something."""
+        self._say("warming up")
+        for length in (len(other), len(other) % self.chunk_tokens):
+            engine.run(other[:length], max_tokens=2)
+
+    def _prompt(self, info: dict[str, Any], number: int) -> list[int]:
+        tail = max(3, self.chunk_tokens // 3)
+        length = CHUNKS * self.chunk_tokens + tail
+        if length + MAX_TOKENS > info["max_model_len"]:
+            raise ConfigError(
+                f"max_model_len={info['max_model_len']} is too short for {CHUNKS} chunks of {self.chunk_tokens} "
+                f"tokens; -- --max-model-len {length + MAX_TOKENS} works"
+            )
+        return random.Random(WIDEN_SEED + number).choices(range(2, info["vocab_size"]), k=length)
+
+    # Processes
+
+    @contextmanager
+    def _engine(self, what: str, connector: bool = True) -> Iterator[Engine]:
+        self._say(f"starting: {what}")
+        arguments = list(self._arguments)
+        if connector:
+            extra = {
+                "server": f"unix://{self._socket_path}",
+                "checksum": "off" if self._flip == "blind" else "paranoid",
+                "lookup_timeout_ms": 2000,
+            }
+            transfer = {
+                "kv_connector": "HybridKVConnector",
+                "kv_connector_module_path": "hybridkv.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        with Engine(arguments, self._log_path, self._say, self._environment) as engine:
+            yield engine
+
+    def _start_daemon(self) -> None:
+        command = [*daemon_command(self._socket_path, None), "--ram", self._ram, "--metrics-port", "-1"]
+        self._daemon = subprocess.Popen(command, stderr=subprocess.PIPE)
+        deadline = time.monotonic() + DAEMON_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                with Control(self._socket_path, 0.05):
+                    return
+            except DaemonUnreachableError:
+                if self._daemon.poll() is not None and self._daemon.stderr is not None:
+                    said = self._daemon.stderr.read().decode().strip()
+                    raise ConfigError(said.removeprefix("hybridkv: ")) from None
+        raise HybridKVError(f"the daemon did not answer within {DAEMON_SECONDS:g} s")
+
+    def _stop_daemon(self, number: int) -> None:
+        if self._daemon is not None:
+            self._daemon.send_signal(number)
+            self._daemon.wait()
+            if self._daemon.stderr is not None:
+                self._daemon.stderr.close()
+            self._daemon = None
+
+    def _stats(self) -> dict[str, float]:
+        with Control(self._socket_path) as control:
+            return control.stats().values
+
+    def _learn_geometry(self) -> None:
+        with Control(self._socket_path) as control:
+            info = control.stats().info
+        words = info["session_0"].split()
+        self.chunk_tokens = int(words[1])
+        self.groups = " ".join(words[3 : words.index("engine")])
+
+    def _until_connected(self, engine: Engine, prompt: list[int]) -> None:
+        """Let the engine make steps until it has found the new daemon."""
+        deadline = time.monotonic() + DAEMON_SECONDS
+        while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
+            engine.run(prompt[: self.chunk_tokens // 2], max_tokens=1)
+
+    def _flip_one_byte(self) -> None:
+        """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it."""
+        with Control(self._socket_path) as control:
+            welcome = control.welcome
+        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        slots = list(committed_slots(arena.memory))
+        gids = [group.partition(":") for group in self.groups.split()]
+        full = [int(gid) for gid, _, kind in gids if kind.startswith("full/")]
+        wanted = [(offset, header) for offset, header in slots if header.gid == full[0]][:1] if full else slots
+        for offset, header in wanted:
+            arena.memory[offset + payload_offset(header.ranks) + _FLIP_AT] ^= _FLIP_BITS
+        self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
+        arena.close()
+
+
+def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
+    table = Table(title=f"hybridkv verify {model}: chunk {proof.chunk_tokens} tokens, groups {proof.groups}")
+    for column in ("arm", "prompt", "from outside", "expected", "TTFT ms", "stored", "loaded"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for column in ("tokens", "log-probs", "bytes", "compared with"):
+        table.add_column(column)
+    shown = {True: "same", False: "DIFFERENT", None: "-"}
+    for arm in arms:
+        table.add_row(
+            arm.name,
+            str(arm.prompt_tokens),
+            str(arm.external_tokens),
+            str(arm.expected_external_tokens),
+            f"{arm.ttft_ms:.0f}",
+            format_size(arm.bytes_stored),
+            format_size(arm.bytes_loaded),
+            shown[arm.same_tokens],
+            shown[arm.same_logprobs],
+            shown[arm.same_bytes],
+            arm.oracle,
+            style=None if arm.ok else "bold red",
+        )
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
+    verdict = "every answer and every byte is right" if all(arm.ok for arm in arms) else "DIFFERENT: see the red rows"
+    print(f"{verdict} ({proof.seconds:.0f} s)")
