@@ -27,9 +27,9 @@ from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.spawn import daemon_command
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
-from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.inspect import committed_slots
-from hybridkv.shm.slots import payload_offset
+from hybridkv.shm.slots import SlotHeader, payload_offset
 from hybridkv.testing.models import WIDEN_SEED, bundled_arguments, bundled_models
 
 CHUNKS = 5
@@ -158,9 +158,10 @@ class Proof:
             self._learn_geometry()
             prompt, other = self._prompt(engine.info, 0), self._prompt(engine.info, 1)
             self._warm_up(engine, other)
+            others = set(self._slots())
             cold = self._measure("cold", engine, prompt, external_chunks=0)
             if self._flip:
-                self._flip_one_byte()
+                self._flip_one_byte(others)
             engine.reset()
             warm = self._measure("warm", engine, prompt, external_chunks=CHUNKS)
             engine.reset()
@@ -350,19 +351,33 @@ class Proof:
         while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
             engine.run(prompt[: self.chunk_tokens // 2], max_tokens=1)
 
-    def _flip_one_byte(self) -> None:
-        """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it."""
-        with Control(self._socket_path) as control:
-            welcome = control.welcome
-        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
-        slots = list(committed_slots(arena.memory))
-        gids = [group.partition(":") for group in self.groups.split()]
-        full = [int(gid) for gid, _, kind in gids if kind.startswith("full/")]
-        wanted = [(offset, header) for offset, header in slots if header.gid == full[0]][:1] if full else slots
-        for offset, header in wanted:
-            arena.memory[offset + payload_offset(header.ranks) + _FLIP_AT] ^= _FLIP_BITS
+    def _slots(self) -> dict[int, SlotHeader]:
+        """Header of every committed slot by offset, read from the arena itself."""
+        with self._arena() as arena:
+            return dict(committed_slots(arena.memory))
+
+    def _flip_one_byte(self, others: set[int]) -> None:
+        """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it.
+
+        The object is one of a full attention group, since every hit needs all of those; without such a group, one
+        byte in every object is flipped. `others` are the slots of other prompts.
+        """
+        slots = {offset: header for offset, header in self._slots().items() if offset not in others}
+        full = {int(gid) for gid, _, kind in (group.partition(":") for group in self.groups.split()) if "full/" in kind}
+        wanted = [offset for offset, header in slots.items() if header.gid in full][:1] or list(slots)
+        with self._arena() as arena:
+            for offset in wanted:
+                arena.memory[offset + payload_offset(slots[offset].ranks) + _FLIP_AT] ^= _FLIP_BITS
         self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
-        arena.close()
+
+    @contextmanager
+    def _arena(self) -> Iterator[Arena]:
+        with Control(self._socket_path) as control:
+            arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+        try:
+            yield arena
+        finally:
+            arena.close()
 
 
 def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:

@@ -20,6 +20,7 @@ from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
 
 COPY_THREADS = 2
+PIECE_BYTES = 128 << 10
 PARALLEL_BYTES_MIN = 1 << 20
 """Below this many bytes one thread copies: handing work to another costs more than it saves."""
 
@@ -61,34 +62,44 @@ class PartLayout:
     def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Write the checksum of this rank's part."""
         if self.checksum != "off":
-            at = op.slot.offset + checksum_offset(self.rank)
-            digest = self._digest(arena, op, part_bytes)
-            arena.memory[at : at + CHECKSUM_BYTES] = digest
+            self.write_signature(arena, op, self._hash_part(arena, op, part_bytes))
 
     def prove(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Raise BadSlotError unless the slot is of the right generation and its part has its checksum."""
-        if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
-            raise BadSlotError(op, "it was given to another object")
+        self.recheck(arena, op)
+        if self.checksum != "off":
+            self.check_signature(arena, op, self._hash_part(arena, op, part_bytes))
+
+    def hasher(self, op: CopyOp) -> "xxhash.xxh3_64":
+        """For callers that hash a part piece by piece while it is in the processor's cache."""
+        return xxhash.xxh3_64(seed=op.slot.generation)
+
+    def write_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
+        """Put the digest of this rank's part where readers look for it."""
         at = op.slot.offset + checksum_offset(self.rank)
-        signed = bytes(arena.memory[at : at + CHECKSUM_BYTES])
-        if self.checksum != "off" and signed != self._digest(arena, op, part_bytes):
+        arena.memory[at : at + CHECKSUM_BYTES] = _signature(digest)
+
+    def check_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
+        """Raise BadSlotError unless `digest` is what the writer signed."""
+        at = op.slot.offset + checksum_offset(self.rank)
+        if bytes(arena.memory[at : at + CHECKSUM_BYTES]) != _signature(digest):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
     def recheck(self, arena: Arena, op: CopyOp) -> None:
-        """After the copy: the slot must not have changed hands meanwhile."""
+        """Before and after a copy: raise BadSlotError where the slot has changed hands."""
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
-            raise BadSlotError(op, "it was given to another object while it was read")
+            raise BadSlotError(op, "it was given to another object")
 
-    def _digest(self, arena: Arena, op: CopyOp, part_bytes: int) -> bytes:
+    def _hash_part(self, arena: Arena, op: CopyOp, part_bytes: int) -> int:
         start = self.payload(op, part_bytes)
-        # Never all zeroes, so that a slot nobody signed proves nothing; the generation ties it to this object.
-        digest = xxhash.xxh3_64_intdigest(arena.memory[start : start + part_bytes], seed=op.slot.generation)
-        return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
+        hasher = self.hasher(op)
+        hasher.update(arena.memory[start : start + part_bytes])
+        return hasher.intdigest()
 
 
-def part_bytes_of(op: CopyOp, group_views: Sequence[torch.Tensor]) -> int:
-    """Bytes of one rank's part of an object."""
-    return op.count * sum(view[0].numel() * view.element_size() for view in group_views)
+def _signature(digest: int) -> bytes:
+    """Never all zeroes, so that a slot nobody signed proves nothing."""
+    return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +178,40 @@ class HostCopier:
 
     def _store_one(self, op: CopyOp) -> None:
         part_bytes = op.count * self._part_bytes[op.group_index]
-        for slot_at, block_at, size in self._moves(op, part_bytes):
+        if self._part.checksum == "off":
+            for slot_at, block_at, size in self._moves(op, part_bytes):
+                ctypes.memmove(slot_at, block_at, size)
+            return
+        hasher = self._part.hasher(op)
+        for slot_at, block_at, size in _cut(self._moves(op, part_bytes)):
             ctypes.memmove(slot_at, block_at, size)
-        self._part.sign(self._arena, op, part_bytes)
+            hasher.update(self._memory_at(slot_at, size))
+        self._part.write_signature(self._arena, op, hasher.intdigest())
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
 
     def _load_one(self, op: CopyOp) -> None:
+        """Copies while it proves: should the proof fail, the load failed and nothing of it is ever read."""
         part_bytes = op.count * self._part_bytes[op.group_index]
-        self._part.prove(self._arena, op, part_bytes)
-        for slot_at, block_at, size in self._moves(op, part_bytes):
-            ctypes.memmove(block_at, slot_at, size)
+        whole = len(op.blocks) == op.count
+        if self._part.checksum == "off" or not whole:
+            self._part.prove(self._arena, op, part_bytes)
+            for slot_at, block_at, size in self._moves(op, part_bytes):
+                ctypes.memmove(block_at, slot_at, size)
+        else:
+            self._part.recheck(self._arena, op)
+            hasher = self._part.hasher(op)
+            for slot_at, block_at, size in _cut(self._moves(op, part_bytes)):
+                hasher.update(self._memory_at(slot_at, size))
+                ctypes.memmove(block_at, slot_at, size)
+            self._part.check_signature(self._arena, op, hasher.intdigest())
         self._part.recheck(self._arena, op)
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
+
+    def _memory_at(self, address: int, size: int) -> memoryview:
+        at = address - self._arena.address
+        return self._arena.memory[at : at + size]
 
     def _compare(self, op: CopyOp, part_bytes: int) -> None:
         for slot_at, block_at, size in self._moves(op, part_bytes):
@@ -205,6 +236,13 @@ class HostCopier:
                         yield slot_at, layer.address + block * layer.stride_bytes + offset, size
                         slot_at += size
             at += op.count * layer.block_bytes
+
+
+def _cut(moves: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The same moves in pieces that stay in a core's cache between being copied and being hashed."""
+    for slot_at, block_at, size in moves:
+        for at in range(0, size, PIECE_BYTES):
+            yield slot_at + at, block_at + at, min(PIECE_BYTES, size - at)
 
 
 def _joined(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:

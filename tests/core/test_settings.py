@@ -1,0 +1,80 @@
+"""Settings, sizes and paths: every error names the setting and a value that works."""
+
+import pytest
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import check_socket_path, default_socket, socket_of_server
+from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.core.sizes import format_size, parse_size
+
+
+def test_defaults() -> None:
+    assert parse_settings({}) == Settings()
+
+
+def test_every_key_is_read() -> None:
+    extra = {
+        "server": "unix:///tmp/x/daemon.sock",
+        "ram": "2GiB",
+        "hybrid_chunk_size": "512",
+        "load_timeout_seconds": 5,
+        "lookup_timeout_ms": 50,
+        "store_generated": False,
+        "checksum": "paranoid",
+        "weights_identity": "v1",
+    }
+    settings = parse_settings(extra)
+    assert settings.ram_bytes == 2 << 30
+    assert (settings.hybrid_chunk_size, settings.load_timeout_seconds, settings.lookup_timeout_ms) == (512, 5.0, 50.0)
+    assert (settings.store_generated, settings.checksum, settings.weights_identity) == (False, "paranoid", "v1")
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"sever": "auto"}, "unknown key 'sever'; did you mean 'server'"),
+        ({"chunk_size": 1}, "did you mean 'hybrid_chunk_size'"),
+        ({"ram_bytes": 1}, "did you mean 'ram'"),
+        ({"server": "localhost:5555"}, r'server=.* must be "auto" or a socket like "unix:///'),
+        ({"ram": "lots"}, 'ram=.*write it like "1GiB"'),
+        ({"ram": True}, 'ram=.*write it like "1GiB"'),
+        ({"ram": 0}, "ram=.*larger than zero"),
+        ({"hybrid_chunk_size": -1}, "hybrid_chunk_size=-1.*1024 works"),
+        ({"load_timeout_seconds": 300}, "load_timeout_seconds=300.*from 0.001 to 30; 10 works"),
+        ({"lookup_timeout_ms": "soon"}, "lookup_timeout_ms='soon'.*100 works"),
+        ({"store_generated": "yes"}, "store_generated.*true works"),
+        ({"checksum": True}, 'checksum=True.*"on" works'),
+        ({"weights_identity": ""}, 'weights_identity.*"my-model-v1" works'),
+    ],
+)
+def test_bad_settings(extra: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_settings(extra)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("512 mib", 512 << 20), ("1.5k", 1536), ("2GB", 2 * 10**9), ("4096", 4096), (7, 7)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text, "ram") == size
+
+
+def test_sizes_as_people_read_them() -> None:
+    assert [format_size(n) for n in (0, 1023, 1024, 1536, 5 << 20, (3 << 30) // 2)] == [
+        "0B",
+        "1023B",
+        "1KiB",
+        "1.5KiB",
+        "5MiB",
+        "1.5GiB",
+    ]
+
+
+def test_sockets() -> None:
+    assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == "/run/user/7/hybridkv/daemon.sock"
+    assert default_socket({}, 7) == "/tmp/hybridkv-7/daemon.sock"
+    assert socket_of_server("unix:///a/b.sock", {}, 7) == "/a/b.sock"
+    for bad in ("relative.sock", "/" + "x" * 107):
+        with pytest.raises(ConfigError, match=r'socket: .* "/tmp/hybridkv/daemon.sock" works'):
+            check_socket_path(bad, "socket")
