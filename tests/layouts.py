@@ -5,7 +5,9 @@ from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 K = Kind
 
 
-def make(alignment: int, hashing: int, *groups: tuple[Kind, int, int], chunk: int | None = None, ranks: int = 1) -> Geometry:
+def make(
+    alignment: int, hashing: int, *groups: tuple[Kind, int, int], chunk: int | None = None, ranks: int = 1
+) -> Geometry:
     """A geometry from (kind, tokens per block, window); two layers of 96 and 32 bytes a token's worth each."""
     made = tuple(
         Group(gid, kind, block, (3 * block, block) if kind is not K.RECURRENT else (512, 64), window)
@@ -23,7 +25,13 @@ LAYOUTS = {
     "qwen3next": make(256, 256, (K.RECURRENT, 256, 0), (K.RECURRENT, 256, 0), (K.FULL, 256, 0)),
     "falconh1": make(640, 640, (K.FULL, 640, 0), (K.RECURRENT, 640, 0)),
     "deepseekv4": make(
-        256, 4, (K.SLIDING, 64, 128), (K.SLIDING, 64, 128), (K.FULL, 256, 0), (K.SLIDING, 4, 128), (K.SLIDING, 8, 128)
+        256,
+        4,
+        (K.SLIDING, 64, 128),
+        (K.SLIDING, 64, 128),
+        (K.FULL, 256, 0),
+        (K.SLIDING, 4, 128),
+        (K.SLIDING, 8, 128),
     ),
     "gpu_blocks": make(16, 16, (K.SLIDING, 16, 100), (K.FULL, 16, 0)),
     "odd_window": make(32, 16, (K.SLIDING, 32, 33), (K.CHUNKED_LOCAL, 16, 80), (K.FULL, 16, 0), chunk=96),

@@ -10,14 +10,22 @@ from tests.layouts import LAYOUTS, K, make
 
 def test_deepseek_v4_blocks_of_4096_tokens() -> None:
     """Requirements A31: 4,096 tokens are [16, 64, 64, 1024, 512] blocks in the groups 256/64/64/4/8."""
-    groups = [(K.FULL, 256, 0), (K.SLIDING, 64, 128), (K.SLIDING, 64, 128), (K.SLIDING, 4, 128), (K.SLIDING, 8, 128)]
+    groups = [
+        (K.FULL, 256, 0),
+        (K.SLIDING, 64, 128),
+        (K.SLIDING, 64, 128),
+        (K.SLIDING, 4, 128),
+        (K.SLIDING, 8, 128),
+    ]
     geometry = make(256, 4, *groups)
     assert geometry.chunk_tokens == 256
     chunks = geometry.whole_chunks(4096)
     assert [chunks * geometry.blocks_per_chunk(group) for group in geometry.groups] == [16, 64, 64, 1024, 512]
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("qwen3", 128), ("gemma4", 256), ("falconh1", 640), ("gpu_blocks", 128)])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("qwen3", 128), ("gemma4", 256), ("falconh1", 640), ("gpu_blocks", 128)]
+)
 def test_derived_chunk(name: str, chunk: int) -> None:
     assert LAYOUTS[name].chunk_tokens == chunk
 

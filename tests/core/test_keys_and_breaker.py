@@ -21,7 +21,11 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     code = f"from hybridkv.core.keys import fingerprint; print(fingerprint({FACTS!r}).hex())"
     for seed in ("1", "2"):
         said = subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert said.stdout.strip() == fingerprint(FACTS).hex()
 

@@ -19,7 +19,9 @@ def table_for_hit(geometry: Geometry, index: int, hit_chunks: int, local_tokens:
 
 
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 9), st.data())
-def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit: int, data: st.DataObject) -> None:
+def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
+    name: str, hit: int, data: st.DataObject
+) -> None:
     geometry = LAYOUTS[name]
     alignment = geometry.alignment_tokens
     local = data.draw(st.integers(0, hit * geometry.chunk_tokens // alignment - 1)) * alignment
@@ -41,7 +43,9 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit
             written |= set(positions)
         needed = set(needed_blocks(group, hit * geometry.chunk_tokens))
         assert written == {position for position in needed if position >= local // group.tokens_per_block}
-        assert not any(position < local // group.tokens_per_block for position in written), "C34: local blocks are shared"
+        assert not any(position < local // group.tokens_per_block for position in written), (
+            "C34: local blocks are shared"
+        )
 
 
 def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:

@@ -33,7 +33,9 @@ def test_a_lease_is_always_let_go(events: list[Event]) -> None:
     for event in events:
         finished = finished or event is Event.FINISHED
         state, actions = advance(state, event)
-        leased = (leased or event is Event.RESUMED and state is State.PREFETCHING) and Action.RELEASE_LEASE not in actions
+        leased = (
+            leased or (event is Event.RESUMED and state is State.PREFETCHING)
+        ) and Action.RELEASE_LEASE not in actions
         forgotten = forgotten or Action.FORGET in actions
         if state in (State.READY, State.BYPASS, State.DONE):
             assert not leased

@@ -25,8 +25,16 @@ def test_every_key_is_read() -> None:
     }
     settings = parse_settings(extra)
     assert settings.ram_bytes == 2 << 30
-    assert (settings.hybrid_chunk_size, settings.load_timeout_seconds, settings.lookup_timeout_ms) == (512, 5.0, 50.0)
-    assert (settings.store_generated, settings.checksum, settings.weights_identity) == (False, "paranoid", "v1")
+    assert (settings.hybrid_chunk_size, settings.load_timeout_seconds, settings.lookup_timeout_ms) == (
+        512,
+        5.0,
+        50.0,
+    )
+    assert (settings.store_generated, settings.checksum, settings.weights_identity) == (
+        False,
+        "paranoid",
+        "v1",
+    )
 
 
 @pytest.mark.parametrize(

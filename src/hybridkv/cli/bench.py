@@ -43,13 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench`."""
     parser.add_argument("what", choices=("path", "lookup"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)")
     parser.add_argument(
-        "--block", default="64KiB", metavar="SIZE", help="path: bytes of a block in a layer (default: %(default)s)"
+        "--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)"
     )
-    parser.add_argument("--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name")
-    parser.add_argument("--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--block",
+        default="64KiB",
+        metavar="SIZE",
+        help="path: bytes of a block in a layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,7 +143,9 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
 
         from hybridkv.connector.bench import measure_path  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(f"bench path needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works") from error
+        raise ConfigError(
+            f"bench path needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works"
+        ) from error
     block_bytes = parse_size(arguments.block, "--block")
     if arguments.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--device {arguments.device}: this machine has no CUDA device; cpu works")
@@ -151,7 +164,13 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
             assert isinstance(granted, Granted)
             slots += zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True)
         measured = measure_path(
-            control.welcome, slots, arguments.layers, block_bytes, arguments.checksum, arguments.device, ROUNDS
+            control.welcome,
+            slots,
+            arguments.layers,
+            block_bytes,
+            arguments.checksum,
+            arguments.device,
+            ROUNDS,
         )
     return [
         {
@@ -190,4 +209,3 @@ def _wait_for(happened: Callable[[], bool]) -> None:
     while not happened():
         if time.monotonic() > deadline:
             raise HybridKVError(f"the daemon did not answer within {DAEMON_SECONDS:g} s")
-

@@ -26,7 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**report.info, **report.values}, indent=2, sort_keys=True))
         return 0
-    rows = [*sorted(report.info.items()), *((name, _show(name, value)) for name, value in sorted(report.values.items()))]
+    rows = [
+        *sorted(report.info.items()),
+        *((name, _show(name, value)) for name, value in sorted(report.values.items())),
+    ]
     width = max(len(name) for name, _ in rows)
     for name, shown in rows:
         print(f"{name:<{width}}  {shown}")

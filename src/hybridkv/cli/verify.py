@@ -82,9 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--ram", default=RAM, metavar="SIZE", help="memory of the daemon under test (default: 1GiB)")
+    parser.add_argument(
+        "--ram", default=RAM, metavar="SIZE", help="memory of the daemon under test (default: 1GiB)"
+    )
     parser.add_argument("--flip", choices=("detect", "blind"), help=argparse.SUPPRESS)
-    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
+    parser.add_argument(
+        "vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,10 +136,18 @@ class Proof:
         if bundled is not None:
             self._arguments += bundled_arguments(arguments.model)
             self._environment = {"HYBRIDKV_WIDEN_SEED": str(WIDEN_SEED), "HF_HUB_OFFLINE": "1"}
-        elif "/" in arguments.model and arguments.model.startswith((".", "/")) and not Path(arguments.model).is_dir():
-            raise ConfigError(f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work")
+        elif (
+            "/" in arguments.model
+            and arguments.model.startswith((".", "/"))
+            and not Path(arguments.model).is_dir()
+        ):
+            raise ConfigError(
+                f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work"
+            )
         elif "/" not in arguments.model and not Path(arguments.model).is_dir():
-            raise ConfigError(f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work")
+            raise ConfigError(
+                f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work"
+            )
         self._arguments += arguments.vllm_arguments
         self._daemon: subprocess.Popen[bytes] | None = None
         self.chunk_tokens = 0
@@ -167,7 +179,11 @@ class Proof:
             engine.reset()
             engine.run(prompt[: LOCAL_CHUNKS * self.chunk_tokens + 5], max_tokens=1)
             mixed = self._measure(
-                "mixed local and external", engine, prompt, external_chunks=CHUNKS - LOCAL_CHUNKS, local=LOCAL_CHUNKS
+                "mixed local and external",
+                engine,
+                prompt,
+                external_chunks=CHUNKS - LOCAL_CHUNKS,
+                local=LOCAL_CHUNKS,
             )
         with self._engine("second engine, started later") as engine:
             self._warm_up(engine, other)
@@ -238,7 +254,9 @@ class Proof:
         hit = reference.local_hit["cached_tokens"]
         varied = len(set(reference.computed["tokens"])) > 1
         if not varied:
-            self._say("warning: this model repeats one token, so equal tokens prove little; log-probabilities still do")
+            self._say(
+                "warning: this model repeats one token, so equal tokens prove little; log-probabilities still do"
+            )
         expected = CHUNKS * self.chunk_tokens
         return Arm(
             "no connector",
@@ -259,7 +277,9 @@ class Proof:
     def _generate(self, engine: Engine, prompt: list[int]) -> dict[str, Any]:
         (result,) = engine.run(prompt, max_tokens=MAX_TOKENS)
         if len(result.get("tokens", ())) != MAX_TOKENS:
-            raise HybridKVError(f"the engine gave {len(result.get('tokens', ()))} tokens instead of {MAX_TOKENS}")
+            raise HybridKVError(
+                f"the engine gave {len(result.get('tokens', ()))} tokens instead of {MAX_TOKENS}"
+            )
         return result
 
     def _settled(self) -> dict[str, float]:
@@ -363,7 +383,11 @@ class Proof:
         byte in every object is flipped. `others` are the slots of other prompts.
         """
         slots = {offset: header for offset, header in self._slots().items() if offset not in others}
-        full = {int(gid) for gid, _, kind in (group.partition(":") for group in self.groups.split()) if "full/" in kind}
+        full = {
+            int(gid)
+            for gid, _, kind in (group.partition(":") for group in self.groups.split())
+            if "full/" in kind
+        }
         wanted = [offset for offset, header in slots.items() if header.gid in full][:1] or list(slots)
         with self._arena() as arena:
             for offset in wanted:
@@ -403,5 +427,9 @@ def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
             style=None if arm.ok else "bold red",
         )
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
-    verdict = "every answer and every byte is right" if all(arm.ok for arm in arms) else "DIFFERENT: see the red rows"
+    verdict = (
+        "every answer and every byte is right"
+        if all(arm.ok for arm in arms)
+        else "DIFFERENT: see the red rows"
+    )
     print(f"{verdict} ({proof.seconds:.0f} s)")

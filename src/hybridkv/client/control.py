@@ -5,7 +5,18 @@ import time
 
 from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError
-from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Done, Error, Hello, Reply, Report, Request, Stats, Welcome
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Clear,
+    Done,
+    Error,
+    Hello,
+    Reply,
+    Report,
+    Request,
+    Stats,
+    Welcome,
+)
 
 
 class DaemonUnreachableError(HybridKVError):

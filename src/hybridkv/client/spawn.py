@@ -23,7 +23,9 @@ def daemon_command(socket_path: str, ram_bytes: int | None) -> list[str]:
     return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, "--log-file", "auto", *ram]
 
 
-def start_detached(socket_path: str, ram_bytes: int | None, stderr: IO[bytes] | None = None) -> "subprocess.Popen[bytes]":
+def start_detached(
+    socket_path: str, ram_bytes: int | None, stderr: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
     """Start a daemon in a session of its own; returns at once. Its end is noticed by a thread, so no zombie stays."""
     process = subprocess.Popen(
         daemon_command(socket_path, ram_bytes),
@@ -53,7 +55,9 @@ def ensure_daemon(socket_path: str, ram_bytes: int | None) -> None:
             if process.returncode not in (None, EXIT_ALREADY_SERVED):
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
-                raise ConfigError(lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word")
+                raise ConfigError(
+                    lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word"
+                )
     raise DaemonUnreachableError(f"the daemon at {socket_path} did not answer within {START_SECONDS:g} s")
 
 

@@ -33,7 +33,9 @@ def measure_path(
     arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
     end = max(offset for offset, _ in slots) + layers * block_bytes + 4096
     # One allocation for all layers, as vLLM has; one block more than objects, for the null block.
-    memory = torch.randint(-(2**62), 2**62, (layers, objects + 1, block_bytes // 8), dtype=torch.int64, device=device)
+    memory = torch.randint(
+        -(2**62), 2**62, (layers, objects + 1, block_bytes // 8), dtype=torch.int64, device=device
+    )
     views = [memory[layer].view(objects + 1, 1, 1, -1) for layer in range(layers)]
     copier: Copier
     if memory.is_cuda:
@@ -49,7 +51,11 @@ def measure_path(
     best = {"copy": float("inf"), "store": float("inf"), "load": float("inf")}
     before = memory.clone()
     for _ in range(rounds):
-        for name, work in (("copy", plain), ("store", lambda: _store(copier, ops)), ("load", lambda: _load(copier, ops))):
+        for name, work in (
+            ("copy", plain),
+            ("store", lambda: _store(copier, ops)),
+            ("load", lambda: _load(copier, ops)),
+        ):
             if name == "load":
                 memory[:, 1:].zero_()
             if memory.is_cuda:

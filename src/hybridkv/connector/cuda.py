@@ -55,12 +55,18 @@ class CudaCopier:
         """Register the arena's pages below `reserved_bytes` with CUDA, so that copies run at full speed."""
 
         def register() -> None:
-            stop = reserved_bytes if reserved_bytes == self._arena.size_bytes else reserved_bytes - PIN_STEP_BYTES + 1
+            stop = (
+                reserved_bytes
+                if reserved_bytes == self._arena.size_bytes
+                else reserved_bytes - PIN_STEP_BYTES + 1
+            )
             for at in range(len(self._pinned) * PIN_STEP_BYTES, stop, PIN_STEP_BYTES):
                 size = min(PIN_STEP_BYTES, self._arena.size_bytes - at)
                 status = int(torch.cuda.cudart().cudaHostRegister(self._arena.address + at, size, 0))
                 if status != 0:
-                    logger.warning("hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status)
+                    logger.warning(
+                        "hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status
+                    )
                     return
                 self._pinned.append(at)
 
@@ -147,7 +153,9 @@ class CudaCopier:
         """Per layer: the engine's blocks, and their place in a part as [blocks of op, bytes of a block...]."""
         pieces = []
         at = 0
-        for view, block_bytes in zip(self._groups[op.group_index], self._block_bytes[op.group_index], strict=True):
+        for view, block_bytes in zip(
+            self._groups[op.group_index], self._block_bytes[op.group_index], strict=True
+        ):
             start = at + op.first * block_bytes
             piece = buffer[start : start + len(op.blocks) * block_bytes]
             pieces.append((view, piece.view(view.dtype).view(len(op.blocks), *view.shape[1:])))
@@ -171,14 +179,14 @@ class CudaCopier:
         return torch.tensor(op.blocks, dtype=torch.int64).to(self._device, non_blocking=True)
 
     def _valid(self, op: CopyOp) -> bool:
-        return 0 <= min(op.blocks) and max(op.blocks) < self._num_blocks[op.group_index]
+        return min(op.blocks) >= 0 and max(op.blocks) < self._num_blocks[op.group_index]
 
     def _work(self) -> None:
         torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # noqa: BLE001  # the thread must live; an unfinished job is a miss by its owner's count
+            except Exception:  # the thread must live; an unfinished job is a miss by its owner's count
                 logger.exception("hybridkv: a copy job failed")
 
 

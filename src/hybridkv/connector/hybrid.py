@@ -87,19 +87,25 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin this step's loads (after the forward pass: all loads are asynchronous)."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan):
-            self._supervisor.run("start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan))
+            self._supervisor.run(
+                "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
+            )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing: stores happen in wait_for_save, which also covers layers that never call this."""
 
     def wait_for_save(self) -> None:
         """Copy out what this step completed; its blocks are the engine's again on return."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan) and plan.stores:
-            self._supervisor.run("wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan))
+            self._supervisor.run(
+                "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
+            )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended; failed ones are named, never passed off as good (requirements D4)."""

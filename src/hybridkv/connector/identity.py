@@ -60,12 +60,22 @@ def identity_facts(
         "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
         "layout": str(kv_cache_config.kv_cache_layout),
         "groups": [
-            [*dataclasses.astuple(group), type(kv_cache_config.kv_cache_groups[group.gid].kv_cache_spec).__name__]
+            [
+                *dataclasses.astuple(group),
+                type(kv_cache_config.kv_cache_groups[group.gid].kv_cache_spec).__name__,
+            ]
             for group in geometry.groups
         ],
         "chunk": [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, geometry.ranks],
         "layers": [
-            [rank, layout.device, [[gid, [dataclasses.astuple(layer) for layer in layers]] for gid, layers in layout.layers.items()]]
+            [
+                rank,
+                layout.device,
+                [
+                    [gid, [dataclasses.astuple(layer) for layer in layers]]
+                    for gid, layers in layout.layers.items()
+                ],
+            ]
             for rank, layout in sorted(layouts.items())
         ],
         "epoch": epoch,

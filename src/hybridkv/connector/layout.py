@@ -57,7 +57,9 @@ def build_geometry(
     first = layouts[0]
     for rank, layout in layouts.items():
         if _sizes(layout) != _sizes(first):
-            raise GeometryError(f"rank {rank} has other KV cache layers than rank 0, which is not supported yet")
+            raise GeometryError(
+                f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
+            )
     groups = tuple(
         group_geometry(
             gid,
@@ -68,7 +70,9 @@ def build_geometry(
     )
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
-        raise GeometryError("vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?")
+        raise GeometryError(
+            "vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?"
+        )
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
 
@@ -101,7 +105,9 @@ def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
     """(byte offset, bytes) of the contiguous pieces of one block, in the logical order of its elements."""
     size = view.element_size()
     dims = [
-        (length, stride) for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True) if length != 1
+        (length, stride)
+        for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True)
+        if length != 1
     ]
     run = 1
     while dims and dims[-1][1] == run:

@@ -13,8 +13,6 @@ HASH_BYTES = 32
 """Length of a chunk hash and of a namespace fingerprint."""
 
 
-
-
 def fingerprint(facts: Mapping[str, object]) -> bytes:
     """32 bytes over a JSON-able mapping; independent of the order of keys and of PYTHONHASHSEED."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -142,18 +142,23 @@ class Daemon:
             raise RequestError("hello_twice", "hello comes once in a connection")
         if hello.version != PROTOCOL_VERSION:
             raise RequestError(
-                "version", f"this daemon speaks protocol version {PROTOCOL_VERSION}, not {hello.version}; restart it"
+                "version",
+                f"this daemon speaks protocol version {PROTOCOL_VERSION}, not {hello.version}; restart it",
             )
         if hello.role == "engine":
             if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-                raise RequestError("hello_incomplete", "an engine's hello needs engine_id, namespace and geometry")
+                raise RequestError(
+                    "hello_incomplete", "an engine's hello needs engine_id, namespace and geometry"
+                )
             try:
                 geometry = geometry_from_wire(hello.geometry)
             except HybridKVError as error:
                 raise RequestError("geometry", str(error)) from error
             if len(self._sessions) >= SESSIONS_MAX:
                 raise RequestError("sessions", f"there are {SESSIONS_MAX} sessions already")
-            session = Session(hello.engine_id, geometry, self._namespace(hello.namespace, geometry), connection_id)
+            session = Session(
+                hello.engine_id, geometry, self._namespace(hello.namespace, geometry), connection_id
+            )
             self._sessions.append(session)
             connection.session = session
         connection.role, connection.engine_id = hello.role, hello.engine_id
@@ -169,7 +174,9 @@ class Daemon:
         raw = lookup.hashes
         entries = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
         groups = range(len(session.geometry.groups))
-        masks = [bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups]
+        masks = [
+            bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups
+        ]
         chunks = largest_hit(session.geometry, masks, len(entries))
         slots: list[Slot] = []
         for index, group in enumerate(session.geometry.groups):
@@ -209,7 +216,9 @@ class Daemon:
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(want.part_bytes, session.geometry.ranks, min(want.count, max(0, room) // size))
+        slots = self.store.grant(
+            want.part_bytes, session.geometry.ranks, min(want.count, max(0, room) // size)
+        )
         session.writing.update((slot.offset, slot) for slot in slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
@@ -233,8 +242,13 @@ class Daemon:
                 self.counters["commits_unknown"] += 1
                 continue
             group = groups[at]
-            if group >= len(session.geometry.groups) or slot.part_bytes not in session.namespace.part_sizes[group]:
-                raise RequestError("commit", f"a slot of {slot.part_bytes} bytes a part is no object of group {group}")
+            if (
+                group >= len(session.geometry.groups)
+                or slot.part_bytes not in session.namespace.part_sizes[group]
+            ):
+                raise RequestError(
+                    "commit", f"a slot of {slot.part_bytes} bytes a part is no object of group {group}"
+                )
             del session.writing[slot.offset]
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             size = slot.part_bytes * slot.ranks

@@ -13,7 +13,17 @@ from hybridkv.storage.extents import Extents
 class Slot:
     """One slot. Owned by the store; others hold it between grant and free, or while they pin it."""
 
-    __slots__ = ("chunk_hash", "generation", "group_index", "namespace", "offset", "part_bytes", "pins", "ranks", "state")
+    __slots__ = (
+        "chunk_hash",
+        "generation",
+        "group_index",
+        "namespace",
+        "offset",
+        "part_bytes",
+        "pins",
+        "ranks",
+        "state",
+    )
 
     def __init__(self, offset: int, part_bytes: int, ranks: int, generation: int) -> None:
         self.offset = offset
@@ -37,7 +47,9 @@ class Namespace:
 
     __slots__ = ("entries", "gids", "identity", "part_sizes", "ranks")
 
-    def __init__(self, identity: bytes, gids: tuple[int, ...], ranks: int, part_sizes: tuple[frozenset[int], ...]) -> None:
+    def __init__(
+        self, identity: bytes, gids: tuple[int, ...], ranks: int, part_sizes: tuple[frozenset[int], ...]
+    ) -> None:
         self.identity = identity
         self.gids = gids
         self.ranks = ranks
@@ -183,7 +195,7 @@ class Store:
             assert listed == (offset in self._lru)
             if slot.namespace is not None:
                 assert slot.namespace.entries[slot.chunk_hash][slot.group_index] is slot
-        states = {state: 0 for state in SlotState}
+        states = dict.fromkeys(SlotState, 0)
         for slot in self._slots.values():
             states[slot.state] += slot.size_bytes
         assert states[SlotState.WRITING] == self._writing_bytes

@@ -1,0 +1,216 @@
+"""The daemon's decisions: sessions, leases, credits, refusals."""
+
+import pytest
+
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import (
+    Abandon,
+    Clear,
+    Condemn,
+    Done,
+    Error,
+    Hello,
+    Lookup,
+    Release,
+    Request,
+    Stats,
+    Want,
+    Welcome,
+    pack_u64,
+    unpack_u64,
+)
+from tests.layouts import LAYOUTS
+from tests.server.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
+
+QWEN3 = LAYOUTS["qwen3"]
+GEMMA3 = LAYOUTS["gemma3"]
+PART = QWEN3.groups[0].block_bytes
+
+
+def test_stored_then_found_then_released() -> None:
+    daemon = make_daemon()
+    assert isinstance(engine(daemon, 1, QWEN3), Welcome)
+    slots = grant(daemon, 1, PART, 3)
+    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
+    found = lookup(daemon, 1, 7, 1, 2, 3, 4)
+    assert found.chunks == 3
+    assert found.masks == [b"\1\1\1\0"]
+    assert list(unpack_u64(found.offsets)) == [offset for offset, _ in slots]
+    assert daemon.values()["leases"] == 1
+    daemon.handle(1, Release(7, 384, 1000))
+    assert daemon.values()["leases"] == 0
+    assert daemon.values()["tokens_loaded"] == 384
+    daemon.check()
+
+
+def test_a_hit_needs_every_group_at_one_boundary() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, GEMMA3)
+    size = GEMMA3.groups[0].block_bytes
+    for group, numbers in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2])):
+        commit(daemon, 1, grant(daemon, 1, size, len(numbers)), group, numbers)
+    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 2
+    daemon.check()
+
+
+def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    engine(daemon, 3, QWEN3, "c", b"y" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert lookup(daemon, 2, 1, 1).chunks == 1
+    assert lookup(daemon, 3, 1, 1).chunks == 0
+    refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
+    assert isinstance(refused, Error)
+    assert refused.code == "identity"
+
+
+def test_a_duplicate_gives_its_slot_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 1])
+    values = daemon.values()
+    assert (values["objects"], values["duplicates"], values["bytes_writing"]) == (1, 1, 0)
+
+
+def test_what_a_session_holds_ends_with_its_last_process() -> None:
+    """A worker may still copy after its scheduler died, so nothing is taken back before it is gone too."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "e")
+    daemon.connect(2)
+    daemon.handle(2, Hello(1, 1, "worker", "e"))
+    slots = grant(daemon, 1, PART, 4)
+    commit(daemon, 1, slots[:2], 0, [1, 2])
+    lookup(daemon, 1, 1, 1, 2)
+    daemon.disconnect(1)
+    assert daemon.values()["bytes_writing"] == 2 * slot_bytes(PART, 1)
+    assert daemon.values()["leases"] == 1
+    daemon.disconnect(2)
+    values = daemon.values()
+    assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
+    assert values["objects"] == 2, "objects outlive the engine"
+    daemon.check()
+
+
+def test_a_thousand_engines_come_and_go() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "first")
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+    before = daemon.values()
+    for number in range(2, 1002):
+        engine(daemon, number, QWEN3, f"e{number}")
+        grant(daemon, number, PART, 2)
+        lookup(daemon, number, 1, 1, 2)
+        daemon.disconnect(number)
+    after = daemon.values()
+    for name in ("bytes_writing", "bytes_committed", "leases", "sessions", "connections", "objects"):
+        assert after[name] == before[name], name
+    daemon.check()
+
+
+def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
+    daemon = make_daemon(ARENA // 4)
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 1000)
+    assert 0 < len(slots) * slot_bytes(PART, 1) <= ARENA // 16
+    commit(daemon, 1, slots, 0, list(range(len(slots))))
+    lookup(daemon, 1, 1, 0, 1)
+    for number in range(100, 200):
+        more = grant(daemon, 1, PART, 1)
+        commit(daemon, 1, more, 0, [number])
+    assert daemon.values()["evicted"] > 0
+    assert lookup(daemon, 1, 2, 0, 1).chunks == 2
+    daemon.check()
+
+
+def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+    lookup(daemon, 1, 1, 1)
+    assert daemon.handle(1, Clear(3)) == Done(3, 2)
+    assert lookup(daemon, 1, 2, 1).chunks == 0
+    assert daemon.values()["bytes_committed"] == slot_bytes(PART, 1)
+    daemon.handle(1, Release(1))
+    assert daemon.values()["bytes_committed"] == 0
+    daemon.check()
+
+
+def test_a_condemned_object_is_a_miss() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    commit(daemon, 1, slots, 0, [1, 2])
+    (offset, generation) = slots[1]
+    daemon.handle(1, Condemn(pack_u64([offset]), pack_u64([generation + 1])))
+    assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
+    daemon.handle(1, Condemn(pack_u64([offset]), pack_u64([generation])))
+    assert lookup(daemon, 1, 2, 1, 2).chunks == 1
+    daemon.check()
+
+
+def test_unused_slots_can_be_given_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    daemon.handle(1, Abandon(pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])))
+    assert daemon.values()["bytes_writing"] == 0
+    commit(daemon, 1, slots, 0, [1, 2])
+    assert daemon.values()["commits_unknown"] == 2
+    daemon.check()
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (Hello(1, 1, "engine", "e"), "hello_twice"),
+        (Lookup(1, 1, b"short"), "hashes"),
+        (Want(1, 12345, 1), "part_bytes"),
+        (Abandon(b"123", b"123"), "packed"),
+        (Abandon(pack_u64([1]), b""), "packed"),
+    ],
+)
+def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    refused = daemon.handle(1, request_)
+    assert isinstance(refused, Error)
+    assert refused.code == code
+    assert daemon.values()[f"refused_{code}"] == 1
+    daemon.check()
+
+
+def test_a_lease_number_is_used_once() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    lookup(daemon, 1, 1, 1)
+    refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (Hello(1, 99, "control"), "version"),
+        (Hello(1, 1, "engine", "e"), "hello_incomplete"),
+        (Stats(1), "hello_first"),
+    ],
+)
+def test_greetings_that_are_refused(hello: Request, code: str) -> None:
+    daemon = make_daemon()
+    daemon.connect(1)
+    refused = daemon.handle(1, hello)
+    assert isinstance(refused, Error)
+    assert refused.code == code
+
+
+def test_a_control_connection_has_no_session() -> None:
+    daemon = make_daemon()
+    daemon.connect(1)
+    assert isinstance(daemon.handle(1, Hello(1, 1, "control")), Welcome)
+    refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "role"

@@ -1,0 +1,83 @@
+"""Whatever bytes come in: a message or a WireError, never anything else."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
+from hybridkv.wire.messages import (
+    MESSAGE_BYTES_MAX,
+    Found,
+    Hello,
+    Lookup,
+    Stats,
+    geometry_from_wire,
+    geometry_to_wire,
+)
+from tests.layouts import LAYOUTS
+
+GOLDEN = {
+    Stats(7): "0800000092a5737461747307",
+    Lookup(1, 2, b"h" * 4): "1000000094a66c6f6f6b75700102c40468686868",
+}
+
+
+@pytest.mark.parametrize(("message", "frame"), GOLDEN.items(), ids=lambda value: type(value).__name__)
+def test_the_bytes_on_the_wire_do_not_change_by_accident(message: Stats | Lookup, frame: str) -> None:
+    assert encode(message).hex() == frame
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_message_or_a_wire_error(body: bytes) -> None:
+    for decode in (decode_request, decode_reply):
+        try:
+            decode(body)
+        except WireError:
+            pass
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 9))
+def test_frames_survive_any_cutting(bodies: list[bytes], step: int) -> None:
+    stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    frames = Frames()
+    cut = [body for at in range(0, len(stream), step) for body in frames.feed(stream[at : at + step])]
+    assert cut == bodies
+
+
+def test_limits() -> None:
+    with pytest.raises(WireError, match="over the limit"):
+        Frames().feed((MESSAGE_BYTES_MAX + 1).to_bytes(4, "little"))
+    with pytest.raises(WireError, match="Expected `int` <= "):
+        decode_request(msgspec.msgpack.encode(["want", 1, 1 << 62, 1]))
+    with pytest.raises(WireError, match="matching regex"):
+        decode_request(msgspec.msgpack.encode(["hello", 1, 1, "root"]))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_geometry_crosses_the_wire(name: str) -> None:
+    geometry = LAYOUTS[name]
+    hello = Hello(1, 1, "engine", "e", b"n" * 32, geometry_to_wire(geometry))
+    decoded = decode_request(encode(hello)[4:])
+    assert decoded == hello
+    assert decoded.geometry is not None
+    back = geometry_from_wire(decoded.geometry)
+    assert [group.block_bytes for group in back.groups] == [group.block_bytes for group in geometry.groups]
+    assert (back.chunk_tokens, back.ranks) == (geometry.chunk_tokens, geometry.ranks)
+
+
+def test_a_reply_crosses_the_wire() -> None:
+    found = Found(1, 2, 3, [b"\1\0"], b"o" * 8, b"g" * 8)
+    assert decode_reply(encode(found)[4:]) == found
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 7))
+def test_a_header_with_any_bit_flipped_is_no_header_or_the_same(at: int, bit: int) -> None:
+    header = SlotHeader(SlotState.COMMITTED, 77, 2, 4096, 3, b"n" * 32, b"h" * 32)
+    raw = bytearray(header.pack())
+    assert unpack_header(bytes(raw)) == header
+    raw[at] ^= 1 << bit
+    assert unpack_header(bytes(raw)) in (None, header), "only padding may change unnoticed"
+    assert unpack_header(bytes(raw[:-1])) is None
+    assert slot_bytes(4096, 2) == 3 * 4096
