@@ -28,9 +28,7 @@ def tokens_read(group: Group, boundary: int) -> set[int]:
             return set(range(max(0, boundary - group.window_tokens + 1), boundary))
         case Kind.CHUNKED_LOCAL:
             return {
-                token
-                for token in range(boundary)
-                if token // group.window_tokens == boundary // group.window_tokens
+                token for token in range(boundary) if token // group.window_tokens == boundary // group.window_tokens
             }
         case Kind.RECURRENT:
             return {boundary - 1} if boundary else set()
@@ -48,9 +46,7 @@ def test_needed_blocks_are_those_that_hold_a_token_that_is_read(geometry: Geomet
 @all_layouts
 def test_stored_blocks_are_exactly_those_that_some_hit_reads(geometry: Geometry) -> None:
     for group in geometry.groups:
-        read = {
-            b for chunks in range(CHUNKS + 1) for b in needed_blocks(group, chunks * geometry.chunk_tokens)
-        }
+        read = {b for chunks in range(CHUNKS + 1) for b in needed_blocks(group, chunks * geometry.chunk_tokens)}
         for chunk in range(CHUNKS // 2):
             inside = geometry.chunk_blocks(group, chunk)
             assert set(stored_blocks(geometry, group, chunk)) == read & set(inside)

@@ -23,9 +23,7 @@ def test_deepseek_v4_blocks_of_4096_tokens() -> None:
     assert [chunks * geometry.blocks_per_chunk(group) for group in geometry.groups] == [16, 64, 64, 1024, 512]
 
 
-@pytest.mark.parametrize(
-    ("name", "chunk"), [("qwen3", 128), ("gemma4", 256), ("falconh1", 640), ("gpu_blocks", 128)]
-)
+@pytest.mark.parametrize(("name", "chunk"), [("qwen3", 128), ("gemma4", 256), ("falconh1", 640), ("gpu_blocks", 128)])
 def test_derived_chunk(name: str, chunk: int) -> None:
     assert LAYOUTS[name].chunk_tokens == chunk
 

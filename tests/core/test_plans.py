@@ -19,9 +19,7 @@ def table_for_hit(geometry: Geometry, index: int, hit_chunks: int, local_tokens:
 
 
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 9), st.data())
-def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
-    name: str, hit: int, data: st.DataObject
-) -> None:
+def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit: int, data: st.DataObject) -> None:
     geometry = LAYOUTS[name]
     alignment = geometry.alignment_tokens
     local = data.draw(st.integers(0, hit * geometry.chunk_tokens // alignment - 1)) * alignment

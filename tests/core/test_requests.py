@@ -27,7 +27,7 @@ def test_done_is_final_and_reached_from_every_state_by_finishing() -> None:
 
 @given(st.lists(st.sampled_from(Event)))
 def test_a_lease_is_always_let_go(events: list[Event]) -> None:
-    """Whatever happens: once FINISHED came and no load is in flight, the lease was released and the request forgotten."""
+    """Once FINISHED came and no load is in flight, the lease was released and the request forgotten."""
     state, leased, finished = State.PREFETCHING, True, False
     forgotten = False
     for event in events:

@@ -36,9 +36,7 @@ def engine(
     daemon: Daemon, connection: int, geometry: Geometry, name: str = "e", identity: bytes = b"n" * 32
 ) -> Reply | None:
     daemon.connect(connection)
-    return daemon.handle(
-        connection, Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry))
-    )
+    return daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry)))
 
 
 def grant(daemon: Daemon, connection: int, part_bytes: int, count: int) -> list[tuple[int, int]]:

@@ -46,12 +46,18 @@ PART = QWEN3.groups[0].block_bytes
 HELLO = Hello(1, PROTOCOL_VERSION, "engine", "test", b"n" * 32, geometry_to_wire(QWEN3))
 
 
-def store(control: Control, count: int, first: int = 0) -> None:
-    granted = control.call(Want(2, PART, count))
-    assert isinstance(granted, Granted)
-    assert len(unpack_u64(granted.offsets)) == count
-    names = b"".join(bytes([first + number]) * 32 for number in range(count))
-    control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), names))
+def store(control: Control, count: int) -> None:
+    """Store `count` objects; a young daemon grants fewer slots than asked for while pages are being reserved."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    stored = 0
+    while stored < count:
+        assert time.monotonic() < deadline
+        granted = control.call(Want(2, PART, count - stored))
+        assert isinstance(granted, Granted)
+        more = len(unpack_u64(granted.offsets))
+        names = b"".join(bytes([stored + number]) * 32 for number in range(more))
+        control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * more), names))
+        stored += more
 
 
 def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
@@ -279,9 +285,7 @@ def test_another_users_socket_is_refused_on_both_sides(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             if process.poll() is not None:
                 assert process.stderr is not None
-                pytest.skip(
-                    f"another user cannot run this interpreter: {process.stderr.read().decode()[-200:]}"
-                )
+                pytest.skip(f"another user cannot run this interpreter: {process.stderr.read().decode()[-200:]}")
         with (
             pytest.raises(DaemonUnreachableError, match="is served by another user"),
             Control(f"{place}/daemon.sock"),

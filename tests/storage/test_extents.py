@@ -9,9 +9,7 @@ from hybridkv.storage.extents import Extents
 P = SLOT_ALIGN
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60), st.integers(0, 40), st.integers(0, 40)
-)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60), st.integers(0, 40), st.integers(0, 40))
 def test_what_is_allocated_and_what_is_free_tile_the_space(
     steps: list[tuple[bool, int]], first: int, more: int
 ) -> None:
@@ -24,9 +22,7 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
         if allocate:
             longest = max((run for _, run in extents.runs()), default=0)
             offset = extents.allocate(size * P)
-            assert (offset is None) == (longest < size * P), (
-                "an allocation fails only where no run is long enough"
-            )
+            assert (offset is None) == (longest < size * P), "an allocation fails only where no run is long enough"
             if offset is not None:
                 taken[offset] = size * P
         elif taken:

@@ -77,17 +77,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.free(self.writing.pop(pick % len(self.writing)))
 
     def committed(self) -> list[Slot]:
-        return [
-            slot for space in self.namespaces for entry in space.entries.values() for slot in entry if slot
-        ]
+        return [slot for space in self.namespaces for entry in space.entries.values() for slot in entry if slot]
 
     @rule(picks=st.lists(st.integers(0, 99), max_size=4, unique=True))
     def pin(self, picks: list[int]) -> None:
         there = self.committed()
         slots = (
-            list({id(there[pick % len(there)]): there[pick % len(there)] for pick in picks}.values())
-            if there
-            else []
+            list({id(there[pick % len(there)]): there[pick % len(there)] for pick in picks}.values()) if there else []
         )
         self.store.pin(slots)
         self.pinned.append(slots)

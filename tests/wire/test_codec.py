@@ -1,5 +1,7 @@
 """Whatever bytes come in: a message or a WireError, never anything else."""
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -32,10 +34,8 @@ def test_the_bytes_on_the_wire_do_not_change_by_accident(message: Stats | Lookup
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_a_wire_error(body: bytes) -> None:
     for decode in (decode_request, decode_reply):
-        try:
+        with contextlib.suppress(WireError):
             decode(body)
-        except WireError:
-            pass
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 9))

@@ -43,24 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench`."""
     parser.add_argument("what", choices=("path", "lookup"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)"
-    )
+    parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)")
     parser.add_argument(
         "--block",
         default="64KiB",
         metavar="SIZE",
         help="path: bytes of a block in a layer (default: %(default)s)",
     )
-    parser.add_argument(
-        "--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name"
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)"
-    )
+    parser.add_argument("--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name")
+    parser.add_argument("--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,9 +18,7 @@ METRICS_PORT = 9477
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `serve`."""
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
-    parser.add_argument(
-        "--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)'
-    )
+    parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)')
     parser.add_argument(
         "--metrics-port",
         type=int,
@@ -39,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")
         log_file = str(socket_path.with_suffix(".log"))
-    logging.basicConfig(
-        level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         serve(ServeOptions(socket_path, ram_bytes, arguments.metrics_port))
     except AlreadyServedError as error:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,12 +30,14 @@ from hybridkv.core.sizes import format_size
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
-from hybridkv.testing.models import WIDEN_SEED, bundled_arguments, bundled_models
+from hybridkv.testing.models import BUNDLED_ENVIRONMENT, WIDEN_SEED, bundled_arguments, bundled_models
 
 CHUNKS = 5
 LOCAL_CHUNKS = 2
 """Chunks of the prompt that the engine's own cache holds in the mixed arm."""
 MAX_TOKENS = 16
+KILLED_TOKENS = 64
+"""Tokens of the arm in which the daemon is killed, so that it dies while the engine still computes."""
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 RAM = "1GiB"
@@ -54,6 +56,7 @@ class Arm:
     external_tokens: int
     expected_external_tokens: int
     ttft_ms: float
+    slowest_decode_step_ms: float
     bytes_stored: int
     bytes_loaded: int
     oracle: str
@@ -82,13 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--ram", default=RAM, metavar="SIZE", help="memory of the daemon under test (default: 1GiB)"
-    )
+    parser.add_argument("--ram", default=RAM, metavar="SIZE", help="memory of the daemon under test (default: 1GiB)")
     parser.add_argument("--flip", choices=("detect", "blind"), help=argparse.SUPPRESS)
-    parser.add_argument(
-        "vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are"
-    )
+    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,8 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         keep = Path(tempfile.gettempdir()) / f"hybridkv-verify-{os.getpid()}.log"
-        proof = Proof(arguments, Path(directory), keep, say)
-        arms = proof.run()
+        try:
+            proof = Proof(arguments, Path(directory), keep, say)
+            arms = proof.run()
+        except HybridKVError as error:
+            if arguments.json:
+                print(json.dumps({"ok": False, "model": arguments.model, "error": str(error)}, indent=2))
+            raise
     ok = all(arm.ok for arm in arms)
     if ok:
         keep.unlink(missing_ok=True)
@@ -130,24 +134,16 @@ class Proof:
         self._flip = arguments.flip
         self._ram = arguments.ram
         self._socket_path = str(directory / "daemon.sock")
-        self._environment = {}
+        self._environment: Mapping[str, str] = {}
         bundled = bundled_models().get(arguments.model)
         self._arguments = [f"--model={bundled or arguments.model}"]
         if bundled is not None:
             self._arguments += bundled_arguments(arguments.model)
-            self._environment = {"HYBRIDKV_WIDEN_SEED": str(WIDEN_SEED), "HF_HUB_OFFLINE": "1"}
-        elif (
-            "/" in arguments.model
-            and arguments.model.startswith((".", "/"))
-            and not Path(arguments.model).is_dir()
-        ):
-            raise ConfigError(
-                f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work"
-            )
+            self._environment = BUNDLED_ENVIRONMENT
+        elif "/" in arguments.model and arguments.model.startswith((".", "/")) and not Path(arguments.model).is_dir():
+            raise ConfigError(f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work")
         elif "/" not in arguments.model and not Path(arguments.model).is_dir():
-            raise ConfigError(
-                f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work"
-            )
+            raise ConfigError(f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work")
         self._arguments += arguments.vllm_arguments
         self._daemon: subprocess.Popen[bytes] | None = None
         self.chunk_tokens = 0
@@ -188,8 +184,8 @@ class Proof:
         with self._engine("second engine, started later") as engine:
             self._warm_up(engine, other)
             restarted = self._measure("engine restarted", engine, prompt, external_chunks=CHUNKS)
-            self._say("kill -9 of the daemon, and a new one")
-            self._stop_daemon(signal.SIGKILL)
+            engine.reset()
+            killed = self._measure_killed("daemon killed midway", engine, prompt)
             self._start_daemon()
             engine.reset()
             self._until_connected(engine, prompt)
@@ -200,7 +196,7 @@ class Proof:
             self._warm_up(engine, other)
             reference = Reference(self._generate(engine, prompt), self._generate(engine, prompt))
         arms.append(self._judge_reference(prompt, reference))
-        for measured in (cold, warm, restarted, refilled, rewarmed, mixed):
+        for measured in (cold, warm, mixed, restarted, killed, refilled, rewarmed):
             arms.append(self._judge(measured, reference))
         return arms
 
@@ -223,6 +219,21 @@ class Proof:
             "local": local * self.chunk_tokens,
         }
 
+    def _measure_killed(self, name: str, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+        """kill -9 of the daemon as soon as it has answered the request's lookup, while the engine goes on."""
+        self._say(f"arm: {name}")
+        lookups = self._stats().get("lookups", 0)
+        engine.begin({"do": "run", "prompts": [prompt], "max_tokens": KILLED_TOKENS})
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
+            pass
+        self._stop_daemon(signal.SIGKILL)
+        (result,) = engine.end()
+        # Whether the load came first is chance; the engine's own count says what the answer was made from.
+        loaded = {"tokens_loaded": result["cached_tokens"]}
+        result["tokens"], result["logprobs"] = result["tokens"][:MAX_TOKENS], result["logprobs"][:MAX_TOKENS]
+        return {**result, "name": name, "prompt_tokens": len(prompt), "delta": loaded, "expected": None, "local": 0}
+
     def _judge(self, measured: dict[str, Any], reference: Reference) -> Arm:
         external = measured["delta"].get("tokens_loaded", 0)
         expected = measured["expected"]
@@ -241,6 +252,7 @@ class Proof:
             external,
             external if expected is None else expected,
             measured["ttft_seconds"] * 1e3,
+            measured["slowest_decode_step_seconds"] * 1e3,
             measured["delta"].get("bytes_stored", 0),
             measured["delta"].get("bytes_loaded", 0),
             "own prefix cache" if external else "computed",
@@ -254,9 +266,7 @@ class Proof:
         hit = reference.local_hit["cached_tokens"]
         varied = len(set(reference.computed["tokens"])) > 1
         if not varied:
-            self._say(
-                "warning: this model repeats one token, so equal tokens prove little; log-probabilities still do"
-            )
+            self._say("warning: this model repeats one token, so equal tokens prove little; log-probabilities still do")
         expected = CHUNKS * self.chunk_tokens
         return Arm(
             "no connector",
@@ -265,6 +275,7 @@ class Proof:
             0,
             0,
             reference.computed["ttft_seconds"] * 1e3,
+            reference.computed["slowest_decode_step_seconds"] * 1e3,
             0,
             0,
             "itself",
@@ -277,9 +288,7 @@ class Proof:
     def _generate(self, engine: Engine, prompt: list[int]) -> dict[str, Any]:
         (result,) = engine.run(prompt, max_tokens=MAX_TOKENS)
         if len(result.get("tokens", ())) != MAX_TOKENS:
-            raise HybridKVError(
-                f"the engine gave {len(result.get('tokens', ()))} tokens instead of {MAX_TOKENS}"
-            )
+            raise HybridKVError(f"the engine gave {len(result.get('tokens', ()))} tokens instead of {MAX_TOKENS}")
         return result
 
     def _settled(self) -> dict[str, float]:
@@ -383,11 +392,7 @@ class Proof:
         byte in every object is flipped. `others` are the slots of other prompts.
         """
         slots = {offset: header for offset, header in self._slots().items() if offset not in others}
-        full = {
-            int(gid)
-            for gid, _, kind in (group.partition(":") for group in self.groups.split())
-            if "full/" in kind
-        }
+        full = {int(gid) for gid, _, kind in (group.partition(":") for group in self.groups.split()) if "full/" in kind}
         wanted = [offset for offset, header in slots.items() if header.gid in full][:1] or list(slots)
         with self._arena() as arena:
             for offset in wanted:
@@ -406,7 +411,7 @@ class Proof:
 
 def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
     table = Table(title=f"hybridkv verify {model}: chunk {proof.chunk_tokens} tokens, groups {proof.groups}")
-    for column in ("arm", "prompt", "from outside", "expected", "TTFT ms", "stored", "loaded"):
+    for column in ("arm", "prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for column in ("tokens", "log-probs", "bytes", "compared with"):
         table.add_column(column)
@@ -418,6 +423,7 @@ def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
             str(arm.external_tokens),
             str(arm.expected_external_tokens),
             f"{arm.ttft_ms:.0f}",
+            f"{arm.slowest_decode_step_ms:.0f}",
             format_size(arm.bytes_stored),
             format_size(arm.bytes_loaded),
             shown[arm.same_tokens],
@@ -427,9 +433,5 @@ def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
             style=None if arm.ok else "bold red",
         )
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
-    verdict = (
-        "every answer and every byte is right"
-        if all(arm.ok for arm in arms)
-        else "DIFFERENT: see the red rows"
-    )
+    verdict = "every answer and every byte is right" if all(arm.ok for arm in arms) else "DIFFERENT: see the red rows"
     print(f"{verdict} ({proof.seconds:.0f} s)")

@@ -94,9 +94,7 @@ class Link:
         elif isinstance(reply, Welcome) and reply.version == PROTOCOL_VERSION:
             self.welcome, self.refusal = reply, None
         elif self._sock is not None:
-            self.refusal = (
-                reply.message if isinstance(reply, Error) else f"unexpected greeting {type(reply).__name__}"
-            )
+            self.refusal = reply.message if isinstance(reply, Error) else f"unexpected greeting {type(reply).__name__}"
             self._lose(self.refusal, now)
 
     def _connect(self, now: float) -> None:

@@ -55,9 +55,7 @@ def ensure_daemon(socket_path: str, ram_bytes: int | None) -> None:
             if process.returncode not in (None, EXIT_ALREADY_SERVED):
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
-                raise ConfigError(
-                    lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word"
-                )
+                raise ConfigError(lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word")
     raise DaemonUnreachableError(f"the daemon at {socket_path} did not answer within {START_SECONDS:g} s")
 
 

@@ -33,9 +33,7 @@ def measure_path(
     arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
     end = max(offset for offset, _ in slots) + layers * block_bytes + 4096
     # One allocation for all layers, as vLLM has; one block more than objects, for the null block.
-    memory = torch.randint(
-        -(2**62), 2**62, (layers, objects + 1, block_bytes // 8), dtype=torch.int64, device=device
-    )
+    memory = torch.randint(-(2**62), 2**62, (layers, objects + 1, block_bytes // 8), dtype=torch.int64, device=device)
     views = [memory[layer].view(objects + 1, 1, 1, -1) for layer in range(layers)]
     copier: Copier
     if memory.is_cuda:
@@ -88,7 +86,11 @@ def _plain_copy(memory: torch.Tensor) -> Callable[[], None]:
         return copy
     target = torch.zeros_like(source)
     size = source.numel() * source.element_size()
-    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size) and None
+
+    def move() -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+
+    return move
 
 
 def _store(copier: Copier, ops: Sequence[CopyOp]) -> None:

@@ -169,10 +169,7 @@ class HostCopier:
                     errors.append(error)
             return errors
 
-        if (
-            sum(len(op.blocks) * self._part_bytes[op.group_index] for op in ops) < PARALLEL_BYTES_MIN
-            or len(ops) < 2
-        ):
+        if sum(len(op.blocks) * self._part_bytes[op.group_index] for op in ops) < PARALLEL_BYTES_MIN or len(ops) < 2:
             return run(ops)
         half = len(ops) // 2
         other = self._pool.submit(run, ops[half:])
@@ -224,9 +221,7 @@ class HostCopier:
     def _moves(self, op: CopyOp, part_bytes: int) -> Iterator[tuple[int, int, int]]:
         """(address in the slot, address in the engine's block, bytes); neighbours joined where both sides allow."""
         if min(op.blocks) < 0 or max(op.blocks) >= self._num_blocks[op.group_index]:
-            raise BadSlotError(
-                op, f"a block id is outside the engine's {self._num_blocks[op.group_index]} blocks"
-            )
+            raise BadSlotError(op, f"a block id is outside the engine's {self._num_blocks[op.group_index]} blocks")
         at = self._arena.address + self._part.payload(op, part_bytes)
         for layer in self._groups[op.group_index]:
             slot_at = at + op.first * layer.block_bytes

@@ -38,9 +38,8 @@ class CudaCopier:
         self._arena = arena
         self._part = part
         self._groups = [[_as_words(view) for view in views] for views in groups]
-        self._block_bytes = [
-            [view[0].numel() * view.element_size() for view in views] for views in self._groups
-        ]
+        self._block_bytes = [[view[0].numel() * view.element_size() for view in views] for views in self._groups]
+        self._part_bytes_per_block: list[int] = [sum(sizes) for sizes in self._block_bytes]
         self._num_blocks = [min(view.shape[0] for view in views) for views in self._groups]
         self._device = self._groups[0][0].device
         self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -55,18 +54,12 @@ class CudaCopier:
         """Register the arena's pages below `reserved_bytes` with CUDA, so that copies run at full speed."""
 
         def register() -> None:
-            stop = (
-                reserved_bytes
-                if reserved_bytes == self._arena.size_bytes
-                else reserved_bytes - PIN_STEP_BYTES + 1
-            )
+            stop = reserved_bytes if reserved_bytes == self._arena.size_bytes else reserved_bytes - PIN_STEP_BYTES + 1
             for at in range(len(self._pinned) * PIN_STEP_BYTES, stop, PIN_STEP_BYTES):
                 size = min(PIN_STEP_BYTES, self._arena.size_bytes - at)
                 status = int(torch.cuda.cudart().cudaHostRegister(self._arena.address + at, size, 0))
                 if status != 0:
-                    logger.warning(
-                        "hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status
-                    )
+                    logger.warning("hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status)
                     return
                 self._pinned.append(at)
 
@@ -153,9 +146,7 @@ class CudaCopier:
         """Per layer: the engine's blocks, and their place in a part as [blocks of op, bytes of a block...]."""
         pieces = []
         at = 0
-        for view, block_bytes in zip(
-            self._groups[op.group_index], self._block_bytes[op.group_index], strict=True
-        ):
+        for view, block_bytes in zip(self._groups[op.group_index], self._block_bytes[op.group_index], strict=True):
             start = at + op.first * block_bytes
             piece = buffer[start : start + len(op.blocks) * block_bytes]
             pieces.append((view, piece.view(view.dtype).view(len(op.blocks), *view.shape[1:])))
@@ -173,7 +164,7 @@ class CudaCopier:
             at = stop
 
     def _part_bytes(self, op: CopyOp) -> int:
-        return op.count * sum(self._block_bytes[op.group_index])
+        return op.count * self._part_bytes_per_block[op.group_index]
 
     def _ids(self, op: CopyOp) -> torch.Tensor:
         return torch.tensor(op.blocks, dtype=torch.int64).to(self._device, non_blocking=True)

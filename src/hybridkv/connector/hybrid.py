@@ -37,7 +37,7 @@ VLLM_SUPPORTED = ("0.32",)
 """Minor versions this connector was run on; others have other hooks and other layouts."""
 
 
-class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     """A KV cache outside the engine. Misconfiguration raises here, at start-up; nothing raises later."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -87,25 +87,19 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin this step's loads (after the forward pass: all loads are asynchronous)."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan):
-            self._supervisor.run(
-                "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
-            )
+            self._supervisor.run("start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: stores happen in wait_for_save, which also covers layers that never call this."""
 
     def wait_for_save(self) -> None:
         """Copy out what this step completed; its blocks are the engine's again on return."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan) and plan.stores:
-            self._supervisor.run(
-                "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
-            )
+            self._supervisor.run("wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended; failed ones are named, never passed off as good (requirements D4)."""
@@ -204,9 +198,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Never holds blocks (requirements D10)."""
         scheduler = self._scheduler
         if scheduler is not None:
-            self._supervisor.run(
-                "request_finished", lambda: scheduler.finished(request.request_id), lambda: None
-            )
+            self._supervisor.run("request_finished", lambda: scheduler.finished(request.request_id), lambda: None)
         return False, None
 
     def shutdown(self) -> None:
@@ -237,9 +229,7 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     settings = parse_settings(transfer.kv_connector_extra_config)
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError(
-            "enable_prefix_caching is off, so the engine hashes no blocks; --enable-prefix-caching works"
-        )
+        raise ConfigError("enable_prefix_caching is off, so the engine hashes no blocks; --enable-prefix-caching works")
     for what, option in (
         ("pipeline_parallel_size", "--pipeline-parallel-size 1"),
         ("decode_context_parallel_size", "--decode-context-parallel-size 1"),

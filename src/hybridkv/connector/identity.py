@@ -43,7 +43,7 @@ def identity_facts(
         "abi": ".".join(vllm.__version__.split(".")[:2]),
         "hash": [hash_algo, platform.python_version() if hash_algo == "sha256" else ""],
         "weights": settings.weights_identity or weights_identity(vllm_config),
-        "config": {k: v for k, v in _plain(model.hf_config.to_dict()).items() if k != "_name_or_path"},
+        "config": _plain({key: item for key, item in model.hf_config.to_dict().items() if key != "_name_or_path"}),
         "overrides": _plain(getattr(model, "hf_overrides", None)),
         "quantization": str(model.quantization),
         "dtype": str(model.dtype),
@@ -71,10 +71,7 @@ def identity_facts(
             [
                 rank,
                 layout.device,
-                [
-                    [gid, [dataclasses.astuple(layer) for layer in layers]]
-                    for gid, layers in layout.layers.items()
-                ],
+                [[gid, [dataclasses.astuple(layer) for layer in layers]] for gid, layers in layout.layers.items()],
             ]
             for rank, layout in sorted(layouts.items())
         ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -28,11 +29,11 @@ RUNS_MAX = 1024
 """Contiguous pieces that one block of one layer may be made of."""
 
 
-def group_geometry(gid: int, spec: object, layer_bytes: tuple[int, ...]) -> Group:
+def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     """A Group from a vLLM spec; raises GeometryError or ConfigError."""
     kind = _KINDS.get(get_kv_cache_spec_kind(spec))
     first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-    if kind is None or getattr(first, "prefix_replay_tokens", 0):
+    if kind is None or first.prefix_replay_tokens:
         raise GeometryError(
             f"KV cache group {gid} ({type(first).__name__}) is of a kind that hybridkv does not restore yet; "
             "serve this model without the connector"
@@ -50,16 +51,12 @@ def group_geometry(gid: int, spec: object, layer_bytes: tuple[int, ...]) -> Grou
     return Group(gid, kind, first.block_size, layer_bytes, window, extra)
 
 
-def build_geometry(
-    config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None
-) -> Geometry:
+def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None) -> Geometry:
     """The geometry of an engine from its groups and its workers' layouts by rank."""
     first = layouts[0]
     for rank, layout in layouts.items():
         if _sizes(layout) != _sizes(first):
-            raise GeometryError(
-                f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
-            )
+            raise GeometryError(f"rank {rank} has other KV cache layers than rank 0, which is not supported yet")
     groups = tuple(
         group_geometry(
             gid,
@@ -70,9 +67,7 @@ def build_geometry(
     )
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
-        raise GeometryError(
-            "vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?"
-        )
+        raise GeometryError("vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?")
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
 
@@ -104,11 +99,7 @@ def block_views(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) ->
 def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
     """(byte offset, bytes) of the contiguous pieces of one block, in the logical order of its elements."""
     size = view.element_size()
-    dims = [
-        (length, stride)
-        for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True)
-        if length != 1
-    ]
+    dims = [(length, stride) for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True) if length != 1]
     run = 1
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]

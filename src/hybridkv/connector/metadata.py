@@ -1,6 +1,8 @@
 """What crosses between the scheduler role and the worker role, through vLLM's own channels."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -9,6 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.core.plans import CopyOp
+
+Key = TypeVar("Key")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class LayerLayout:
 
 
 @dataclass(frozen=True)
-class WorkerLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class WorkerLayout(KVConnectorHandshakeMetadata):
     """All layers of one rank by gid, in the order in which their bytes stand in an object."""
 
     layers: dict[int, tuple[LayerLayout, ...]]
@@ -42,7 +47,7 @@ class LoadPlan:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+class StepPlan(KVConnectorMetadata):
     """What every worker does in one step."""
 
     boot: str = ""
@@ -55,7 +60,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StepReport(KVConnectorWorkerMetadata):
     """What workers did. Slots are named by (offset, generation); counts are of ranks."""
 
     boots: dict[str, int] = field(default_factory=dict)
@@ -77,11 +82,12 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.condemned | other.condemned,
             dict(self.counters),
         )
-        for mine, theirs in (
-            (merged.boots, other.boots),
-            (merged.done, other.done),
-            (merged.counters, other.counters),
-        ):
-            for key, count in theirs.items():  # type: ignore[attr-defined]
-                mine[key] = mine.get(key, 0) + count  # type: ignore[attr-defined]
+        _add(merged.boots, other.boots)
+        _add(merged.done, other.done)
+        _add(merged.counters, other.counters)
         return merged
+
+
+def _add(counts: dict[Key, Number], more: Mapping[Key, Number]) -> None:
+    for key, count in more.items():
+        counts[key] = counts.get(key, 0) + count

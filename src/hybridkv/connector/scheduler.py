@@ -97,9 +97,7 @@ class SchedulerSide:
         self._geometry = geometry
         self._gids = [group.gid for group in geometry.groups]
         self._attention = [i for i, group in enumerate(geometry.groups) if group.kind is not Kind.RECURRENT]
-        self._recurrent = {
-            group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT
-        }
+        self._recurrent = {group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT}
         self._counters = counters
         self._socket_path = socket_path
         hello = Hello(1, PROTOCOL_VERSION, "engine", engine_id, namespace, geometry_to_wire(geometry))
@@ -227,9 +225,7 @@ class SchedulerSide:
         if report.condemned:
             names = sorted(report.condemned)
             self._counters["slots_condemned"] += len(names)
-            self._send(
-                Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now
-            )
+            self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
         self._commit(report, now)
 
     def finished(self, request_id: str) -> None:
@@ -307,18 +303,14 @@ class SchedulerSide:
             raise PlanError(f"the engine took {total} tokens of another offer")
         refs = [
             SlotRef(offset, generation)
-            for offset, generation in zip(
-                unpack_u64(found.offsets), unpack_u64(found.generations), strict=True
-            )
+            for offset, generation in zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
         ]
         slots: list[list[SlotRef]] = []
         for group in self._geometry.groups:
             count = len(needed_chunks(self._geometry, group, found.chunks))
             slots.append(refs[:count])
             refs = refs[count:]
-        return plan_load(
-            self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots
-        )
+        return plan_load(self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots)
 
     def _loaded(self, tracked: _Tracked, failed: bool) -> None:
         if failed:
@@ -354,9 +346,7 @@ class SchedulerSide:
             for gid, block, boundary in offers.get(request_id, ()):
                 self._store_state(tracked, gid, block, boundary, tokens, plan)
 
-    def _store_attention(
-        self, tracked: _Tracked, chunks: int, tables: Sequence[Sequence[int]], plan: StepPlan
-    ) -> None:
+    def _store_attention(self, tracked: _Tracked, chunks: int, tables: Sequence[Sequence[int]], plan: StepPlan) -> None:
         for index in self._attention:
             group = self._geometry.groups[index]
             table = tables[group.gid]
@@ -378,16 +368,9 @@ class SchedulerSide:
                     self._counters["stores_hole"] += 1
                 tracked.next_chunk[index] = chunk + 1
 
-    def _store_state(
-        self, tracked: _Tracked, gid: int, block: int, boundary: int, tokens: int, plan: StepPlan
-    ) -> None:
+    def _store_state(self, tracked: _Tracked, gid: int, block: int, boundary: int, tokens: int, plan: StepPlan) -> None:
         index = self._recurrent.get(gid)
-        if (
-            index is None
-            or block == NULL_BLOCK
-            or boundary % self._geometry.chunk_tokens
-            or boundary > tokens
-        ):
+        if index is None or block == NULL_BLOCK or boundary % self._geometry.chunk_tokens or boundary > tokens:
             self._counters["states_unaligned"] += 1
             return
         chunk = boundary // self._geometry.chunk_tokens - 1
@@ -425,14 +408,10 @@ class SchedulerSide:
         if spoilt:
             self._counters["stores_failed"] += len(spoilt)
             slots = [storing.op.slot for storing in spoilt]
-            self._send(
-                Abandon(pack_u64([s.offset for s in slots]), pack_u64([s.generation for s in slots])), now
-            )
+            self._send(Abandon(pack_u64([s.offset for s in slots]), pack_u64([s.generation for s in slots])), now)
         if ready:
             self._counters["objects_stored"] += len(ready)
-            self._counters["bytes_stored"] += (
-                sum(storing.part_bytes for storing in ready) * self._geometry.ranks
-            )
+            self._counters["bytes_stored"] += sum(storing.part_bytes for storing in ready) * self._geometry.ranks
             self._send(
                 Commit(
                     pack_u64([storing.op.slot.offset for storing in ready]),
@@ -466,9 +445,7 @@ class SchedulerSide:
         elif isinstance(reply, Granted):
             slots = [
                 SlotRef(offset, generation)
-                for offset, generation in zip(
-                    unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True
-                )
+                for offset, generation in zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
             ]
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
             self._credits.granted(reply.part_bytes, slots, now)

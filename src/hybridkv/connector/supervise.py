@@ -37,9 +37,7 @@ class Supervisor:
         except Exception:  # the supervised boundary (DESIGN section 6)
             self._faults += 1
             self.counters[f"fault_{hook}"] += 1
-            logger.exception(
-                "hybridkv: %s failed in %s; the engine goes on without the cache", self._role, hook
-            )
+            logger.exception("hybridkv: %s failed in %s; the engine goes on without the cache", self._role, hook)
             if not self.healthy:
                 logger.error("hybridkv: %s is switched off after %d faults", self._role, FAULTS_MAX)
             return otherwise()

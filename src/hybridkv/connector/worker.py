@@ -155,10 +155,7 @@ class WorkerSide:
                 return
             for boot in [boot for boot in self._copiers if boot != self._boot]:
                 self._copiers.pop(boot)[1].close()
-            names = [
-                self._config.kv_cache_groups[gid].layer_names
-                for gid in self._config.prefix_cacheable_group_ids
-            ]
+            names = [self._config.kv_cache_groups[gid].layer_names for gid in self._config.prefix_cacheable_group_ids]
             groups = [[self._views[name] for name in group] for group in names]
             make = CudaCopier if groups[0][0].device.type == "cuda" else HostCopier
             self._copiers[welcome.boot] = (arena, make(arena, groups, self._part))

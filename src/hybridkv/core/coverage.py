@@ -60,14 +60,20 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
     start of the need never moves up while the boundary moves down; so the search continues at the missing chunk.
     """
     chunks = min(chunks_max, *(len(mask) for mask in masks))
-    settled = 0
-    while chunks > 0 and settled < len(masks):
-        settled = 0
-        for group, mask in zip(geometry.groups, masks, strict=True):
-            need = needed_chunks(geometry, group, chunks)
-            missing = mask.find(0, need.start, need.stop)
-            if missing >= 0:
-                chunks = mask.rfind(1, 0, chunks) + 1 if group.kind is Kind.RECURRENT else missing
-                break
-            settled += 1
+    while chunks > 0:
+        below = min(
+            _fallback(geometry, group, mask, chunks) for group, mask in zip(geometry.groups, masks, strict=True)
+        )
+        if below == chunks:
+            break
+        chunks = below
     return chunks
+
+
+def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
+    """`chunks` where the group has all that a hit there needs, else the next lower number at which it may."""
+    need = needed_chunks(geometry, group, chunks)
+    missing = mask.find(0, need.start, need.stop)
+    if missing < 0:
+        return chunks
+    return mask.rfind(1, 0, chunks) + 1 if group.kind is Kind.RECURRENT else missing

@@ -48,9 +48,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.tokens_per_block <= 0:
-            raise GeometryError(
-                f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)"
-            )
+            raise GeometryError(f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)")
         if not self.layer_bytes or min(self.layer_bytes) <= 0:
             raise GeometryError(f"group {self.gid}: every layer needs a positive block size in bytes")
         windowed = self.kind in (Kind.SLIDING, Kind.CHUNKED_LOCAL)

@@ -46,9 +46,7 @@ class CopyOp:
     blocks: tuple[int, ...]
 
 
-def plan_store(
-    geometry: Geometry, group_index: int, chunk: int, table: Sequence[int], slot: SlotRef
-) -> CopyOp | None:
+def plan_store(geometry: Geometry, group_index: int, chunk: int, table: Sequence[int], slot: SlotRef) -> CopyOp | None:
     """The copy of one attention object out of a block table, or None while the table does not hold all of it.
 
     `table[i]` is the block id at position i, NULL_BLOCK where the engine keeps nothing: an object with such a hole

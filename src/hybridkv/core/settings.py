@@ -77,9 +77,7 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
 def _server(value: object, where: str) -> str:
     if value == "auto" or (isinstance(value, str) and value.startswith("unix:///")):
         return str(value)
-    raise ConfigError(
-        f'{where}={value!r} must be "auto" or a socket like "unix:///run/user/1000/hybridkv/daemon.sock"'
-    )
+    raise ConfigError(f'{where}={value!r} must be "auto" or a socket like "unix:///run/user/1000/hybridkv/daemon.sock"')
 
 
 def _number(value: object, where: str, low: float, high: float, works: str) -> float:

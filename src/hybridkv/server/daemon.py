@@ -6,7 +6,6 @@ worker may still be copying after its scheduler died (DESIGN section 7).
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_sizes
@@ -93,17 +92,6 @@ class Daemon:
         self._sessions: list[Session] = []
         self._namespaces: dict[bytes, Namespace] = {}
         self.counters: Counter[str] = Counter()
-        self._handlers: dict[type, Callable[[int, Connection, object], Reply | None]] = {
-            Hello: self._hello,
-            Lookup: self._lookup,
-            Release: self._release,
-            Want: self._want,
-            Commit: self._commit,
-            Abandon: self._abandon,
-            Condemn: self._condemn,
-            Stats: self._stats,
-            Clear: self._clear,
-        }  # type: ignore[assignment]  # each handler takes the one type it is listed under
 
     # Events
 
@@ -126,7 +114,7 @@ class Daemon:
         try:
             if not connection.role and not isinstance(request, Hello):
                 raise RequestError("hello_first", "the first message of a connection must be hello")
-            return self._handlers[type(request)](connection_id, connection, request)
+            return self._answer(connection_id, connection, request)
         except RequestError as error:
             return self.refuse(getattr(request, "id", 0), error.code, str(error))
 
@@ -136,6 +124,29 @@ class Daemon:
         return Error(request_id, code, message[:4096])
 
     # Requests
+
+    def _answer(self, connection_id: int, connection: Connection, request: Request) -> Reply | None:
+        match request:
+            case Hello():
+                return self._hello(connection_id, connection, request)
+            case Stats():
+                return self._stats(request)
+            case Clear():
+                return Done(request.id, self.store.clear())
+            case Lookup():
+                return self._lookup(_session_of(connection), request)
+            case Want():
+                return self._want(_session_of(connection), request)
+            case Release():
+                self._release(_session_of(connection), request)
+            case Commit():
+                self._commit(_session_of(connection), request)
+            case Abandon():
+                self._abandon(_session_of(connection), request)
+            case Condemn():
+                _session_of(connection)
+                self._condemn(request)
+        return None
 
     def _hello(self, connection_id: int, connection: Connection, hello: Hello) -> Reply:
         if connection.role:
@@ -147,25 +158,20 @@ class Daemon:
             )
         if hello.role == "engine":
             if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-                raise RequestError(
-                    "hello_incomplete", "an engine's hello needs engine_id, namespace and geometry"
-                )
+                raise RequestError("hello_incomplete", "an engine's hello needs engine_id, namespace and geometry")
             try:
                 geometry = geometry_from_wire(hello.geometry)
             except HybridKVError as error:
                 raise RequestError("geometry", str(error)) from error
             if len(self._sessions) >= SESSIONS_MAX:
                 raise RequestError("sessions", f"there are {SESSIONS_MAX} sessions already")
-            session = Session(
-                hello.engine_id, geometry, self._namespace(hello.namespace, geometry), connection_id
-            )
+            session = Session(hello.engine_id, geometry, self._namespace(hello.namespace, geometry), connection_id)
             self._sessions.append(session)
             connection.session = session
         connection.role, connection.engine_id = hello.role, hello.engine_id
         return Welcome(hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._arena_bytes, self._pid)
 
-    def _lookup(self, connection_id: int, connection: Connection, lookup: Lookup) -> Reply:
-        session = _session_of(connection)
+    def _lookup(self, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:
             raise RequestError("hashes", f"{len(lookup.hashes)} bytes are no whole number of hashes")
         if lookup.lease in session.leases or len(session.leases) >= LEASES_MAX:
@@ -174,9 +180,7 @@ class Daemon:
         raw = lookup.hashes
         entries = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
         groups = range(len(session.geometry.groups))
-        masks = [
-            bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups
-        ]
+        masks = [bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups]
         chunks = largest_hit(session.geometry, masks, len(entries))
         slots: list[Slot] = []
         for index, group in enumerate(session.geometry.groups):
@@ -198,8 +202,7 @@ class Daemon:
             pack_u64([slot.generation for slot in slots]),
         )
 
-    def _release(self, connection_id: int, connection: Connection, release: Release) -> None:
-        session = _session_of(connection)
+    def _release(self, session: Session, release: Release) -> None:
         slots = session.leases.pop(release.lease, None)
         if slots is not None:
             self.store.unpin(slots)
@@ -207,8 +210,7 @@ class Daemon:
         self.counters["bytes_loaded"] += release.loaded_bytes
         self.counters["loads_failed"] += release.failed
 
-    def _want(self, connection_id: int, connection: Connection, want: Want) -> Reply:
-        session = _session_of(connection)
+    def _want(self, session: Session, want: Want) -> Reply:
         if not any(want.part_bytes in sizes for sizes in session.namespace.part_sizes):
             raise RequestError("part_bytes", f"no group of this engine has parts of {want.part_bytes} bytes")
         size = slot_bytes(want.part_bytes, session.geometry.ranks)
@@ -216,9 +218,7 @@ class Daemon:
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(
-            want.part_bytes, session.geometry.ranks, min(want.count, max(0, room) // size)
-        )
+        slots = self.store.grant(want.part_bytes, session.geometry.ranks, min(want.count, max(0, room) // size))
         session.writing.update((slot.offset, slot) for slot in slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
@@ -229,8 +229,7 @@ class Daemon:
             self.store.extents.limit_bytes,
         )
 
-    def _commit(self, connection_id: int, connection: Connection, commit: Commit) -> None:
-        session = _session_of(connection)
+    def _commit(self, session: Session, commit: Commit) -> None:
         names = _named(commit.offsets, commit.generations)
         groups = [group for _, group in _named(commit.offsets, commit.groups)]
         if len(names) * HASH_BYTES != len(commit.hashes):
@@ -242,13 +241,8 @@ class Daemon:
                 self.counters["commits_unknown"] += 1
                 continue
             group = groups[at]
-            if (
-                group >= len(session.geometry.groups)
-                or slot.part_bytes not in session.namespace.part_sizes[group]
-            ):
-                raise RequestError(
-                    "commit", f"a slot of {slot.part_bytes} bytes a part is no object of group {group}"
-                )
+            if group >= len(session.geometry.groups) or slot.part_bytes not in session.namespace.part_sizes[group]:
+                raise RequestError("commit", f"a slot of {slot.part_bytes} bytes a part is no object of group {group}")
             del session.writing[slot.offset]
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             size = slot.part_bytes * slot.ranks
@@ -257,23 +251,21 @@ class Daemon:
                 self.counters["bytes_stored"] += size
         self.counters["tokens_stored"] += commit.tokens
 
-    def _abandon(self, connection_id: int, connection: Connection, abandon: Abandon) -> None:
-        session = _session_of(connection)
+    def _abandon(self, session: Session, abandon: Abandon) -> None:
         for offset, generation in _named(abandon.offsets, abandon.generations):
             slot = session.writing.get(offset)
             if slot is not None and slot.generation == generation:
                 del session.writing[offset]
                 self.store.free(slot)
 
-    def _condemn(self, connection_id: int, connection: Connection, condemn: Condemn) -> None:
-        _session_of(connection)
+    def _condemn(self, condemn: Condemn) -> None:
         for offset, generation in _named(condemn.offsets, condemn.generations):
             slot = self.store.get(offset, generation)
             if slot is not None and slot.state is SlotState.COMMITTED:
                 self.store.drop(slot)
                 self.counters["objects_condemned"] += 1
 
-    def _stats(self, connection_id: int, connection: Connection, stats: Stats) -> Reply:
+    def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
         for number, session in enumerate(self._sessions):
             groups = " ".join(f"{g.gid}:{g.kind}/{g.tokens_per_block}" for g in session.geometry.groups)
@@ -282,9 +274,6 @@ class Daemon:
                 f"identity {session.namespace.identity.hex()[:12]}"
             )
         return Report(stats.id, self.values(), info)
-
-    def _clear(self, connection_id: int, connection: Connection, clear: Clear) -> Reply:
-        return Done(clear.id, self.store.clear())
 
     # Inside
 

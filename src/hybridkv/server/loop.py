@@ -71,9 +71,7 @@ class Server:
         path = arena_path(options.socket_path, boot)
         size = options.ram_bytes >> 12 << 12
         self._arena: Arena = create_arena(path, size)
-        store = Store(
-            self._arena.memory, first_generation=secrets.randbits(62 - GENERATION_BITS) << GENERATION_BITS
-        )
+        store = Store(self._arena.memory, first_generation=secrets.randbits(62 - GENERATION_BITS) << GENERATION_BITS)
         self.daemon = Daemon(store, boot, str(path), size, os.getpid())
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -94,9 +92,7 @@ class Server:
         self.metrics_url = ""
         if options.metrics_port >= 0:
             self.metrics_url = serve_metrics(self._values, options.metrics_port)
-        logger.info(
-            "serving %s, ram %s, metrics %s", options.socket_path, format_size(size), self.metrics_url
-        )
+        logger.info("serving %s, ram %s, metrics %s", options.socket_path, format_size(size), self.metrics_url)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket and the arena."""
@@ -173,9 +169,7 @@ class Server:
             self._send(peer, self.daemon.refuse(0, "wire", str(error)), last=True)
         except Exception:  # the supervised boundary: one client's fault must not end the others'
             logger.exception("a request failed inside the daemon; its connection is closed")
-            self._send(
-                peer, self.daemon.refuse(0, "internal", "the daemon failed on this request"), last=True
-            )
+            self._send(peer, self.daemon.refuse(0, "internal", "the daemon failed on this request"), last=True)
 
     def _send(self, peer: _Peer, reply: Reply, last: bool = False) -> None:
         peer.out += encode(reply)
@@ -216,9 +210,7 @@ class Server:
     def _reserve(self) -> None:
         while self._running:
             with self._reserve_wanted:
-                self._reserve_wanted.wait_for(
-                    lambda: self._reserved < self._reserve_goal or not self._running
-                )
+                self._reserve_wanted.wait_for(lambda: self._reserved < self._reserve_goal or not self._running)
             if not self._running:
                 return
             stop = min(self._reserved + RESERVE_STEP_BYTES, self._arena.size_bytes)

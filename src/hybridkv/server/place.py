@@ -24,9 +24,7 @@ def make_private_directory(directory: Path, setting: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
     except OSError as error:
-        raise ConfigError(
-            f"{setting}: directory {directory} cannot be made ({error.strerror}); {works}"
-        ) from error
+        raise ConfigError(f"{setting}: directory {directory} cannot be made ({error.strerror}); {works}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{setting}: {directory} is not a directory of its own (a link?); {works}")
     if status.st_uid != os.geteuid():

@@ -8,6 +8,14 @@ BFLOAT16_MODELS = frozenset(("qwen3next", "qwen35", "deepseekv2", "deepseekv4"))
 
 WIDEN_SEED = 20260901
 
+BUNDLED_ENVIRONMENT = {
+    "HYBRIDKV_WIDEN_SEED": str(WIDEN_SEED),
+    "HF_HUB_OFFLINE": "1",
+    # torch would compile a small kernel even for an eager model, and fail where there is no C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""What the processes of a bundled model's engine need."""
+
 
 def bundled_models() -> dict[str, Path]:
     """Directory of each bundled model by name."""

@@ -51,7 +51,7 @@ class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all messages; the tag is the class's name."""
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     """First message of a connection. `role` engine opens a session, worker joins it, control only asks."""
 
     id: Count
@@ -62,7 +62,7 @@ class Hello(_Message, tag="hello"):
     geometry: WireGeometry | None = None
 
 
-class Lookup(_Message, tag="lookup"):
+class Lookup(_Message, frozen=True, tag="lookup"):
     """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`."""
 
     id: Count
@@ -70,7 +70,7 @@ class Lookup(_Message, tag="lookup"):
     hashes: Hashes
 
 
-class Release(_Message, tag="release"):
+class Release(_Message, frozen=True, tag="release"):
     """End a read lease; what was loaded under it is only counted."""
 
     lease: Count
@@ -79,7 +79,7 @@ class Release(_Message, tag="release"):
     failed: bool = False
 
 
-class Want(_Message, tag="want"):
+class Want(_Message, frozen=True, tag="want"):
     """Ask for write slots ahead of need: `count` slots whose parts have `part_bytes` bytes."""
 
     id: Count
@@ -87,7 +87,7 @@ class Want(_Message, tag="want"):
     count: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
 
 
-class Commit(_Message, tag="commit"):
+class Commit(_Message, frozen=True, tag="commit"):
     """Written slots become objects: i-th slot, group index and chunk hash belong together."""
 
     offsets: Packed
@@ -97,33 +97,33 @@ class Commit(_Message, tag="commit"):
     tokens: Count = 0
 
 
-class Abandon(_Message, tag="abandon"):
+class Abandon(_Message, frozen=True, tag="abandon"):
     """Give write slots back unused."""
 
     offsets: Packed
     generations: Packed
 
 
-class Stats(_Message, tag="stats"):
+class Stats(_Message, frozen=True, tag="stats"):
     """Ask for the daemon's counters."""
 
     id: Count
 
 
-class Clear(_Message, tag="clear"):
+class Clear(_Message, frozen=True, tag="clear"):
     """Drop every object; those under a read lease go when it ends."""
 
     id: Count
 
 
-class Condemn(_Message, tag="condemn"):
+class Condemn(_Message, frozen=True, tag="condemn"):
     """Objects whose bytes were proven wrong: they are dropped, whatever leases they are under."""
 
     offsets: Packed
     generations: Packed
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, frozen=True, tag="welcome"):
     """The daemon's answer to Hello. `boot` differs in every life of a daemon."""
 
     id: Count
@@ -134,7 +134,7 @@ class Welcome(_Message, tag="welcome"):
     pid: Count
 
 
-class Found(_Message, tag="found"):
+class Found(_Message, frozen=True, tag="found"):
     """Answer to Lookup: hit chunks, per group the presence mask, and slots of what the hit needs, group by group."""
 
     id: Count
@@ -145,7 +145,7 @@ class Found(_Message, tag="found"):
     generations: Packed
 
 
-class Granted(_Message, tag="granted"):
+class Granted(_Message, frozen=True, tag="granted"):
     """Answer to Want: maybe fewer slots than asked for. Pages below `reserved_bytes` exist."""
 
     id: Count
@@ -155,7 +155,7 @@ class Granted(_Message, tag="granted"):
     reserved_bytes: Count
 
 
-class Report(_Message, tag="report"):
+class Report(_Message, frozen=True, tag="report"):
     """Answer to Stats."""
 
     id: Count
@@ -163,14 +163,14 @@ class Report(_Message, tag="report"):
     info: dict[str, str]
 
 
-class Done(_Message, tag="done"):
+class Done(_Message, frozen=True, tag="done"):
     """Answer to Clear: how many objects were dropped."""
 
     id: Count
     count: Count
 
 
-class Error(_Message, tag="error"):
+class Error(_Message, frozen=True, tag="error"):
     """A request that was refused; `code` is a word for programs, `message` a sentence for people."""
 
     id: Count

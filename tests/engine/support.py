@@ -1,0 +1,56 @@
+"""Real engines for tests."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridkv.cli.engine import Engine
+from hybridkv.client.control import Control
+from hybridkv.testing.models import BUNDLED_ENVIRONMENT, bundled_arguments, bundled_models
+from tests.conftest import DEADLINE_SECONDS
+
+VOCABULARY = 2048
+
+
+def transfer_config(socket_path: str, **extra: object) -> str:
+    return json.dumps(
+        {
+            "kv_connector": "HybridKVConnector",
+            "kv_connector_module_path": "hybridkv.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 2000, **extra},
+        }
+    )
+
+
+def engine(
+    model: str, log_path: Path, socket_path: str | None, *more: str, extra: dict[str, object] | None = None
+) -> Engine:
+    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    if socket_path is not None:
+        arguments += ["--kv-transfer-config", transfer_config(socket_path, **(extra or {}))]
+    return Engine(arguments, log_path, lambda text: None, BUNDLED_ENVIRONMENT)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
+
+
+def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
+    """What must be equal: tokens and exact log-probabilities."""
+    return result["tokens"], result["logprobs"]
+
+
+def stats(socket_path: str) -> dict[str, float]:
+    with Control(socket_path) as control:
+        return control.stats().values
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, what

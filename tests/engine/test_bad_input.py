@@ -1,0 +1,30 @@
+"""What an engine says at start-up when it cannot be served: one line, the setting, a value that works."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.engine import EngineError
+from tests.engine.support import engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("more", "extra", "says"),
+    [
+        ((), {"sever": "auto"}, r"kv_connector_extra_config: unknown key 'sever'; did you mean 'server'\?"),
+        ((), {"server": "auto", "ram": "100TiB"}, r'kv_connector_extra_config.ram=100TiB is larger than .*" works'),
+        (("--no-enable-prefix-caching",), {}, r"enable_prefix_caching is off.*--enable-prefix-caching works"),
+        ((), {"hybrid_chunk_size": 200}, r"hybrid_chunk_size=200 is not a multiple of .* 256 works"),
+    ],
+    ids=["unknown key", "ram", "prefix caching", "chunk"],
+)
+def test_one_clear_line(more: tuple[str, ...], extra: dict[str, object], says: str, tmp_path: Path) -> None:
+    with (
+        pytest.raises(EngineError) as caught,
+        engine("gemma3", tmp_path / "e.log", str(tmp_path / "none.sock"), *more, extra=extra),
+    ):
+        pass
+    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(caught.value)

@@ -1,0 +1,95 @@
+"""Two real engines and one daemon; a daemon that hangs or dies under an engine."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DaemonProcess
+from tests.engine.support import answer, engine, prompt, stats, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+CHUNK = 128
+
+
+def test_two_engines_at_the_same_time_share_one_daemon(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Both serve at once; each then hits what the other stored. Sliding window and full groups together."""
+    prompts = [prompt(seed, 3 * CHUNK + 40) for seed in (1, 2)]
+    with (
+        engine("gemma3", tmp_path / "a.log", daemon.socket_path) as first,
+        engine("gemma3", tmp_path / "b.log", daemon.socket_path) as second,
+    ):
+        assert stats(daemon.socket_path)["sessions"] == 2
+        for running, mine in ((first, prompts[0]), (second, prompts[1])):
+            running.begin({"do": "run", "prompts": [mine], "max_tokens": 8})
+        computed = [first.end()[0], second.end()[0]]
+        assert [result["cached_tokens"] for result in computed] == [0, 0]
+        until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
+        for running, other in ((first, prompts[1]), (second, prompts[0])):
+            running.begin({"do": "run", "prompts": [other], "max_tokens": 8})
+        crossed = [first.end()[0], second.end()[0]]
+        assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
+        assert answer(crossed[0]) == answer(computed[1])
+        assert answer(crossed[1]) == answer(computed[0])
+    until(lambda: stats(daemon.socket_path)["sessions"] == 0, "sessions end with their engines")
+    values = stats(daemon.socket_path)
+    assert (values["leases"], values["bytes_writing"]) == (0, 0)
+
+
+def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Every request is answered, and right; when the daemon is back, hits are back, without an engine restart."""
+    prompts = [prompt(seed, 2 * 256 + 100 + seed) for seed in range(4)]
+    with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 200}) as running:
+        alone = {index: running.run(p, max_tokens=6)[0] for index, p in enumerate(prompts)}
+        again = {}
+        for index, p in enumerate(prompts):
+            running.reset()
+            again[index] = running.run(p, max_tokens=6)[0]
+            assert again[index]["cached_tokens"] == 512
+
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGSTOP)
+        for index, p in enumerate(prompts):
+            running.reset()
+            (result,) = running.run(p, max_tokens=6)
+            assert result["cached_tokens"] == 0, "a daemon that hangs is a miss"
+            assert answer(result) == answer(alone[index])
+        daemon.process.send_signal(signal.SIGCONT)
+
+        running.reset()
+        lookups = stats(daemon.socket_path)["lookups"]
+        running.begin({"do": "run", "prompts": prompts, "max_tokens": 60})
+        until(lambda: stats(daemon.socket_path)["lookups"] > lookups, "the engine asks again after the pause")
+        daemon.kill()
+        results = running.end()
+        assert [len(result["tokens"]) for result in results] == [60] * 4
+        assert all(result["finish_reason"] == "length" for result in results)
+
+        daemon.start()
+        until(
+            lambda: running.run(prompt(9, 20), max_tokens=1) != [] and stats(daemon.socket_path)["sessions"] == 1,
+            "back",
+        )
+        for index, p in enumerate(prompts):
+            running.reset()
+            assert answer(running.run(p, max_tokens=6)[0]) == answer(alone[index])
+            running.reset()
+            (result,) = running.run(p, max_tokens=6)
+            assert result["cached_tokens"] == 512, "hits are back"
+            assert answer(result) == answer(again[index])
+
+
+def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """A block pool so small that requests are preempted, and prefill in pieces: same answers as without a connector."""
+    tight = ("--num-gpu-blocks-override=25", "--max-model-len=1024", "--max-num-batched-tokens=192", "--max-num-seqs=4")
+    prompts = [prompt(seed, 300 + 50 * seed) for seed in range(4)]
+    with engine("gemma3", tmp_path / "plain.log", None, *tight) as plain:
+        expected = [answer(plain.run(p, max_tokens=40)[0]) for p in prompts]
+    with engine("gemma3", tmp_path / "e.log", daemon.socket_path, *tight, extra={"checksum": "paranoid"}) as running:
+        for _ in range(3):
+            results = running.run(*prompts, max_tokens=40)
+            assert [result["tokens"] for result in results] == [tokens for tokens, _ in expected]
+            running.reset()
+    assert stats(daemon.socket_path)["tokens_loaded"] > 0
+    assert stats(daemon.socket_path).get("loads_failed", 0) == 0

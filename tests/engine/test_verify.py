@@ -1,0 +1,78 @@
+"""`hybridkv verify` on the real engine: it passes where the cache is right, and it can fail."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+MODELS = ("qwen3", "gemma3", "llama4", "qwen3next")
+
+
+def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments], capture_output=True, text=True, check=False
+    )
+    assert said.stdout, said.stderr
+    return said.returncode, json.loads(said.stdout)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_arm_is_right(model: str) -> None:
+    status, proof = verify("--model", model)
+    assert status == 0, json.dumps(proof, indent=2)
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    chunk = proof["chunk_tokens"]
+    assert arms["cold"]["external_tokens"] == 0
+    assert arms["cold"]["bytes_stored"] > 0
+    for name in ("warm", "engine restarted", "daemon restarted"):
+        assert arms[name]["external_tokens"] == 5 * chunk, name
+        assert arms[name]["same_bytes"] is True
+        assert arms[name]["bytes_loaded"] > 0
+    assert arms["mixed local and external"]["external_tokens"] == 3 * chunk
+
+
+@pytest.mark.parametrize("model", ["gemma3", "qwen3next"])
+def test_a_flipped_byte_that_nobody_checks_changes_the_answer(model: str) -> None:
+    """The oracle can see a single wrong byte: without it every test above would prove nothing."""
+    status, proof = verify("--model", model, "--flip", "blind")
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    assert status == 1
+    assert proof["ok"] is False
+    assert arms["cold"]["ok"]
+    assert not arms["warm"]["ok"]
+    assert not arms["warm"]["same_logprobs"]
+
+
+def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
+    status, proof = verify("--model", "llama4", "--flip", "detect")
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    assert status == 1
+    assert arms["warm"]["same_bytes"] is False
+    assert arms["warm"]["external_tokens"] == 0
+    assert arms["warm"]["same_tokens"]
+    assert arms["warm"]["same_logprobs"], "computed instead, and right"
+    assert arms["engine restarted"]["ok"], "the bad object was dropped and stored again"
+
+
+def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen3", "--", "--max-model-len", "512"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "max_model_len=512 is too short" in said.stderr.splitlines()[-1]
+    assert said.stderr.splitlines()[-1].endswith("works")
+
+
+def test_an_unknown_model_is_one_clear_line() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen33"], capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 2
+    assert said.stderr.startswith("hybridkv: --model: 'qwen33' is not bundled; ")
