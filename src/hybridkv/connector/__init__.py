@@ -1,5 +1,19 @@
-"""The vLLM side. `kv_connector_module_path` is "hybridkv.connector"."""
+"""The engine's side: what knows torch and vLLM. `kv_connector_module_path` is "hybridkv.connector".
 
-from hybridkv.connector.hybrid import HybridKVConnector
+The connector class is imported on first use, so that the copiers can be used where there is torch but no vLLM.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridkv.connector.hybrid import HybridKVConnector
 
 __all__ = ["HybridKVConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HybridKVConnector":
+        from hybridkv.connector.hybrid import HybridKVConnector  # noqa: PLC0415  # see above
+
+        return HybridKVConnector
+    raise AttributeError(name)

@@ -13,14 +13,16 @@ from typing import Protocol
 import torch
 import xxhash
 
-from hybridkv.connector.layout import block_runs
+from hybridkv.connector.blocks import block_runs
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
 
 COPY_THREADS = 2
-PIECE_BYTES = 128 << 10
+BATCH_BYTES = 256 << 10
+Move = tuple[int, int, int]
+"""(address in the slot, address in the engine's block, bytes)."""
 PARALLEL_BYTES_MIN = 1 << 20
 """Below this many bytes one thread copies: handing work to another costs more than it saves."""
 
@@ -183,9 +185,10 @@ class HostCopier:
                 ctypes.memmove(slot_at, block_at, size)
             return
         hasher = self._part.hasher(op)
-        for slot_at, block_at, size in _cut(self._moves(op, part_bytes)):
-            ctypes.memmove(slot_at, block_at, size)
-            hasher.update(self._memory_at(slot_at, size))
+        for batch, start, size in _batches(self._moves(op, part_bytes)):
+            for slot_at, block_at, piece in batch:
+                ctypes.memmove(slot_at, block_at, piece)
+            hasher.update(self._memory_at(start, size))
         self._part.write_signature(self._arena, op, hasher.intdigest())
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
@@ -201,9 +204,11 @@ class HostCopier:
         else:
             self._part.recheck(self._arena, op)
             hasher = self._part.hasher(op)
-            for slot_at, block_at, size in _cut(self._moves(op, part_bytes)):
-                hasher.update(self._memory_at(slot_at, size))
-                ctypes.memmove(block_at, slot_at, size)
+            for batch, start, size in _batches(self._moves(op, part_bytes)):
+                # Hashed after the copy, which brought the bytes into the cache: the hash holds the GIL, the copy not.
+                for slot_at, block_at, piece in batch:
+                    ctypes.memmove(block_at, slot_at, piece)
+                hasher.update(self._memory_at(start, size))
             self._part.check_signature(self._arena, op, hasher.intdigest())
         self._part.recheck(self._arena, op)
         if self._part.checksum == "paranoid":
@@ -218,8 +223,8 @@ class HostCopier:
             if ctypes.string_at(slot_at, size) != ctypes.string_at(block_at, size):
                 raise BadSlotError(op, "the engine's blocks are not what was copied")
 
-    def _moves(self, op: CopyOp, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(address in the slot, address in the engine's block, bytes); neighbours joined where both sides allow."""
+    def _moves(self, op: CopyOp, part_bytes: int) -> Iterator[Move]:
+        """In the order of the slot; neighbours joined where both sides allow."""
         if min(op.blocks) < 0 or max(op.blocks) >= self._num_blocks[op.group_index]:
             raise BadSlotError(op, f"a block id is outside the engine's {self._num_blocks[op.group_index]} blocks")
         at = self._arena.address + self._part.payload(op, part_bytes)
@@ -238,11 +243,23 @@ class HostCopier:
             at += op.count * layer.block_bytes
 
 
-def _cut(moves: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The same moves in pieces that stay in a core's cache between being copied and being hashed."""
+def _batches(moves: Iterable[Move]) -> Iterator[tuple[list[Move], int, int]]:
+    """The moves of a whole part, cut and gathered into (moves, address in the slot, bytes) of about BATCH_BYTES each.
+
+    Each batch is contiguous in the slot, and small enough to stay in a core's cache between being copied and hashed.
+    """
+    batch: list[Move] = []
+    total = 0
     for slot_at, block_at, size in moves:
-        for at in range(0, size, PIECE_BYTES):
-            yield slot_at + at, block_at + at, min(PIECE_BYTES, size - at)
+        for at in range(0, size, BATCH_BYTES):
+            piece = min(BATCH_BYTES, size - at)
+            batch.append((slot_at + at, block_at + at, piece))
+            total += piece
+            if total >= BATCH_BYTES:
+                yield batch, batch[0][0], total
+                batch, total = [], 0
+    if batch:
+        yield batch, batch[0][0], total
 
 
 def _joined(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:

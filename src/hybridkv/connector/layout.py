@@ -1,7 +1,6 @@
 """From vLLM's KV cache groups and registered tensors to a Geometry; a layout not understood is refused by name."""
 
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from hybridkv.connector.blocks import block_runs
 from hybridkv.connector.metadata import LayerLayout, WorkerLayout
 from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
@@ -94,18 +94,6 @@ def block_views(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) ->
                 raise GeometryError(f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces")
             views[name] = view
     return views
-
-
-def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(byte offset, bytes) of the contiguous pieces of one block, in the logical order of its elements."""
-    size = view.element_size()
-    dims = [(length, stride) for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True) if length != 1]
-    run = 1
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    for index in product(*(range(length) for length, _ in dims)):
-        offset = sum(at * stride for at, (_, stride) in zip(index, dims, strict=True))
-        yield offset * size, run * size
 
 
 def _layer_layout(name: str, view: torch.Tensor) -> LayerLayout:
