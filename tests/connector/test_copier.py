@@ -141,6 +141,18 @@ def test_bytes_come_back_into_other_blocks(arena: Arena, layout: str, checksum: 
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
+def test_tensors_made_in_inference_mode(arena: Arena, device: str) -> None:
+    """As vLLM makes them; copies run in other threads, where that mode does not hold. More than PARALLEL_BYTES_MIN."""
+    with torch.inference_mode():
+        views = flat(device, 8, (2, 128, 128), "LBHNC")
+        rig = Rig(arena, [views], "paranoid")
+    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    assert rig.store(ops) == [True] * 4
+    assert rig.load(0, ops) is None
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
 @pytest.mark.parametrize("layout", ["LBHNC", "padded states", "large blocks"])
 def test_a_part_of_an_object_can_be_loaded(arena: Arena, layout: str, device: str) -> None:
     """A local hit inside a chunk keeps its blocks: only the rest is loaded (C34)."""

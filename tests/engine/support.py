@@ -15,25 +15,27 @@ from tests.conftest import DEADLINE_SECONDS
 VOCABULARY = 2048
 
 
-def transfer_config(socket_path: str, **extra: object) -> str:
-    return json.dumps(
-        {
+def engine(
+    model: str,
+    log_path: Path,
+    server: str | None,
+    *more: str,
+    extra: dict[str, object] | None = None,
+    environment: dict[str, str] | None = None,
+) -> Engine:
+    """A real engine on a bundled model; `server` is a socket path, "auto", or None for no connector."""
+    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    if server is not None:
+        settings = {"server": "auto" if server == "auto" else f"unix://{server}", "lookup_timeout_ms": 2000}
+        transfer = {
             "kv_connector": "HybridKVConnector",
             "kv_connector_module_path": "hybridkv.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 2000, **extra},
+            "kv_connector_extra_config": {**settings, **(extra or {})},
         }
-    )
-
-
-def engine(
-    model: str, log_path: Path, socket_path: str | None, *more: str, extra: dict[str, object] | None = None
-) -> Engine:
-    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
-    if socket_path is not None:
-        arguments += ["--kv-transfer-config", transfer_config(socket_path, **(extra or {}))]
-    return Engine(arguments, log_path, lambda text: None, BUNDLED_ENVIRONMENT)
+        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    return Engine(arguments, log_path, lambda text: None, {**BUNDLED_ENVIRONMENT, **(environment or {})})
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -1,10 +1,12 @@
 """Two real engines and one daemon; a daemon that hangs or dies under an engine."""
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from hybridkv.client.control import Control
 from tests.conftest import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
 
@@ -93,3 +95,54 @@ def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path:
             running.reset()
     assert stats(daemon.socket_path)["tokens_loaded"] > 0
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
+
+
+def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -> None:
+    """`server: "auto"`: the daemon outlives the engine; killed under a living engine it comes back by itself."""
+    socket_path = str(tmp_path / "hybridkv" / "daemon.sock")
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    text = prompt(1, 3 * CHUNK + 20)
+
+    def pid() -> int:
+        with Control(socket_path) as control:
+            return control.welcome.pid
+
+    def is_back() -> bool:
+        running.run(prompt(2, 10), max_tokens=1)
+        return Path(socket_path).exists() and stats(socket_path)["sessions"] == 1
+
+    with engine("qwen3", tmp_path / "a.log", "auto", extra={"ram": "128MiB"}, environment=environment) as running:
+        (computed,) = running.run(text, max_tokens=6)
+    first = pid()
+    with engine("qwen3", tmp_path / "b.log", "auto", extra={"ram": "128MiB"}, environment=environment) as running:
+        assert pid() == first, "the second engine found the first one's daemon"
+        (hit,) = running.run(text, max_tokens=6)
+        assert hit["cached_tokens"] == 3 * CHUNK
+        assert hit["tokens"] == computed["tokens"]
+        os.kill(first, signal.SIGKILL)
+        Path(socket_path).unlink()
+        until(is_back, "the engine started a new daemon")
+        assert pid() != first
+        for expected in (0, 3 * CHUNK):
+            running.reset()
+            (result,) = running.run(text, max_tokens=6)
+            assert result["cached_tokens"] == expected
+            assert result["tokens"] == computed["tokens"]
+    os.kill(pid(), signal.SIGTERM)
+    until(lambda: not Path(socket_path).exists(), "the daemon ends")
+
+
+def test_after_a_weight_update_nothing_old_is_served(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """`reset_cache` makes a new identity at once, for this engine alone (user demand 39)."""
+    text = prompt(1, 3 * CHUNK + 20)
+    with (
+        engine("qwen3", tmp_path / "a.log", daemon.socket_path) as updated,
+        engine("qwen3", tmp_path / "b.log", daemon.socket_path) as other,
+    ):
+        updated.run(text, max_tokens=2)
+        for expected in (0, 3 * CHUNK):
+            updated.reset(connector=expected == 0)
+            (result,) = updated.run(text, max_tokens=2)
+            assert result["cached_tokens"] == expected
+        (result,) = other.run(text, max_tokens=2)
+        assert result["cached_tokens"] == 3 * CHUNK

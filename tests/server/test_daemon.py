@@ -10,6 +10,7 @@ from hybridkv.wire.messages import (
     Done,
     Error,
     Hello,
+    Identify,
     Lookup,
     Release,
     Request,
@@ -64,6 +65,19 @@ def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
     refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
     assert isinstance(refused, Error)
     assert refused.code == "identity"
+
+
+def test_another_identity_from_now_on() -> None:
+    """After a weight update nothing stored before is found, and what is stored then is apart from it."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert daemon.handle(1, Identify(4, b"y" * 32)) == Done(4, 0)
+    assert lookup(daemon, 1, 1, 1).chunks == 0
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [2])
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    assert [lookup(daemon, 2, number, number).chunks for number in (1, 2)] == [1, 0]
+    daemon.check()
 
 
 def test_a_duplicate_gives_its_slot_back() -> None:

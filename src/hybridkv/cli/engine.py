@@ -80,9 +80,9 @@ class Engine:
         answer: list[dict[str, Any]] = self.ask({"do": "run", "prompts": prompts, "max_tokens": max_tokens})
         return answer
 
-    def reset(self) -> None:
-        """Forget the engine's own prefix cache."""
-        if not self.ask({"do": "reset"}):
+    def reset(self, connector: bool = False) -> None:
+        """Forget the engine's own prefix cache; with `connector` the connector's too, as after a weight update."""
+        if not self.ask({"do": "reset", "connector": connector}):
             raise EngineError("the engine could not reset its prefix cache")
 
     def begin(self, command: Mapping[str, object]) -> None:

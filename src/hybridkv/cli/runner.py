@@ -72,9 +72,9 @@ class Runner:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
         return [{**result, "slowest_decode_step_seconds": slowest_decode} for result in results.values()]
 
-    def reset(self) -> bool:
-        """Forget the engine's own prefix cache, not the connector's."""
-        return bool(self._engine.reset_prefix_cache())
+    def reset(self, connector: bool) -> bool:
+        """Forget the engine's own prefix cache, and the connector's where `connector` says so."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=connector))
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
             if command["do"] == "run":
                 answer(runner.run(command["prompts"], command["max_tokens"]))
             else:
-                answer(runner.reset())
+                answer(runner.reset(command["connector"]))
 
 
 if __name__ == "__main__":

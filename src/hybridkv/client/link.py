@@ -80,6 +80,10 @@ class Link:
         self._flush(now)
         return self._sock is not None
 
+    def greet_with(self, hello: Hello) -> None:
+        """Use another greeting from the next connection on."""
+        self._hello = hello
+
     def close(self) -> None:
         """End the connection for good."""
         if self._sock is not None:

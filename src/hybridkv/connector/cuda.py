@@ -46,7 +46,9 @@ class CudaCopier:
         self._pinned: list[int] = []
         self._streams = {way: torch.cuda.Stream(self._device) for way in ("store", "load")}
         self._staging = {way: _Staging(self._device) for way in self._streams}
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]] | None]
+        self._jobs = queue.SimpleQueue()
+        """What to do, and what to do should that fail: whoever waits for a copy hears of its end in either case."""
         self._thread = threading.Thread(target=self._work, name="hybridkv-cuda", daemon=True)
         self._thread.start()
 
@@ -63,7 +65,7 @@ class CudaCopier:
                     return
                 self._pinned.append(at)
 
-        self._jobs.put(register)
+        self._jobs.put((register, lambda error: logger.warning("hybridkv: pinning failed: %s", error)))
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
         """Gather within the step on the current stream; the rest goes on by itself."""
@@ -92,9 +94,14 @@ class CudaCopier:
             for op, buffer in gathered:
                 self._part.sign(self._arena, op, self._part_bytes(op))
                 staging.give_back(buffer)
+            for op, _ in gathered:
                 done(op, True)
 
-        self._jobs.put(finish)
+        def fail(error: Exception) -> None:
+            for op, _ in gathered:
+                done(op, False)
+
+        self._jobs.put((finish, fail))
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
         """Everything happens in the thread and on the side stream, after what the compute stream does by now."""
@@ -102,14 +109,16 @@ class CudaCopier:
         ready.record(torch.cuda.current_stream(self._device))
 
         def run() -> None:
-            try:
-                for op in ops:
-                    self._load_one(op, ready)
-                done(None)
-            except HybridKVError as error:
-                done(error)
+            for op in ops:
+                self._load_one(op, ready)
+            done(None)
 
-        self._jobs.put(run)
+        def fail(error: Exception) -> None:
+            # What is still queued on the side stream must not write into blocks that the engine gives away.
+            self._streams["load"].synchronize()
+            done(error if isinstance(error, HybridKVError) else HybridKVError(str(error)))
+
+        self._jobs.put((run, fail))
 
     def close(self) -> None:
         """Finish what is queued, then unpin."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._supervisor = Supervisor(role.name.lower())
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._facts: dict[str, object] = {}
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         if role == KVConnectorRole.SCHEDULER:
             self._start_daemon()
@@ -122,8 +124,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         layouts = {rank: layout for rank, layout in metadata.items() if isinstance(layout, WorkerLayout)}
         geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
         config = self._vllm_config
-        facts = identity_facts(config, self._kv_cache_config, geometry, layouts, self._settings, epoch=0)
-        namespace = fingerprint(facts)
+        self._facts = identity_facts(config, self._kv_cache_config, geometry, layouts, self._settings)
+        namespace = fingerprint(self._facts)
         self._scheduler = SchedulerSide(
             self._settings,
             geometry,
@@ -200,6 +202,25 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run("request_finished", lambda: scheduler.finished(request.request_id), lambda: None)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """vLLM's weights may have changed: nothing stored so far is this engine's any more.
+
+        The epoch is random, because two engines that were both updated once do not have the same weights.
+        """
+        scheduler = self._scheduler
+        if scheduler is None:
+            return True
+
+        def reset() -> bool:
+            scheduler.identify(fingerprint({**self._facts, "epoch": uuid.uuid4().hex}))
+            return True
+
+        def give_up() -> bool:
+            scheduler.close()
+            return True
+
+        return self._supervisor.run("reset_cache", reset, give_up)
 
     def shutdown(self) -> None:
         """End the session and let go of the arena."""

@@ -28,7 +28,6 @@ def identity_facts(
     geometry: Geometry,
     layouts: Mapping[int, WorkerLayout],
     settings: Settings,
-    epoch: int,
 ) -> dict[str, object]:
     """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
@@ -75,7 +74,6 @@ def identity_facts(
             ]
             for rank, layout in sorted(layouts.items())
         ],
-        "epoch": epoch,
     }
 
 

@@ -32,9 +32,11 @@ from hybridkv.wire.messages import (
     Found,
     Granted,
     Hello,
+    Identify,
     Lookup,
     Release,
     Reply,
+    Request,
     Want,
     geometry_to_wire,
     pack_u64,
@@ -57,6 +59,8 @@ class _Tracked:
     deadline: float = 0.0
     sent: bool = False
     found: Found | None = None
+    storable: bool = True
+    """False once the identity changed under the request: its blocks are of the old weights, or of both."""
     preemptions: int = 0
     local_tokens: int = 0
     load: LoadPlan = LoadPlan("", ())
@@ -100,8 +104,8 @@ class SchedulerSide:
         self._recurrent = {group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT}
         self._counters = counters
         self._socket_path = socket_path
-        hello = Hello(1, PROTOCOL_VERSION, "engine", engine_id, namespace, geometry_to_wire(geometry))
-        self._link = Link(socket_path, hello, self._lost)
+        self._engine_id = engine_id
+        self._link = Link(socket_path, self._hello(namespace), self._lost)
         self._credits = Credits(_slot_targets(geometry, tokens_per_step))
         self._breaker = Breaker()
         self._requests: dict[str, _Tracked] = {}
@@ -133,7 +137,7 @@ class SchedulerSide:
         if tracked is None:
             self._counters["untracked"] += 1
             return 0
-        if tracked.state is State.READY and request.num_preemptions > tracked.preemptions:
+        if tracked.state is State.READY and tracked.storable and request.num_preemptions > tracked.preemptions:
             tracked.preemptions = request.num_preemptions
             self._advance(tracked, Event.RESUMED)
             self._ask(tracked, now)
@@ -234,6 +238,18 @@ class SchedulerSide:
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
 
+    def identify(self, namespace: bytes) -> None:
+        """From here on bytes belong to another identity; what is being computed now belongs to neither."""
+        now = time.monotonic()
+        self._link.greet_with(self._hello(namespace))
+        self._send(Identify(1, namespace), now)
+        for storing in self._storing.values():
+            storing.spoilt = True
+        for tracked in list(self._requests.values()):
+            tracked.storable = False
+            if tracked.state is State.PREFETCHING:
+                self._advance(tracked, Event.SETTLED)
+
     def close(self) -> None:
         """End the session."""
         self._link.close()
@@ -245,7 +261,7 @@ class SchedulerSide:
         chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
         tracked.found = None
         tracked.sent = False
-        tracked.deadline = now + self._settings.lookup_timeout_ms / 1e3
+        tracked.deadline = now + min(self._settings.lookup_timeout_ms / 1e3, self._settings.load_timeout_seconds)
         if not chunks or getattr(request, "skip_reading_prefix_cache", False):
             self._counters["lookups_too_short" if not chunks else "lookups_unwanted"] += 1
             self._advance(tracked, Event.SETTLED)
@@ -334,7 +350,7 @@ class SchedulerSide:
         offers = state.boundary_state_offloads if self._recurrent else {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None:
+            if tracked is None or not tracked.storable:
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
@@ -424,6 +440,10 @@ class SchedulerSide:
 
     # The daemon
 
+    def _hello(self, namespace: bytes) -> Hello:
+        geometry = geometry_to_wire(self._geometry)
+        return Hello(1, PROTOCOL_VERSION, "engine", self._engine_id, namespace, geometry)
+
     def _poll(self, now: float) -> None:
         for reply in self._link.poll(now):
             self._take(reply, now)
@@ -457,7 +477,7 @@ class SchedulerSide:
         for size, count in self._credits.wanted(now):
             self._send(Want(size, size, count), now)
 
-    def _send(self, message: Lookup | Release | Want | Commit | Abandon | Condemn, now: float) -> bool:
+    def _send(self, message: Request, now: float) -> bool:
         sent = self._link.send(message, now)
         if not sent:
             self._counters[f"unsent_{type(message).__name__.lower()}"] += 1

@@ -22,7 +22,7 @@ class Settings:
     hybrid_chunk_size: int | None = None
     """Tokens per chunk; None = derived from the groups."""
     load_timeout_seconds: float = LOAD_TIMEOUT_SECONDS_MAX
-    """The longest a request may wait for the cache, answer and load together (requirements B39, D18)."""
+    """The longest a request may wait for storage below RAM; it caps `lookup_timeout_ms` (requirements B39, D18)."""
     lookup_timeout_ms: float = 100.0
     """The longest a request may wait for the answer to its lookup; later answers are ignored."""
     store_generated: bool = True

@@ -25,6 +25,7 @@ from hybridkv.wire.messages import (
     Found,
     Granted,
     Hello,
+    Identify,
     Lookup,
     Release,
     Reply,
@@ -133,6 +134,10 @@ class Daemon:
                 return self._stats(request)
             case Clear():
                 return Done(request.id, self.store.clear())
+            case Identify():
+                session = _session_of(connection)
+                session.namespace = self._namespace(request.namespace, session.geometry)
+                return Done(request.id, 0)
             case Lookup():
                 return self._lookup(_session_of(connection), request)
             case Want():

@@ -62,6 +62,13 @@ class Hello(_Message, frozen=True, tag="hello"):
     geometry: WireGeometry | None = None
 
 
+class Identify(_Message, frozen=True, tag="identify"):
+    """The session's bytes belong to another identity from here on, as after a weight update; answered by Done."""
+
+    id: Count
+    namespace: Hash
+
+
 class Lookup(_Message, frozen=True, tag="lookup"):
     """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`."""
 
@@ -164,7 +171,7 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """Answer to Clear: how many objects were dropped."""
+    """Answer to Clear (how many objects were dropped) and to Identify."""
 
     id: Count
     count: Count
@@ -178,7 +185,7 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Request = Hello | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn
+Request = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn
 Reply = Welcome | Found | Granted | Report | Done | Error
 
 
