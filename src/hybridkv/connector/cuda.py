@@ -183,11 +183,16 @@ class CudaCopier:
 
     def _work(self) -> None:
         torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # the thread must live; an unfinished job is a miss by its owner's count
-                logger.exception("hybridkv: a copy job failed")
+        # The engine's tensors may have been made in inference mode, which holds for one thread only.
+        with torch.inference_mode():
+            while (item := self._jobs.get()) is not None:
+                job, failed = item
+                try:
+                    job()
+                except Exception as error:  # noqa: BLE001  # handed to whoever waits for the job
+                    if not isinstance(error, HybridKVError):
+                        logger.exception("hybridkv: a copy failed")
+                    failed(error)
 
 
 class _Staging:
