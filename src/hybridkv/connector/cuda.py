@@ -72,8 +72,8 @@ class CudaCopier:
         side, staging = self._streams["store"], self._staging["store"]
         gathered: list[tuple[CopyOp, torch.Tensor]] = []
         for op in ops:
-            buffer = staging.take(self._part_bytes(op))
-            if buffer is None or not self._valid(op):
+            buffer = staging.take(self._part_bytes(op)) if self._valid(op) else None
+            if buffer is None:
                 done(op, False)
                 continue
             for view, piece in self._pieces(op, buffer):
@@ -189,7 +189,7 @@ class CudaCopier:
                 job, failed = item
                 try:
                     job()
-                except Exception as error:  # noqa: BLE001  # handed to whoever waits for the job
+                except Exception as error:  # handed to whoever waits for the job
                     if not isinstance(error, HybridKVError):
                         logger.exception("hybridkv: a copy failed")
                     failed(error)

@@ -154,7 +154,8 @@ class WorkerSide:
                 logger.warning("hybridkv: %s", error)
                 return
             for boot in [boot for boot in self._copiers if boot != self._boot]:
-                self._copiers.pop(boot)[1].close()
+                # Beside the step: a copier may have copies to finish and gigabytes to unpin.
+                threading.Thread(target=self._copiers.pop(boot)[1].close, daemon=True).start()
             names = [self._config.kv_cache_groups[gid].layer_names for gid in self._config.prefix_cacheable_group_ids]
             groups = [[self._views[name] for name in group] for group in names]
             make = CudaCopier if groups[0][0].device.type == "cuda" else HostCopier
