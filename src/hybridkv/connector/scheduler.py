@@ -187,8 +187,7 @@ class SchedulerSide:
         """This step's copies: loads that have blocks now, stores of what the step completes."""
         now = time.monotonic()
         self._poll(now)
-        plan = StepPlan(failed=self._to_fail)
-        self._to_fail = []
+        plan = StepPlan(failed=list(self._to_fail))
         for tracked in self._to_plan:
             if tracked.load.ops and tracked.state is not State.DRAINING:
                 plan.loads[tracked.request.request_id] = tracked.load
@@ -202,7 +201,7 @@ class SchedulerSide:
             self._refill(now)
         for tracked in self._to_plan:
             tracked.handed_over = True
-        self._to_plan = []
+        self._to_plan, self._to_fail = [], []
         return plan
 
     def emergency(self) -> StepPlan:

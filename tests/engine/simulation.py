@@ -1,0 +1,303 @@
+"""The real vLLM scheduler, block pool and connector on a forward pass that we understand.
+
+Everything is the real engine's (scheduler, KV cache manager, tensors, connector, daemon), but the model: instead of
+computing, a step *checks* that every byte a real model would read is what this request's tokens demand, and *writes*
+what the step's own tokens demand.  Each token's content is a hash of the whole prefix that ends with it, so bytes of
+another prefix, another position, another group or another layer are seen at once.
+
+Run as `python -m tests.engine.simulation MODEL SOCKET SEED...`; prints one JSON line per seed.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.forward_context import set_forward_context
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from hybridkv.cli.runner import make_engine
+from hybridkv.client.control import Control
+from hybridkv.connector.layout import group_geometry
+from hybridkv.core.geometry import Group, Kind
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.slots import payload_offset
+from hybridkv.testing.models import bundled_arguments, bundled_models
+from tests.conftest import DaemonProcess
+
+REQUESTS = 30
+STEPS_MAX = 6000
+STALL_SECONDS = 60.0
+_PRIME = (1 << 61) - 1
+
+
+@dataclass
+class Traced:
+    """A request, its tokens' content, and what became of it."""
+
+    request: Request
+    chain: list[int] = field(default_factory=list)
+
+    def content(self, upto: int) -> list[int]:
+        """Content of the first `upto` tokens: a hash of each prefix."""
+        tokens = self.request.all_token_ids
+        while len(self.chain) < upto:
+            last = self.chain[-1] if self.chain else 7
+            self.chain.append((last * 1_000_003 + tokens[len(self.chain)] + 11) % _PRIME)
+        return self.chain
+
+
+class Simulation:
+    """One engine; `run` is one seed."""
+
+    def __init__(self, model: str, daemon: DaemonProcess, arguments: list[str]) -> None:
+        self.daemon = daemon
+        self.engine = make_engine([f"--model={bundled_models()[model]}", *bundled_arguments(model), *arguments])
+        self.core: Any = self.engine.engine_core.engine_core
+        self.config = self.engine.vllm_config
+        self.scheduler = self.core.scheduler
+        kv_config = self.scheduler.kv_cache_config
+        views = get_kv_transfer_group()._worker._views
+        self.groups: list[Group] = []
+        self.words: dict[int, list[torch.Tensor]] = {}
+        for gid in kv_config.prefix_cacheable_group_ids:
+            spec = kv_config.kv_cache_groups[gid].kv_cache_spec
+            self.groups.append(group_geometry(gid, spec, (1,)))
+            self.words[gid] = [_first_words(views[name]) for name in kv_config.kv_cache_groups[gid].layer_names]
+        self.numbers = 0
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """Random requests, aborts and faults until all are answered; raises AssertionError on the first lie."""
+        rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.traced: dict[str, Traced] = {}
+        stems = [rng.choices(range(2, 2000), k=rng.randrange(100, 1500)) for _ in range(4)]
+        to_add = REQUESTS
+        stopped_until = 0
+        progress, progress_at = 0, time.monotonic()
+        for step in range(STEPS_MAX):
+            if to_add and rng.random() < 0.5:
+                to_add -= 1
+                self._add(rng, stems)
+            if rng.random() < 0.03 and self.traced:
+                self.counts["aborts"] += 1
+                victim = rng.choice(sorted(self.traced))
+                self.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+                del self.traced[victim]
+            if stopped_until and step >= stopped_until:
+                stopped_until = 0
+                self._signal(signal.SIGCONT)
+            if not stopped_until and rng.random() < 0.02:
+                stopped_until = self._fault(rng, step)
+            self._step()
+            done = self.counts["finished"] + self.counts["aborts"] + self.counts["tokens"]
+            if done > progress:
+                progress, progress_at = done, time.monotonic()
+            assert time.monotonic() - progress_at < STALL_SECONDS, "requests wait for ever"
+            if not to_add and not self.traced and not self.scheduler.has_requests():
+                break
+        if stopped_until:
+            self._signal(signal.SIGCONT)
+        assert not self.traced, f"{len(self.traced)} requests were never answered"
+        self._signal(None)
+        for _ in range(3):
+            self._step()
+        with Control(self.daemon.socket_path) as control:
+            values = control.stats().values
+        assert values["leases"] == 0, "every lease is let go"
+        return {
+            "seed": seed,
+            "ok": True,
+            "steps": step,
+            **self.counts,
+            "loaded": self._connector_count("tokens_loaded"),
+        }
+
+    def _add(self, rng: random.Random, stems: list[list[int]]) -> None:
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randrange(1, len(stem) + 1)] if rng.random() < 0.5 else list(stem)
+        prompt += rng.choices(range(2, 2000), k=rng.choice((0, 1, 5, 130)))
+        self.numbers += 1
+        request = Request(
+            f"r{self.numbers}",
+            prompt,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=rng.choice((1, 3, 20, 150, 400))),
+            None,
+            block_hasher=self.core.request_block_hasher,
+        )
+        self.traced[request.request_id] = Traced(request)
+        self.scheduler.add_request(request)
+        self.counts["requests"] += 1
+
+    def _fault(self, rng: random.Random, step: int) -> int:
+        """One fault; returns the step at which a stopped daemon goes on, or 0."""
+        what = rng.choice(("reset", "clear", "kill", "stop", "flip", "flip"))
+        self.counts[what] += 1
+        if what == "reset":
+            self.scheduler.reset_prefix_cache()
+        elif what == "clear":
+            with Control(self.daemon.socket_path) as control:
+                control.clear()
+        elif what == "kill":
+            self.daemon.kill()
+            self.daemon.start()
+        elif what == "stop":
+            self._signal(signal.SIGSTOP)
+            return step + rng.randrange(1, 40)
+        else:
+            self._flip(rng)
+        return 0
+
+    def _flip(self, rng: random.Random) -> None:
+        with Control(self.daemon.socket_path) as control:
+            welcome = control.welcome
+        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        slots = list(committed_slots(arena.memory))
+        for offset, header in rng.sample(slots, min(3, len(slots))):
+            at = offset + payload_offset(header.ranks) + rng.randrange(header.part_bytes)
+            arena.memory[at] ^= 1 << rng.randrange(8)
+        arena.close()
+
+    def _signal(self, number: signal.Signals | None) -> None:
+        assert self.daemon.process is not None
+        if number is not None:
+            self.daemon.process.send_signal(number)
+
+    def _step(self) -> None:
+        output = self.scheduler.schedule()
+        tables = {name: self.scheduler.kv_cache_manager.get_block_ids(name) for name in output.num_scheduled_tokens}
+        # schedule() has already counted this step's tokens as computed.
+        starts = {
+            name: self.traced[name].request.num_computed_tokens - count
+            for name, count in output.num_scheduled_tokens.items()
+        }
+        sampled: dict[str, list[int]] = {}
+        with (
+            set_forward_context(None, self.config),
+            KVConnectorModelRunnerMixin._get_kv_connector_output(output) as connector_output,
+        ):
+            for copy in output.kv_cache_block_copies or ():
+                for views in self.words.values():
+                    for view in views:
+                        view[copy.dst_block_id] = view[copy.src_block_id]
+            # A layer writes the keys and values of all the step's tokens before any of them reads; a request may share
+            # blocks that another one fills in this very step. Recurrent state is read first, then written.
+            for name in output.num_scheduled_tokens:
+                self._check(self.traced[name], starts[name], tables[name], recurrent=True)
+            for name, count in output.num_scheduled_tokens.items():
+                sampled[name] = self._write(self.traced[name], starts[name], count, tables[name])
+            for name in output.num_scheduled_tokens:
+                self._check(self.traced[name], starts[name], tables[name], recurrent=False)
+        names = list(output.num_scheduled_tokens)
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[sampled[name] for name in names],
+            kv_connector_output=connector_output,
+        )
+        self.scheduler.update_from_output(output, result)
+        self.counts["tokens"] += sum(len(tokens) for tokens in sampled.values())
+        self.counts["failed_loads"] += len(connector_output.failed_recving)
+        for name in names:
+            request = self.traced[name].request
+            if RequestStatus.is_finished(request.status):
+                assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED, request.status
+                self.counts["finished"] += 1
+                self.counts["preemptions"] += request.num_preemptions
+                del self.traced[name]
+
+    def _check(self, traced: Traced, start: int, table: tuple[list[int], ...], recurrent: bool) -> None:
+        """Everything that computing token `start` reads must be this request's."""
+        content = traced.content(start)
+        for group in self.groups:
+            if (group.kind is Kind.RECURRENT) != recurrent:
+                continue
+            positions = _read_by(group, start)
+            if not positions:
+                continue
+            blocks, offsets = self._places(group, positions, table)
+            assert 0 not in blocks, f"{traced.request.request_id}: null block is read in group {group.gid}"
+            wanted = torch.tensor([content[position] for position in positions], dtype=torch.int64)
+            for layer, view in enumerate(self.words[group.gid]):
+                seen = view[blocks, offsets]
+                wrong = (seen != wanted * 64 + group.gid * 8 + layer).nonzero()
+                assert not len(wrong), (
+                    f"{traced.request.request_id} at {start}: group {group.gid} ({group.kind}) layer {layer}: "
+                    f"{len(wrong)} of {len(positions)} tokens wrong, first {positions[int(wrong[0])]}"
+                )
+
+    def _write(self, traced: Traced, start: int, count: int, table: tuple[list[int], ...]) -> list[int]:
+        end = start + count
+        content = traced.content(end)
+        for group in self.groups:
+            positions = range(end - 1, end) if group.kind is Kind.RECURRENT else range(start, end)
+            blocks, offsets = self._places(group, positions, table)
+            values = torch.tensor([content[position] for position in positions], dtype=torch.int64)
+            for layer, view in enumerate(self.words[group.gid]):
+                view[blocks, offsets] = values * 64 + group.gid * 8 + layer
+        return [content[end - 1] % 1998 + 2] if end >= traced.request.num_tokens else []
+
+    def _places(self, group: Group, positions: range, table: tuple[list[int], ...]) -> tuple[list[int], list[int]]:
+        size = group.tokens_per_block
+        blocks = [table[group.gid][position // size] for position in positions]
+        return blocks, [0 if group.kind is Kind.RECURRENT else position % size for position in positions]
+
+    def _connector_count(self, name: str) -> int:
+        return int(self.scheduler.connector.counters.get(name, 0))
+
+
+def _read_by(group: Group, token: int) -> range:
+    """Tokens whose cached content computing `token` reads; written here once more, so that it is not our own rule."""
+    first = {
+        Kind.FULL: 0,
+        Kind.SLIDING: token - group.window_tokens + 1,
+        Kind.CHUNKED_LOCAL: token - token % group.window_tokens if group.window_tokens else 0,
+        Kind.RECURRENT: token - 1,
+    }[group.kind]
+    return range(max(0, first), token)
+
+
+def _first_words(view: torch.Tensor) -> torch.Tensor:
+    """[blocks, tokens]: one 64-bit word per token and layer (per state for recurrent layers)."""
+    words = view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)
+    return words[:, 0, :, 0]
+
+
+def main() -> None:
+    """Run every seed on one engine."""
+    model, socket_path, ram, *rest = sys.argv[1:]
+    arguments = [argument for argument in rest if argument.startswith("--")]
+    seeds = [int(seed) for seed in rest if not seed.startswith("--")]
+    daemon = DaemonProcess(Path(socket_path), ram)
+    daemon.start()
+    transfer = {
+        "kv_connector": "HybridKVConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 50},
+    }
+    try:
+        simulation = Simulation(model, daemon, ["--kv-transfer-config", json.dumps(transfer), *arguments])
+        for seed in seeds:
+            print(json.dumps(simulation.run(seed)), flush=True)
+    finally:
+        if daemon.process is not None:
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            daemon.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Real scheduler, block pool, tensors, connector and daemon under random load and faults, with an oracle.
+
+A position is only ever computed from bytes that are this request's own: see tests/engine/simulation.py.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.engine import ENGINE_ENVIRONMENT
+from hybridkv.testing.models import BUNDLED_ENVIRONMENT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+FIXED_SEEDS = range(8)
+FRESH_SEEDS = 8
+TIGHT = (
+    "--no-async-scheduling",
+    "--max-num-batched-tokens=512",
+    "--max-num-seqs=6",
+    "--max-model-len=2048",
+    "--num-gpu-blocks-override=52",
+)
+
+
+@pytest.mark.parametrize("model", ["gemma3", "gemma4", "llama4", "qwen3next", "lfm2"])
+def test_no_position_is_ever_computed_from_other_bytes(model: str, tmp_path: Path, rng: random.Random) -> None:
+    """A small arena (eviction) and block pool (preemption); the daemon is killed, stopped, cleared, its bytes flipped."""
+    seeds = [*FIXED_SEEDS, *(rng.getrandbits(32) for _ in range(FRESH_SEEDS))]
+    command = [sys.executable, "-m", "tests.engine.simulation", model, str(tmp_path / "d.sock"), "32MiB", *TIGHT]
+    said = subprocess.run(
+        [*command, *map(str, seeds)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT},
+    )
+    results = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    failed = seeds[len(results) :]
+    assert said.returncode == 0, f"seed {failed[0] if failed else '?'} of {model}:\n{said.stderr[-3000:]}"
+    assert [result["seed"] for result in results] == seeds
+    total = {key: sum(result.get(key, 0) for result in results) for key in ("loaded", "aborts", "kill", "stop", "flip")}
+    assert results[-1]["loaded"] > 1000, "the load found the cache"
+    assert all(total.values()), total
