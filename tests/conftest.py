@@ -1,7 +1,10 @@
 """Fixtures: a real daemon process on a socket of its own."""
 
+import os
 import random
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +56,29 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     yield running
     if running.process is not None and running.process.poll() is None:
         running.stop()
+
+
+@pytest.fixture
+def other_users_socket() -> Iterator[str]:
+    """The socket of a daemon that user 65534 runs; needs root to act as another user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to act as another user")
+    place = Path("/tmp") / f"hybridkv-test-{os.getpid()}"
+    code = (
+        "import os, sys; from hybridkv.cli import serve; from hybridkv.cli.main import main; os.setuid(65534);"
+        " sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB', '--metrics-port', '-1']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, f"{place}/daemon.sock"])
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (place / "daemon.sock").is_socket():
+            assert time.monotonic() < deadline
+            assert process.poll() is None, "the other user's daemon ended"
+        yield f"{place}/daemon.sock"
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_SECONDS)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridkv.connector.blocks import block_runs
+from hybridkv.connector.blocks import as_words, block_bytes, block_runs, part_pieces
 from hybridkv.connector.copier import BadSlotError, Copier, HostCopier, PartLayout
 from hybridkv.connector.cuda import CudaCopier
 from hybridkv.core.errors import HybridKVError
@@ -210,6 +210,34 @@ def test_a_block_id_outside_the_engines_memory_is_refused(arena: Arena, device: 
     assert rig.store([op]) == [False]
     assert isinstance(rig.load(0, [op]), BadSlotError)
     rig.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("first", "blocks"), [(0, (3, 1, 5, 2)), (1, (7, 2, 4))])
+def test_gather_and_scatter_by_words(layout: str, first: int, blocks: tuple[int, ...]) -> None:
+    """What CUDA does with a part, on the CPU: the same place in the part as by runs, and back."""
+    views = as_words(LAYOUTS[layout]("cpu"))
+    op = CopyOp(SlotRef(0, 1), 0, 0, 4, first, blocks)
+    part = torch.zeros(4 * sum(map(block_bytes, views)), dtype=torch.uint8)
+    ids = torch.tensor(op.blocks)
+    for view, piece in part_pieces(views, op, part):
+        torch.index_select(view, 0, ids, out=piece)
+    expected = bytearray(len(part))
+    at = 0
+    for view in views:
+        for number, block in enumerate(blocks):
+            start = at + (first + number) * block_bytes(view)
+            expected[start : start + block_bytes(view)] = view[block].contiguous().view(torch.uint8).numpy().tobytes()
+        at += 4 * block_bytes(view)
+    assert part.numpy().tobytes() == bytes(expected)
+    before = [view.clone() for view in views]
+    for view in views:
+        view.zero_()
+    for view, piece in part_pieces(views, op, part):
+        view.index_copy_(0, ids, piece)
+    for view, old in zip(views, before, strict=True):
+        for block in range(BLOCKS):
+            assert torch.equal(view[block], old[block] if block in blocks else torch.zeros_like(old[block]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

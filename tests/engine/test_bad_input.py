@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli.engine import EngineError
-from tests.engine.support import engine
+from tests.engine.support import engine, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -28,3 +28,19 @@ def test_one_clear_line(more: tuple[str, ...], extra: dict[str, object], says: s
     ):
         pass
     assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(caught.value)
+
+
+def test_another_users_socket(other_users_socket: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught, engine("qwen3", tmp_path / "e.log", other_users_socket):
+        pass
+    says = r'kv_connector_extra_config.server: .* is served by another user; "auto" works'
+    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(caught.value)
+
+
+def test_no_daemon_is_a_warning_that_says_how_to_start_one(tmp_path: Path) -> None:
+    """An engine without its daemon serves; every prefix is computed."""
+    with engine("qwen3", tmp_path / "e.log", str(tmp_path / "none.sock")) as running:
+        (result,) = running.run(prompt(1, 300), max_tokens=2)
+        assert result["finish_reason"] == "length"
+    log = (tmp_path / "e.log").read_text()
+    assert re.search(r"WARNING .*everything is computed until there is a daemon: .*hybridkv serve --socket", log)

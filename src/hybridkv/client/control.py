@@ -23,6 +23,10 @@ class DaemonUnreachableError(HybridKVError):
     """No daemon answers at the socket."""
 
 
+class DaemonRefusedError(DaemonUnreachableError):
+    """Whoever serves the socket will not serve us: another user, or another protocol version."""
+
+
 class Control:
     """A control connection; a context manager."""
 
@@ -38,7 +42,7 @@ class Control:
         while self._link.welcome is None:
             self._link.poll(time.monotonic())
             if self._link.refusal is not None:
-                raise DaemonUnreachableError(self._link.refusal)
+                raise DaemonRefusedError(self._link.refusal)
             if self._link.welcome is None:
                 self._wait(deadline, connecting=True)
         return self

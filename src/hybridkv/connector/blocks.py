@@ -1,9 +1,39 @@
-"""The engine's blocks as memory: contiguous runs of bytes, whatever the layout."""
+"""The engine's blocks as memory, whatever the layout: as runs of bytes, as words, and as pieces of an object's part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
+
+from hybridkv.core.plans import CopyOp
+
+
+def block_bytes(view: torch.Tensor) -> int:
+    """Bytes of one block of a layer."""
+    return view[0].numel() * view.element_size()
+
+
+def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory in the widest integers that all the group's strides allow: gathers move whole words."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        try:
+            return [view.view(dtype) for view in views]
+        except RuntimeError:
+            continue
+    return [view.view(torch.uint8) for view in views]
+
+
+def part_pieces(
+    views: Sequence[torch.Tensor], op: CopyOp, part: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer: the engine's blocks, and the place of the op's blocks in one rank's part (bytes), shaped alike."""
+    at = 0
+    for view in views:
+        size = block_bytes(view)
+        start = at + op.first * size
+        piece = part[start : start + len(op.blocks) * size]
+        yield view, piece.view(view.dtype).view(len(op.blocks), *view.shape[1:])
+        at += op.count * size
 
 
 def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import xxhash
 
-from hybridkv.connector.blocks import block_runs
+from hybridkv.connector.blocks import block_bytes, block_runs
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp
 from hybridkv.shm.arena import Arena
@@ -320,7 +320,7 @@ def _host_layer(view: torch.Tensor) -> _HostLayer:
     return _HostLayer(
         view.data_ptr(),
         view.stride(0) * view.element_size(),
-        view[0].numel() * view.element_size(),
+        block_bytes(view),
         tuple(block_runs(view)),
     )
 

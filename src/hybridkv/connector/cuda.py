@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from hybridkv.connector.blocks import as_words, block_bytes, part_pieces
 from hybridkv.connector.copier import BadSlotError, PartLayout
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp
@@ -37,9 +38,8 @@ class CudaCopier:
     def __init__(self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout) -> None:
         self._arena = arena
         self._part = part
-        self._groups = [[_as_words(view) for view in views] for views in groups]
-        self._block_bytes = [[view[0].numel() * view.element_size() for view in views] for views in self._groups]
-        self._part_bytes_per_block: list[int] = [sum(sizes) for sizes in self._block_bytes]
+        self._groups = [as_words(views) for views in groups]
+        self._part_bytes_per_block: list[int] = [sum(map(block_bytes, views)) for views in self._groups]
         self._num_blocks = [min(view.shape[0] for view in views) for views in self._groups]
         self._device = self._groups[0][0].device
         self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -76,8 +76,9 @@ class CudaCopier:
             if buffer is None:
                 done(op, False)
                 continue
-            for view, piece in self._pieces(op, buffer):
-                torch.index_select(view, 0, self._ids(op), out=piece)
+            ids = self._ids(op)
+            for view, piece in part_pieces(self._groups[op.group_index], op, buffer):
+                torch.index_select(view, 0, ids, out=piece)
             gathered.append((op, buffer))
         if not gathered:
             return
@@ -143,24 +144,13 @@ class CudaCopier:
             for at, piece in self._slot(op):
                 buffer[at : at + len(piece)].copy_(piece, non_blocking=True)
             ids = self._ids(op)
-            for view, piece in self._pieces(op, buffer):
+            for view, piece in part_pieces(self._groups[op.group_index], op, buffer):
                 view.index_copy_(0, ids, piece)
             event = torch.cuda.Event()
             event.record(side)
         event.synchronize()
         staging.give_back(buffer)
         self._part.recheck(self._arena, op)
-
-    def _pieces(self, op: CopyOp, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer: the engine's blocks, and their place in a part as [blocks of op, bytes of a block...]."""
-        pieces = []
-        at = 0
-        for view, block_bytes in zip(self._groups[op.group_index], self._block_bytes[op.group_index], strict=True):
-            start = at + op.first * block_bytes
-            piece = buffer[start : start + len(op.blocks) * block_bytes]
-            pieces.append((view, piece.view(view.dtype).view(len(op.blocks), *view.shape[1:])))
-            at += op.count * block_bytes
-        return pieces
 
     def _slot(self, op: CopyOp) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's part of the slot, cut where a pinned piece of the arena ends: (offset in the part, bytes)."""
@@ -220,13 +210,3 @@ class _Staging:
         with self._lock:
             self._taken_bytes -= buffer.numel()
             self._spare.setdefault(buffer.numel(), []).append(buffer)
-
-
-def _as_words(view: torch.Tensor) -> torch.Tensor:
-    """The same memory in the widest integers that its strides allow: gathers move whole words."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        try:
-            return view.view(dtype)
-        except RuntimeError:
-            continue
-    return view.view(torch.uint8)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.layout import build_geometry, group_geometry
@@ -34,6 +34,7 @@ from hybridkv.shm.arena import check_ram
 
 logger = logging.getLogger("vllm.hybridkv")
 
+SERVER_CHECK_SECONDS = 1.0
 VLLM_SUPPORTED = ("0.32",)
 """Minor versions this connector was run on; others have other hooks and other layouts."""
 
@@ -231,13 +232,19 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def _start_daemon(self) -> None:
-        if self._settings.server != "auto":
+        """At start-up: have a daemon with "auto"; with a socket, say at once what is wrong with it."""
+        if self._settings.server == "auto":
+            if self._settings.ram_bytes is not None:
+                check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
+            ensure_daemon(self._socket_path, self._settings.ram_bytes)
             return
-        if self._settings.ram_bytes is not None:
-            check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
-        started = time.monotonic()
-        ensure_daemon(self._socket_path, self._settings.ram_bytes)
-        logger.info("hybridkv: daemon at %s, %.2f s", self._socket_path, time.monotonic() - started)
+        try:
+            with Control(self._socket_path, SERVER_CHECK_SECONDS):
+                pass
+        except DaemonRefusedError as error:
+            raise ConfigError(f'kv_connector_extra_config.server: {error}; "auto" works') from error
+        except DaemonUnreachableError as error:
+            logger.warning("hybridkv: everything is computed until there is a daemon: %s", error)
 
 
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:

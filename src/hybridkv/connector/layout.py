@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from hybridkv.connector.blocks import block_runs
+from hybridkv.connector.blocks import block_bytes, block_runs
 from hybridkv.connector.metadata import LayerLayout, WorkerLayout
 from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
@@ -99,7 +99,7 @@ def block_views(config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) ->
 def _layer_layout(name: str, view: torch.Tensor) -> LayerLayout:
     return LayerLayout(
         name,
-        view[0].numel() * view.element_size(),
+        block_bytes(view),
         str(view.dtype),
         tuple(view.shape[1:]),
         tuple(view.stride()[1:]),
