@@ -10,7 +10,8 @@ from hybridkv.core.plans import CopyOp
 
 def block_bytes(view: torch.Tensor) -> int:
     """Bytes of one block of a layer."""
-    return view[0].numel() * view.element_size()
+    size: int = view[0].numel() * view.element_size()
+    return size
 
 
 def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
