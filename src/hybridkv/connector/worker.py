@@ -41,6 +41,8 @@ class WorkerSide:
         self._populated_bytes = 0
         self._lock = threading.Lock()
         """Guards what completions write: they may come from a copier's thread."""
+        self._begun: set[str] = set()
+        """Requests of this step's plan whose load will be reported by whoever copies."""
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
@@ -54,6 +56,7 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads and report those that cannot be."""
+        self._begun.clear()
         self._attach(plan)
         with self._lock:
             self._finished.update(plan.failed)
@@ -76,10 +79,11 @@ class WorkerSide:
         self._counters["store_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
 
     def fail_all(self, plan: StepPlan) -> None:
-        """After a fault in `start_loads`: every load of the plan failed."""
+        """After a fault in `start_loads`: every load that was not begun failed; the others report for themselves."""
+        lost = {*plan.loads, *plan.failed} - self._begun
         with self._lock:
-            self._finished.update(plan.loads, plan.failed)
-            self._failed.update(plan.loads, plan.failed)
+            self._finished |= lost
+            self._failed |= lost
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: no store of the plan happened."""
@@ -113,9 +117,14 @@ class WorkerSide:
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
         started = time.perf_counter()
+        ended = threading.Event()
+        self._begun.add(request_id)
 
         def done(error: HybridKVError | None) -> None:
             with self._lock:
+                if ended.is_set():
+                    return
+                ended.set()
                 self._finished.add(request_id)
                 self._counters["load_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
                 if error is None:
@@ -130,7 +139,11 @@ class WorkerSide:
         if copier is None:
             done(HybridKVError("this worker is not attached to the daemon's arena"))
         else:
-            copier.load(load.ops, done)
+            try:
+                copier.load(load.ops, done)
+            except Exception as error:
+                logger.exception("hybridkv: a load failed")
+                done(HybridKVError(str(error)))
 
     def _stored(self, op: CopyOp, stored: bool) -> None:
         name = (op.slot.offset, op.slot.generation)
