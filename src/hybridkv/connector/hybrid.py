@@ -265,6 +265,16 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     ):
         if getattr(parallel, what, 1) > 1:
             raise ConfigError(f"{what}={getattr(parallel, what)} is not supported yet; {option} works")
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config: restoring the cache under speculative decoding is not proven yet; "
+            "serving without --speculative-config works"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales gives every engine other scales for the same bytes; "
+            "serving without --calculate-kv-scales works"
+        )
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         group_geometry(gid, kv_cache_config.kv_cache_groups[gid].kv_cache_spec, (1,))
     if transfer.kv_load_failure_policy != "recompute":

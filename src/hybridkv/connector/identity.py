@@ -37,7 +37,6 @@ def identity_facts(
             f"prefix_caching_hash_algo={hash_algo!r} gives other hashes in every process; "
             "--prefix-caching-hash-algo sha256 works"
         )
-    speculative = vllm_config.speculative_config
     return {
         "abi": ".".join(vllm.__version__.split(".")[:2]),
         "hash": [hash_algo, platform.python_version() if hash_algo == "sha256" else ""],
@@ -56,7 +55,6 @@ def identity_facts(
             bool(getattr(parallel, "enable_expert_parallel", False)),
         ],
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
-        "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
         "layout": str(kv_cache_config.kv_cache_layout),
         "groups": [
             [

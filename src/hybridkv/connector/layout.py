@@ -5,11 +5,16 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
-    KVCacheSpecKind,
-    UniformTypeKVCacheSpecs,
-    get_kv_cache_spec_kind,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
     group_kernel_blocks,
+    iter_layer_specs,
 )
 
 from hybridkv.connector.blocks import block_bytes, block_runs
@@ -18,25 +23,35 @@ from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 
 _KINDS = {
-    KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
-    KVCacheSpecKind.MLA_ATTENTION: Kind.FULL,
-    KVCacheSpecKind.SLIDING_WINDOW: Kind.SLIDING,
-    KVCacheSpecKind.SLIDING_WINDOW_MLA: Kind.SLIDING,
-    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION: Kind.CHUNKED_LOCAL,
-    KVCacheSpecKind.MAMBA: Kind.RECURRENT,
+    FullAttentionSpec: Kind.FULL,
+    MLAAttentionSpec: Kind.FULL,
+    SlidingWindowSpec: Kind.SLIDING,
+    SlidingWindowMLASpec: Kind.SLIDING,
+    ChunkedLocalAttentionSpec: Kind.CHUNKED_LOCAL,
+    MambaSpec: Kind.RECURRENT,
 }
+"""By exact class: a subclass of a spec may keep its blocks by another rule."""
 RUNS_MAX = 1024
 """Contiguous pieces that one block of one layer may be made of."""
 
 
 def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     """A Group from a vLLM spec; raises GeometryError or ConfigError."""
-    kind = _KINDS.get(get_kv_cache_spec_kind(spec))
-    first = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-    if kind is None or first.prefix_replay_tokens:
+    layers = list(iter_layer_specs(spec))
+    first = layers[0]
+    kinds = {_KINDS.get(type(layer)) for layer in layers}
+    kind = kinds.pop()
+    if kind is None or kinds or any(layer.prefix_replay_tokens for layer in layers):
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise GeometryError(
-            f"KV cache group {gid} ({type(first).__name__}) is of a kind that hybridkv does not restore yet; "
+            f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet; "
             "serve this model without the connector"
+        )
+    modes = {getattr(layer, "kv_quant_mode", KVQuantMode.NONE) for layer in layers}
+    if modes - {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}:
+        raise GeometryError(
+            f"KV cache group {gid}: the cache dtype ({', '.join(mode.name for mode in modes)}) keeps scales that "
+            "hybridkv does not restore yet; --kv-cache-dtype auto works"
         )
     if kind is Kind.RECURRENT and first.mamba_cache_mode != "align":
         raise ConfigError(

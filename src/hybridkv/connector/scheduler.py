@@ -125,6 +125,10 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: send its lookup."""
+        if request.lora_request is not None or request.prompt_embeds is not None:
+            # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
+            self._counters["lookups_unhashable"] += 1
+            return
         tracked = _Tracked(request, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, time.monotonic())
@@ -135,7 +139,6 @@ class SchedulerSide:
         self._poll(now)
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            self._counters["untracked"] += 1
             return 0
         if tracked.state is State.READY and tracked.storable and request.num_preemptions > tracked.preemptions:
             tracked.preemptions = request.num_preemptions
