@@ -11,51 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.client.control import Control, DaemonUnreachableError
-from hybridkv.client.spawn import daemon_command
+from hybridkv.testing.daemon import DaemonProcess
 
 DEADLINE_SECONDS = 20.0
-
-
-class DaemonProcess:
-    """`hybridkv serve` as users run it; can be killed and started again on the same socket."""
-
-    def __init__(self, socket_path: Path, ram: str) -> None:
-        self.socket_path = str(socket_path)
-        self._ram = ram
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [*daemon_command(self.socket_path, None), "--ram", self._ram, "--metrics-port", "0"]
-        self.process = subprocess.Popen(command)
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while True:
-            try:
-                with Control(self.socket_path, 0.05):
-                    return
-            except DaemonUnreachableError:
-                assert time.monotonic() < deadline, "the daemon does not answer"
-                assert self.process.poll() is None, "the daemon ended"
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> int:
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(DEADLINE_SECONDS)
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A running daemon with 64 MiB."""
-    running = DaemonProcess(tmp_path / "daemon.sock", "64MiB")
-    running.start()
-    yield running
-    if running.process is not None and running.process.poll() is None:
-        running.stop()
+    with DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", metrics_port=0) as running:
+        yield running
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ Run as `python -m tests.engine.simulation MODEL SOCKET SEED...`; prints one JSON
 """
 
 import json
-import os
 import random
 import signal
 import sys
@@ -34,8 +33,8 @@ from hybridkv.core.geometry import Group, Kind
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import payload_offset
+from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.testing.models import bundled_arguments, bundled_models
-from tests.conftest import DaemonProcess
 
 REQUESTS = 30
 STEPS_MAX = 6000
@@ -280,8 +279,6 @@ def main() -> None:
     model, socket_path, ram, *rest = sys.argv[1:]
     arguments = [argument for argument in rest if argument.startswith("--")]
     seeds = [int(seed) for seed in rest if not seed.startswith("--")]
-    daemon = DaemonProcess(Path(socket_path), ram)
-    daemon.start()
     transfer = {
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
@@ -289,14 +286,10 @@ def main() -> None:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 50},
     }
-    try:
+    with DaemonProcess(socket_path, ram) as daemon:
         simulation = Simulation(model, daemon, ["--kv-transfer-config", json.dumps(transfer), *arguments])
         for seed in seeds:
             print(json.dumps(simulation.run(seed)), flush=True)
-    finally:
-        if daemon.process is not None:
-            os.kill(daemon.process.pid, signal.SIGCONT)
-            daemon.stop()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.client.control import Control
-from tests.conftest import DaemonProcess
+from hybridkv.testing.daemon import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -22,6 +22,7 @@ from hybridkv.client.spawn import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
 from hybridkv.shm.inspect import committed_slots
+from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -37,7 +38,7 @@ from hybridkv.wire.messages import (
     pack_u64,
     unpack_u64,
 )
-from tests.conftest import DEADLINE_SECONDS, DaemonProcess
+from tests.conftest import DEADLINE_SECONDS
 from tests.layouts import LAYOUTS
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -157,7 +158,7 @@ def test_bytes_that_are_no_message_get_an_error_and_a_closed_connection(
 
 def test_start_and_idle_footprint(tmp_path: Path) -> None:
     """Resident memory outside the arena stays under 60 MB."""
-    running = DaemonProcess(tmp_path / "d.sock", "256MiB")
+    running = DaemonProcess(str(tmp_path / "d.sock"), "256MiB")
     running.start()
     assert running.process is not None
     status = Path(f"/proc/{running.process.pid}/status").read_text()

@@ -3,21 +3,18 @@
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridkv.client.control import Control, DaemonUnreachableError
-from hybridkv.client.spawn import daemon_command
-from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.client.control import Control
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -32,7 +29,6 @@ from hybridkv.wire.messages import (
     unpack_u64,
 )
 
-DAEMON_SECONDS = 10.0
 LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
 LOOKUPS = 300
 ROUNDS = 5
@@ -81,7 +77,7 @@ def _lookup(socket_path: str) -> list[dict[str, Any]]:
     hashes = random.Random(0).randbytes(LOOKUP_TOKENS[-1] // _BLOCK_TOKENS * HASH_BYTES)
     hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
     rows: list[dict[str, Any]] = []
-    with _daemon(socket_path, "256MiB"), Control(socket_path, hello=hello) as control:
+    with DaemonProcess(socket_path, "256MiB"), Control(socket_path, hello=hello) as control:
         for index in range(len(groups)):
             _fill(control, index, hashes)
         for tokens in LOOKUP_TOKENS:
@@ -149,7 +145,7 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
     geometry = Geometry((group,), _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS)
     hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
     ram_bytes = (objects + 1) * (part_bytes + 8192) * 4
-    with _daemon(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
+    with DaemonProcess(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
         slots: list[tuple[int, int]] = []
         while len(slots) < objects:
             granted = control.call(Want(7, part_bytes, objects - len(slots)))
@@ -174,30 +170,3 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
             **measured,
         }
     ]
-
-
-@contextmanager
-def _daemon(socket_path: str, ram: str) -> Iterator[None]:
-    command = [*daemon_command(socket_path, None), "--ram", ram, "--metrics-port", "-1"]
-    process = subprocess.Popen(command)
-    try:
-        _wait_for(lambda: _answers(socket_path))
-        yield
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _answers(socket_path: str) -> bool:
-    try:
-        with Control(socket_path, 0.05):
-            return True
-    except DaemonUnreachableError:
-        return False
-
-
-def _wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DAEMON_SECONDS
-    while not happened():
-        if time.monotonic() > deadline:
-            raise HybridKVError(f"the daemon did not answer within {DAEMON_SECONDS:g} s")

@@ -8,8 +8,6 @@ import argparse
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.engine import Engine
-from hybridkv.client.control import Control, DaemonUnreachableError
-from hybridkv.client.spawn import daemon_command
+from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
+from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.testing.models import BUNDLED_ENVIRONMENT, WIDEN_SEED, bundled_arguments, bundled_models
 
 CHUNKS = 5
@@ -132,7 +130,6 @@ class Proof:
         self._log_path = log_path
         self._say = say
         self._flip = arguments.flip
-        self._ram = arguments.ram
         self._socket_path = str(directory / "daemon.sock")
         self._environment: Mapping[str, str] = {}
         bundled = bundled_models().get(arguments.model)
@@ -145,7 +142,7 @@ class Proof:
         elif "/" not in arguments.model and not Path(arguments.model).is_dir():
             raise ConfigError(f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work")
         self._arguments += arguments.vllm_arguments
-        self._daemon: subprocess.Popen[bytes] | None = None
+        self._daemon = DaemonProcess(self._socket_path, arguments.ram)
         self.chunk_tokens = 0
         self.groups = ""
         self.seconds = 0.0
@@ -154,13 +151,12 @@ class Proof:
         """Every arm."""
         started = time.monotonic()
         try:
-            return self._arms()
+            with self._daemon:
+                return self._arms()
         finally:
-            self._stop_daemon(signal.SIGTERM)
             self.seconds = time.monotonic() - started
 
     def _arms(self) -> list[Arm]:
-        self._start_daemon()
         arms: list[Arm] = []
         with self._engine("first engine with hybridkv") as engine:
             self._learn_geometry()
@@ -186,7 +182,7 @@ class Proof:
             restarted = self._measure("engine restarted", engine, prompt, external_chunks=CHUNKS)
             engine.reset()
             killed = self._measure_killed("daemon killed midway", engine, prompt)
-            self._start_daemon()
+            self._daemon.start()
             engine.reset()
             self._until_connected(engine, prompt)
             refilled = self._measure("daemon restarted, refilling", engine, prompt, external_chunks=None)
@@ -227,7 +223,7 @@ class Proof:
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
             pass
-        self._stop_daemon(signal.SIGKILL)
+        self._daemon.kill()
         (result,) = engine.end()
         # Whether the load came first is chance; the engine's own count says what the answer was made from.
         loaded = {"tokens_loaded": result["cached_tokens"]}
@@ -340,28 +336,6 @@ class Proof:
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         with Engine(arguments, self._log_path, self._say, self._environment) as engine:
             yield engine
-
-    def _start_daemon(self) -> None:
-        command = [*daemon_command(self._socket_path, None), "--ram", self._ram, "--metrics-port", "-1"]
-        self._daemon = subprocess.Popen(command, stderr=subprocess.PIPE)
-        deadline = time.monotonic() + DAEMON_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                with Control(self._socket_path, 0.05):
-                    return
-            except DaemonUnreachableError:
-                if self._daemon.poll() is not None and self._daemon.stderr is not None:
-                    said = self._daemon.stderr.read().decode().strip()
-                    raise ConfigError(said.removeprefix("hybridkv: ")) from None
-        raise HybridKVError(f"the daemon did not answer within {DAEMON_SECONDS:g} s")
-
-    def _stop_daemon(self, number: int) -> None:
-        if self._daemon is not None:
-            self._daemon.send_signal(number)
-            self._daemon.wait()
-            if self._daemon.stderr is not None:
-                self._daemon.stderr.close()
-            self._daemon = None
 
     def _stats(self) -> dict[str, float]:
         with Control(self._socket_path) as control:
