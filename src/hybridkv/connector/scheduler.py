@@ -1,4 +1,4 @@
-"""The scheduler role: asks the daemon about each request, plans its copies, commits what was stored.
+"""The scheduler role: asks the daemon about each request and plans its load; stores.py plans the stores.
 
 Nothing here waits. The daemon's answers are picked up by whichever hook comes next.
 """
@@ -8,25 +8,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from hybridkv.client.credits import Credits
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
+from hybridkv.connector.stores import Stores
+from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
-from hybridkv.core.coverage import needed_chunks, part_bytes, part_sizes, stored_blocks
-from hybridkv.core.geometry import Geometry, Kind
+from hybridkv.core.coverage import needed_chunks
+from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import normalise_hash
-from hybridkv.core.plans import NULL_BLOCK, CopyOp, PlanError, SlotRef, plan_load, plan_store
+from hybridkv.core.plans import CopyOp, PlanError, SlotRef, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
     CHUNKS_MAX,
     PROTOCOL_VERSION,
-    Abandon,
-    Commit,
     Condemn,
     Error,
     Found,
@@ -49,41 +47,6 @@ RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
 
 
-@dataclass(eq=False)
-class _Tracked:
-    """One request of the engine."""
-
-    request: Any
-    state: State = State.PREFETCHING
-    lease: int = 0
-    deadline: float = 0.0
-    sent: bool = False
-    found: Found | None = None
-    storable: bool = True
-    """False once the identity changed under the request: its blocks are of the old weights, or of both."""
-    preemptions: int = 0
-    local_tokens: int = 0
-    load: LoadPlan = LoadPlan("", ())
-    load_tokens: int = 0
-    handed_over: bool = False
-    """Whether the workers were told about the load and will report it."""
-    next_chunk: list[int] = field(default_factory=list)
-    """Per attention group: the first chunk whose store is not settled."""
-    offered: set[tuple[int, int]] = field(default_factory=set)
-    """(group index, chunk) of recurrent states that are stored already."""
-
-
-@dataclass(slots=True)
-class _Storing:
-    """A slot that workers are writing."""
-
-    op: CopyOp
-    part_bytes: int
-    chunk_hash: bytes
-    ranks_done: int = 0
-    spoilt: bool = False
-
-
 class SchedulerSide:
     """One engine's scheduler. Every public method is a hook's work and is called under supervision."""
 
@@ -100,21 +63,17 @@ class SchedulerSide:
         self._settings = settings
         self._geometry = geometry
         self._gids = [group.gid for group in geometry.groups]
-        self._attention = [i for i, group in enumerate(geometry.groups) if group.kind is not Kind.RECURRENT]
-        self._recurrent = {group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT}
         self._counters = counters
         self._socket_path = socket_path
         self._engine_id = engine_id
         self._link = Link(socket_path, self._hello(namespace), self._lost)
-        self._credits = Credits(_slot_targets(geometry, tokens_per_step))
+        self._stores = Stores(geometry, tokens_per_step, settings.store_generated, counters)
         self._breaker = Breaker()
-        self._requests: dict[str, _Tracked] = {}
-        self._by_lease: dict[int, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
+        self._by_lease: dict[int, Tracked] = {}
         self._leases = 0
-        self._to_plan: list[_Tracked] = []
+        self._to_plan: list[Tracked] = []
         self._to_fail: list[str] = []
-        self._storing: dict[tuple[int, int], _Storing] = {}
-        """By (offset, generation), which no other life of a daemon gives again."""
         self._boot = ""
         self._reserved_bytes = 0
         self._workers_on: dict[str, int] = {}
@@ -129,7 +88,7 @@ class SchedulerSide:
             # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
             self._counters["lookups_unhashable"] += 1
             return
-        tracked = _Tracked(request, next_chunk=[0] * len(self._geometry.groups))
+        tracked = Tracked(request, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, time.monotonic())
 
@@ -200,7 +159,7 @@ class SchedulerSide:
         plan.boot, plan.reserved_bytes = self._boot, self._reserved_bytes
         if self._link.welcome is not None:
             if self._workers_attached():
-                self._plan_stores(output, plan)
+                plan.stores = self._stores.planned(output, self._requests)
             self._refill(now)
         for tracked in self._to_plan:
             tracked.handed_over = True
@@ -232,7 +191,8 @@ class SchedulerSide:
             names = sorted(report.condemned)
             self._counters["slots_condemned"] += len(names)
             self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
-        self._commit(report, now)
+        for message in self._stores.reported(report):
+            self._send(message, now)
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted."""
@@ -245,8 +205,7 @@ class SchedulerSide:
         now = time.monotonic()
         self._link.greet_with(self._hello(namespace))
         self._send(Identify(1, namespace), now)
-        for storing in self._storing.values():
-            storing.spoilt = True
+        self._stores.spoil()
         for tracked in list(self._requests.values()):
             tracked.storable = False
             if tracked.state is State.PREFETCHING:
@@ -258,7 +217,7 @@ class SchedulerSide:
 
     # Lookups
 
-    def _ask(self, tracked: _Tracked, now: float) -> None:
+    def _ask(self, tracked: Tracked, now: float) -> None:
         request = tracked.request
         chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
         tracked.found = None
@@ -283,7 +242,7 @@ class SchedulerSide:
         tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, packed), now)
         self._counters["lookups"] += 1
 
-    def _unanswered(self, tracked: _Tracked, now: float, waiting_for: str = "answer") -> int | None:
+    def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
         if tracked.sent and now < tracked.deadline:
             return None
         self._counters[f"lookups_late_{waiting_for}"] += 1
@@ -302,7 +261,7 @@ class SchedulerSide:
         tracked.found = found
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
 
-    def _release(self, tracked: _Tracked, tokens: int = 0, failed: bool = False) -> None:
+    def _release(self, tracked: Tracked, tokens: int = 0, failed: bool = False) -> None:
         if not tracked.lease:
             return
         self._by_lease.pop(tracked.lease, None)
@@ -312,9 +271,7 @@ class SchedulerSide:
 
     # Loads
 
-    def _plan_load(
-        self, tracked: _Tracked, tables: Sequence[Sequence[int]], external_tokens: int
-    ) -> tuple[CopyOp, ...]:
+    def _plan_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external_tokens: int) -> tuple[CopyOp, ...]:
         found = tracked.found
         total = tracked.local_tokens + external_tokens
         if found is None or total != found.chunks * self._geometry.chunk_tokens:
@@ -330,7 +287,7 @@ class SchedulerSide:
             refs = refs[count:]
         return plan_load(self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots)
 
-    def _loaded(self, tracked: _Tracked, failed: bool) -> None:
+    def _loaded(self, tracked: Tracked, failed: bool) -> None:
         if failed:
             self._counters["loads_failed"] += 1
             self._release(tracked, failed=True)
@@ -344,101 +301,6 @@ class SchedulerSide:
     def _load_bytes(self, ops: Sequence[CopyOp]) -> int:
         groups = self._geometry.groups
         return sum(len(op.blocks) * groups[op.group_index].block_bytes for op in ops) * self._geometry.ranks
-
-    # Stores
-
-    def _plan_stores(self, output: Any, plan: StepPlan) -> None:
-        state = output.kv_connector_block_state
-        offers = state.boundary_state_offloads if self._recurrent else {}
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.storable:
-                continue
-            request = tracked.request
-            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if not self._settings.store_generated:
-                tokens = min(tokens, request.num_prompt_tokens)
-            chunks = self._geometry.whole_chunks(tokens)
-            if self._attention and min(tracked.next_chunk[i] for i in self._attention) < chunks:
-                self._store_attention(tracked, chunks, state.get_block_ids(request_id), plan)
-            for gid, block, boundary in offers.get(request_id, ()):
-                self._store_state(tracked, gid, block, boundary, tokens, plan)
-
-    def _store_attention(self, tracked: _Tracked, chunks: int, tables: Sequence[Sequence[int]], plan: StepPlan) -> None:
-        for index in self._attention:
-            group = self._geometry.groups[index]
-            table = tables[group.gid]
-            for chunk in range(tracked.next_chunk[index], chunks):
-                size = part_bytes(self._geometry, group, chunk)
-                holes = NULL_BLOCK in table[slice(*_bounds(stored_blocks(self._geometry, group, chunk)))]
-                if size and not holes and not self._is_present(tracked, index, chunk):
-                    slot = self._credits.take(size)
-                    if slot is None:
-                        # The blocks are still this request's in the next step; the prefix goes first.
-                        self._counters["stores_no_slot"] += 1
-                        break
-                    op = plan_store(self._geometry, index, chunk, table, slot)
-                    if op is None:
-                        self._credits.give_back(size, [slot])
-                    else:
-                        self._begin_store(tracked, op, size, plan)
-                elif holes:
-                    self._counters["stores_hole"] += 1
-                tracked.next_chunk[index] = chunk + 1
-
-    def _store_state(self, tracked: _Tracked, gid: int, block: int, boundary: int, tokens: int, plan: StepPlan) -> None:
-        index = self._recurrent.get(gid)
-        if index is None or block == NULL_BLOCK or boundary % self._geometry.chunk_tokens or boundary > tokens:
-            self._counters["states_unaligned"] += 1
-            return
-        chunk = boundary // self._geometry.chunk_tokens - 1
-        if (index, chunk) in tracked.offered or self._is_present(tracked, index, chunk):
-            return
-        size = part_bytes(self._geometry, self._geometry.groups[index], chunk)
-        slot = self._credits.take(size)
-        if slot is None:
-            self._counters["stores_no_slot"] += 1
-            return
-        tracked.offered.add((index, chunk))
-        self._begin_store(tracked, CopyOp(slot, index, chunk, 1, 0, (block,)), size, plan)
-
-    def _begin_store(self, tracked: _Tracked, op: CopyOp, size: int, plan: StepPlan) -> None:
-        name = (op.slot.offset, op.slot.generation)
-        self._storing[name] = _Storing(op, size, self._chunk_hash(tracked.request, op.chunk))
-        plan.stores.append(op)
-
-    def _is_present(self, tracked: _Tracked, index: int, chunk: int) -> bool:
-        found = tracked.found
-        return found is not None and chunk < len(found.masks[index]) and bool(found.masks[index][chunk])
-
-    def _commit(self, report: StepReport, now: float) -> None:
-        """Slots that every rank is done with become objects, or free again where a rank did not write its part."""
-        ready: list[_Storing] = []
-        spoilt: list[_Storing] = []
-        for name, ranks in report.done.items():
-            storing = self._storing.get(name)
-            if storing is None:
-                continue
-            storing.ranks_done += ranks
-            storing.spoilt = storing.spoilt or name in report.unstored
-            if storing.ranks_done == self._geometry.ranks:
-                (spoilt if storing.spoilt else ready).append(self._storing.pop(name))
-        if spoilt:
-            self._counters["stores_failed"] += len(spoilt)
-            slots = [storing.op.slot for storing in spoilt]
-            self._send(Abandon(pack_u64([s.offset for s in slots]), pack_u64([s.generation for s in slots])), now)
-        if ready:
-            self._counters["objects_stored"] += len(ready)
-            self._counters["bytes_stored"] += sum(storing.part_bytes for storing in ready) * self._geometry.ranks
-            self._send(
-                Commit(
-                    pack_u64([storing.op.slot.offset for storing in ready]),
-                    pack_u64([storing.op.slot.generation for storing in ready]),
-                    pack_u64([storing.op.group_index for storing in ready]),
-                    b"".join(storing.chunk_hash for storing in ready),
-                ),
-                now,
-            )
 
     # The daemon
 
@@ -470,13 +332,13 @@ class SchedulerSide:
                 for offset, generation in zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
             ]
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
-            self._credits.granted(reply.part_bytes, slots, now)
+            self._stores.credits.granted(reply.part_bytes, slots, now)
         elif isinstance(reply, Error):
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
     def _refill(self, now: float) -> None:
-        for size, count in self._credits.wanted(now):
+        for size, count in self._stores.credits.wanted(now):
             self._send(Want(size, size, count), now)
 
     def _send(self, message: Request, now: float) -> bool:
@@ -489,8 +351,7 @@ class SchedulerSide:
         self._counters["losses"] += 1
         if self._boot:
             logger.warning("hybridkv: lost the daemon (%s); requests are computed until it is back", why)
-        self._credits.reset()
-        self._storing.clear()
+        self._stores.lost()
         self._by_lease.clear()
         for tracked in self._requests.values():
             tracked.lease = 0
@@ -508,27 +369,10 @@ class SchedulerSide:
 
     # Small things
 
-    def _chunk_hash(self, request: Any, chunk: int) -> bytes:
-        return normalise_hash(request.block_hashes[self._geometry.hash_index(chunk)])
-
-    def _advance(self, tracked: _Tracked, event: Event) -> None:
+    def _advance(self, tracked: Tracked, event: Event) -> None:
         tracked.state, actions = advance(tracked.state, event)
         for action in actions:
             if action is Action.RELEASE_LEASE:
                 self._release(tracked)
             else:
                 self._requests.pop(tracked.request.request_id, None)
-
-
-def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[int, int]:
-    """Write slots to hold per part size: what two full steps can complete, of every group that has such parts."""
-    chunks = 2 * -(-tokens_per_step // geometry.chunk_tokens) + 2
-    targets: Counter[int] = Counter()
-    for group in geometry.groups:
-        for size in part_sizes(geometry, group):
-            targets[size] += chunks if group.kind is not Kind.RECURRENT else max(4, chunks // 4)
-    return dict(targets)
-
-
-def _bounds(positions: range) -> tuple[int, int]:
-    return positions.start, positions.stop
