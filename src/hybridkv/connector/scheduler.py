@@ -291,6 +291,10 @@ class SchedulerSide:
         if failed:
             self._counters["loads_failed"] += 1
             self._release(tracked, failed=True)
+            # Whatever was wrong there is computed now, and must be stored again although the lookup found it.
+            tracked.found = None
+            tracked.next_chunk = [0] * len(self._gids)
+            tracked.offered.clear()
         else:
             self._counters["loads"] += 1
             self._counters["tokens_loaded"] += tracked.load_tokens
