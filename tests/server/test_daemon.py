@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
     Abandon,
@@ -17,8 +18,6 @@ from hybridkv.wire.messages import (
     Stats,
     Want,
     Welcome,
-    pack_u64,
-    unpack_u64,
 )
 from tests.layouts import LAYOUTS
 from tests.server.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon

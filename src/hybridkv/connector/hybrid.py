@@ -24,6 +24,7 @@ from hybridkv.connector.layout import build_geometry, group_geometry
 from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.supervise import Supervisor
+from hybridkv.connector.tracked import BlockTable
 from hybridkv.connector.worker import WorkerSide
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry
@@ -160,9 +161,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run(
                 "update_state_after_alloc",
-                lambda: scheduler.allocated(
-                    request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens
-                ),
+                lambda: scheduler.allocated(request, [*map(BlockTable, blocks.blocks)], num_external_tokens),
                 lambda: scheduler.must_fail(request.request_id, num_external_tokens),
             )
 

@@ -16,10 +16,9 @@ from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
 from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
-from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import normalise_hash
-from hybridkv.core.plans import CopyOp, PlanError, SlotRef, plan_load
+from hybridkv.core.packed import pack_u64
+from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
@@ -37,8 +36,6 @@ from hybridkv.wire.messages import (
     Request,
     Want,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -79,6 +76,11 @@ class SchedulerSide:
         self._workers_on: dict[str, int] = {}
         self._respawn_at = 0.0
         self._poll(time.monotonic())
+
+    @property
+    def awaits_slots(self) -> bool:
+        """Whether write slots that were asked for are still on their way."""
+        return self._stores.credits.awaited
 
     # Hooks
 
@@ -151,7 +153,7 @@ class SchedulerSide:
         self._poll(now)
         plan = StepPlan(failed=list(self._to_fail))
         for tracked in self._to_plan:
-            if tracked.load.ops and tracked.state is not State.DRAINING:
+            if tracked.load.runs and tracked.state is not State.DRAINING:
                 plan.loads[tracked.request.request_id] = tracked.load
             else:
                 plan.failed.append(tracked.request.request_id)
@@ -232,14 +234,12 @@ class SchedulerSide:
             self._counters["lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open"] += 1
             self._advance(tracked, Event.SETTLED)
             return
-        per_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
-        hashes = request.block_hashes[per_chunk - 1 : chunks * per_chunk : per_chunk]
         self._leases += 1
         tracked.lease = self._leases
         self._by_lease[tracked.lease] = tracked
         self._breaker = self._breaker.asked(now)
-        packed = b"".join(map(normalise_hash, hashes))
-        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, packed), now)
+        hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes), now)
         self._counters["lookups"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
@@ -265,27 +265,21 @@ class SchedulerSide:
         if not tracked.lease:
             return
         self._by_lease.pop(tracked.lease, None)
-        loaded = self._load_bytes(tracked.load.ops) if tokens else 0
+        loaded = self._load_bytes(tracked.load.runs) if tokens else 0
         self._send(Release(tracked.lease, tokens, loaded, failed), time.monotonic())
         tracked.lease = 0
 
     # Loads
 
-    def _plan_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external_tokens: int) -> tuple[CopyOp, ...]:
+    def _plan_load(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> tuple[CopyRun, ...]:
         found = tracked.found
         total = tracked.local_tokens + external_tokens
         if found is None or total != found.chunks * self._geometry.chunk_tokens:
             raise PlanError(f"the engine took {total} tokens of another offer")
-        refs = [
-            SlotRef(offset, generation)
-            for offset, generation in zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
-        ]
-        slots: list[list[SlotRef]] = []
-        for group in self._geometry.groups:
-            count = len(needed_chunks(self._geometry, group, found.chunks))
-            slots.append(refs[:count])
-            refs = refs[count:]
-        return plan_load(self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots)
+        mine = [tables[gid] for gid in self._gids]
+        return plan_load(self._geometry, found.chunks, tracked.local_tokens, mine, found.offsets, found.generations)
 
     def _loaded(self, tracked: Tracked, failed: bool) -> None:
         if failed:
@@ -298,13 +292,14 @@ class SchedulerSide:
         else:
             self._counters["loads"] += 1
             self._counters["tokens_loaded"] += tracked.load_tokens
-            self._counters["bytes_loaded"] += self._load_bytes(tracked.load.ops)
+            self._counters["bytes_loaded"] += self._load_bytes(tracked.load.runs)
             self._release(tracked, tokens=tracked.load_tokens)
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
 
-    def _load_bytes(self, ops: Sequence[CopyOp]) -> int:
+    def _load_bytes(self, runs: Sequence[CopyRun]) -> int:
         groups = self._geometry.groups
-        return sum(len(op.blocks) * groups[op.group_index].block_bytes for op in ops) * self._geometry.ranks
+        copied = sum(len(run.span.blocks) * groups[run.span.group_index].block_bytes for run in runs)
+        return copied * self._geometry.ranks
 
     # The daemon
 
@@ -331,12 +326,8 @@ class SchedulerSide:
         if isinstance(reply, Found):
             self._take_found(reply, now)
         elif isinstance(reply, Granted):
-            slots = [
-                SlotRef(offset, generation)
-                for offset, generation in zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
-            ]
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
-            self._stores.credits.granted(reply.part_bytes, slots, now)
+            self._stores.credits.granted(reply.part_bytes, reply.offsets, reply.generations, now)
         elif isinstance(reply, Error):
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)

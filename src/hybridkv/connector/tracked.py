@@ -1,11 +1,12 @@
 """What the scheduler role knows of one request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from hybridkv.connector.metadata import LoadPlan
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import normalise_hash
+from hybridkv.core.keys import pack_hashes
 from hybridkv.core.requests import State
 from hybridkv.wire.messages import Found
 
@@ -33,6 +34,30 @@ class Tracked:
     offered: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states that are stored already."""
 
-    def chunk_hash(self, geometry: Geometry, chunk: int) -> bytes:
-        """The name of the prefix that ends with `chunk`."""
-        return normalise_hash(self.request.block_hashes[geometry.hash_index(chunk)])
+    def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
+        """The names of the prefixes that end with `count` chunks from `first` on, HASH_BYTES each."""
+        step = geometry.chunk_tokens // geometry.hash_tokens
+        hashes = self.request.block_hashes[geometry.hash_index(first) : geometry.hash_index(first + count) : step]
+        return pack_hashes(hashes)
+
+
+class BlockTable(Sequence[int]):
+    """One group's block ids out of the engine's blocks, made only for what is read of them."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        block_id: int = self._blocks[at].block_id
+        return block_id

@@ -13,6 +13,7 @@ What a restore at boundary B needs of a group is the block range ``[skipped(B) /
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hybridkv.core.geometry import Geometry, Group, Kind
 
@@ -43,11 +44,20 @@ def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
-def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
+@lru_cache(maxsize=4096)
+def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
+    """Stored blocks per object over one period: chunk k has ``counts[k % len(counts)]``, the last ones of the chunk.
+
+    The period is one chunk but for chunked local attention, where it is that of the attention chunk.
+    """
     local = group.kind is Kind.CHUNKED_LOCAL
     period = math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens if local else 1
-    return tuple(sorted({part_bytes(geometry, group, chunk) for chunk in range(period)} - {0}))
+    return tuple(len(stored_blocks(geometry, group, chunk)) for chunk in range(period))
+
+
+def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
+    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
+    return tuple(sorted({count * group.block_bytes for count in stored_counts(geometry, group)} - {0}))
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:

@@ -12,6 +12,7 @@ from hybridkv.core.coverage import largest_hit, needed_chunks, part_sizes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
@@ -35,8 +36,6 @@ from hybridkv.wire.messages import (
     Want,
     Welcome,
     geometry_from_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 SESSION_SHARE = 4

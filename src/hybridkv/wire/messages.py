@@ -4,7 +4,6 @@ Requests carry an `id` that the reply repeats; `id` 0 asks for no reply but an E
 travel as packed little-endian arrays in byte strings, so a 128k-token lookup is one message of a few tens of KB.
 """
 
-from array import array
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -187,18 +186,6 @@ class Error(_Message, frozen=True, tag="error"):
 
 Request = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn
 Reply = Welcome | Found | Granted | Report | Done | Error
-
-
-def pack_u64(values: "list[int] | array[int]") -> bytes:
-    """Little-endian unsigned 64-bit integers."""
-    return array("Q", values).tobytes()
-
-
-def unpack_u64(raw: bytes) -> "array[int]":
-    """Inverse of `pack_u64`; raises ValueError on a broken length."""
-    values = array("Q")
-    values.frombytes(raw)
-    return values
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:
