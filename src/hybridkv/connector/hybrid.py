@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
+from hybridkv.connector.hashing import ENGINE_HASHES
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.layout import build_geometry, group_geometry
 from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
@@ -136,6 +137,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._socket_path,
             config.scheduler_config.max_num_batched_tokens,
             self._supervisor.counters,
+            own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
         )
         _announce(geometry, config.model_config.max_model_len, namespace, self._socket_path)
 

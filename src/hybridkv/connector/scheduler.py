@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
+from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
 from hybridkv.connector.tracked import Tracked
@@ -56,9 +57,11 @@ class SchedulerSide:
         socket_path: str,
         tokens_per_step: int,
         counters: Counter[str],
+        own_hashes: bool = False,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
+        self._own_hashes = own_hashes
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters
         self._socket_path = socket_path
@@ -90,7 +93,8 @@ class SchedulerSide:
             # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
             self._counters["lookups_unhashable"] += 1
             return
-        tracked = Tracked(request, next_chunk=[0] * len(self._geometry.groups))
+        chain = OwnChain(request, self._geometry.chunk_tokens) if self._own_hashes else None
+        tracked = Tracked(request, chain, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, time.monotonic())
 

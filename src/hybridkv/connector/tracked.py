@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import pack_hashes
@@ -16,6 +17,8 @@ class Tracked:
     """One request of the engine."""
 
     request: Any
+    chain: OwnChain | None = None
+    """Names its chunks where the engine's hashes cannot."""
     state: State = State.PREFETCHING
     lease: int = 0
     deadline: float = 0.0
@@ -36,6 +39,8 @@ class Tracked:
 
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
         """The names of the prefixes that end with `count` chunks from `first` on, HASH_BYTES each."""
+        if self.chain is not None:
+            return self.chain.names(first, count)
         step = geometry.chunk_tokens // geometry.hash_tokens
         hashes = self.request.block_hashes[geometry.hash_index(first) : geometry.hash_index(first + count) : step]
         return pack_hashes(hashes)
