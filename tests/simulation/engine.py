@@ -36,7 +36,7 @@ from hybridkv.wire.messages import Report, Stats
 from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.layouts import WORD, Layout
 from tests.simulation.node import Clock, Node, wait_readable
-from tests.simulation.oracle import Content, GroupWords, Oracle
+from tests.simulation.oracle import Content, GroupWords, Oracle, read_by
 
 POISON = -0x5151515151515151
 BARRIER_ID = 1 << 40
@@ -218,6 +218,7 @@ class Engine:
             return blocks
 
         self.pool.get_new_blocks = get_new_blocks
+        self._refuse_false_local_hits()
         matched = self.connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(request: Request, local: int) -> tuple[int | None, bool]:
@@ -243,6 +244,23 @@ class Engine:
         """Whether a request that does not run holds blocks: it is being loaded, has been, or was aborted meanwhile."""
         manager, running = self.scheduler.kv_cache_manager, {r.request_id for r in self.scheduler.running}
         return any(any(manager.get_block_ids(name)) for name in self.scheduler.requests if name not in running)
+
+    def _refuse_false_local_hits(self) -> None:
+        """Where an attention chunk does not end on a block, vLLM 0.32 offers local hits whose blocks are null."""
+        manager = self.scheduler.kv_cache_manager
+        find, groups = manager.get_computed_blocks, self.ranks[0].oracle.groups
+
+        def get_computed_blocks(request: Request) -> Any:
+            blocks, tokens, boundary = find(request)
+            for group in (words.group for words in groups):
+                read = read_by(group, tokens)
+                kept = blocks.blocks[group.gid][read.start // group.tokens_per_block :] if read else ()
+                if any(block.is_null for block in kept):
+                    self.counts["false_local_hits"] += 1
+                    return manager.empty_kv_cache_blocks, 0, 0
+            return blocks, tokens, boundary
+
+        manager.get_computed_blocks = get_computed_blocks
 
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
         tracked = self.side._requests.get(request.request_id)
