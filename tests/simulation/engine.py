@@ -5,6 +5,7 @@ What it replaces is the model runner. Its hooks are called in the order of vLLM'
 
 import copy
 import functools
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -351,6 +352,12 @@ class Engine:
             if not waiting:
                 return
             wait_readable(waiting, deadline)
+
+    def cut(self) -> None:
+        """The connection ends under the scheduler role."""
+        sock = self.side._link._sock
+        if sock is not None:
+            sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
         """Wait until the daemon has seen all that was sent; its values, or None where there is no connection."""
