@@ -28,6 +28,7 @@ FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""
 KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
+STUCK_STEPS = 500
 VOCABULARY = range(2, 2000)
 
 
@@ -111,6 +112,8 @@ class Site:
     salt: int = 0
     names: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
     """Block hash to the tokens it names, with the present weights."""
+    progress: tuple[int, int] = (0, 0)
+    """Tokens computed so far, and since which step."""
     done: list[list[int]] = field(default_factory=list)
     """All tokens of some answered requests, for the next turn."""
 
@@ -182,6 +185,7 @@ class _Life:
                 self._fault(step)
             for site in self.sites:
                 self._step(site)
+                self._unlock(site, step)
             busy = any(s.engine.scheduler.has_requests() or not s.engine.quiet() for s in self.sites)
             idle = 0 if busy or self._requests < due else idle + 1
             if idle == 2 and due == drawn.requests:
@@ -331,6 +335,18 @@ class _Life:
         for name in site.engine.step(self._repeat):
             site.done.append(list(traced[name].request.all_token_ids)[: self._room])
             self.counts["answered"] += 1
+
+    def _unlock(self, site: Site, step: int) -> None:
+        """vLLM 0.32 may let in more loads than its pool can finish: none of them runs, so none is preempted."""
+        engine = site.engine
+        if engine.counts["tokens"] != site.progress[0]:
+            site.progress = engine.counts["tokens"], step
+        holding = list(engine.scheduler.kv_holding_waiting)
+        stuck = step - site.progress[1] > STUCK_STEPS and engine.quiet() and not engine.scheduler.running
+        if stuck and len(holding) > 1:
+            engine.abort(holding[-1].request_id)
+            site.progress = site.progress[0], step
+            self.counts["engine_deadlocks"] += 1
 
     # What must hold
 
