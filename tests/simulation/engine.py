@@ -61,21 +61,41 @@ class Shape:
     settings: dict[str, object]
 
 
-class LateLoads:
-    """The real copier, whose loads happen some steps after they were asked for, as on a GPU."""
+@dataclass(frozen=True)
+class Chance:
+    """What the simulation decides while an engine runs."""
 
-    def __init__(self, copier: Copier, steps: Callable[[], int]) -> None:
+    late: Callable[[], int]
+    """Steps that a load takes."""
+    shed: Callable[[], bool]
+    """Whether a store finds no room in the worker."""
+    repeat: Callable[[], int]
+    """In how many steps a report reaches the connector once more; 0 = never."""
+    between: Callable[[], None]
+    """What happens after the scheduler planned a step and before the workers run it."""
+
+
+class BusyCopier:
+    """The real copier with the habits of one on a GPU: loads take some steps, and some stores are shed."""
+
+    def __init__(self, copier: Copier, chance: Chance) -> None:
         self._copier = copier
-        self._steps = steps
+        self._chance = chance
         self._waiting: list[list[Any]] = []
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """At once: the blocks are the engine's again when this returns."""
-        self._copier.store(ops, done)
+        """At once or never: the blocks are the engine's again when this returns."""
+        kept = []
+        for op in ops:
+            if self._chance.shed():
+                done(op, False)
+            else:
+                kept.append(op)
+        self._copier.store(kept, done)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """In `steps()` steps."""
-        self._waiting.append([self._steps(), ops, done])
+        """Some steps later."""
+        self._waiting.append([self._chance.late(), ops, done])
 
     def tick(self) -> None:
         """One step has passed."""
@@ -177,9 +197,9 @@ class Rank:
 
 
 class Engine:
-    """A scheduler and its workers. Loads take `late()` steps, and workers are heard of `lag` steps after theirs."""
+    """A scheduler and its workers, which are heard of `lag` steps after theirs."""
 
-    def __init__(self, shape: Shape, node: Node, engine_id: str, late: Callable[[], int], lag: int) -> None:
+    def __init__(self, shape: Shape, node: Node, engine_id: str, chance: Chance, lag: int) -> None:
         self.node = node
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
@@ -188,9 +208,12 @@ class Engine:
         self.hash_tokens = kv_config.hash_block_size
         self.hasher = _hasher(self.hash_tokens)
         self._lag = lag
+        self._chance = chance
+        self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
+        self._asked_since: dict[str, float] = {}
         setattr(hybridkv.connector.scheduler, "time", CLOCK)
         setattr(hybridkv.connector.worker, "time", CLOCK)
-        setattr(hybridkv.connector.worker, "HostCopier", lambda *args: LateLoads(HostCopier(*args), late))
+        setattr(hybridkv.connector.worker, "HostCopier", lambda *args: BusyCopier(HostCopier(*args), chance))
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=kv_config,
@@ -264,6 +287,11 @@ class Engine:
         manager.get_computed_blocks = get_computed_blocks
 
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
+        if tokens is None:
+            since = self._asked_since.setdefault(request.request_id, CLOCK.now)
+            assert CLOCK.now - since <= self._patience, f"{request.request_id} waits for its lookup past the deadline"
+        else:
+            self._asked_since.pop(request.request_id, None)
         tracked = self.side._requests.get(request.request_id)
         found = tracked.found.chunks * self.geometry.chunk_tokens if tracked and tracked.found else 0
         if tokens:
@@ -276,7 +304,7 @@ class Engine:
 
     # Steps
 
-    def step(self, repeat: Callable[[], int]) -> list[str]:
+    def step(self) -> list[str]:
         """One step of the engine; returns the requests that are answered by it."""
         self._steps += 1
         output = self.scheduler.schedule()
@@ -287,6 +315,7 @@ class Engine:
             table = self.scheduler.kv_cache_manager.get_block_ids(name)
             work.append((self.traced[name], end - count, end, table))
         fresh, self._fresh = self._fresh, []
+        self._chance.between()
         self._reports.append([rank.run(output, fresh, work) for rank in self.ranks])
         names = list(output.num_scheduled_tokens)
         report = self._report() if len(self._reports) > self._lag else KVConnectorOutput()
@@ -297,7 +326,7 @@ class Engine:
             kv_connector_output=report,
         )
         self.scheduler.update_from_output(output, result)
-        self._repeat(repeat(), report)
+        self._repeat(self._chance.repeat(), report)
         self.counts["tokens"] += sum(end - start for _, start, end, _ in work)
         answered = [name for name in names if RequestStatus.is_finished(self.traced[name].request.status)]
         for name in answered:

@@ -17,13 +17,13 @@ from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
-from tests.simulation.engine import CLOCK, Engine, Shape
+from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node
 from tests.simulation.oracle import Content, GroupWords
 
 STEPS_MAX = 4000
-FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut")
+FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut", "shed")
 FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""
 KILL_RATE = 0.05
@@ -162,7 +162,8 @@ class _Life:
             shape = drawn.shape
             if number:
                 shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20), packed=shape.packed)
-            self.sites.append(Site(Engine(shape, node, f"{name}.{number}", self._late, drawn.lag)))
+            chance = Chance(self._late, self._shed, self._repeat, self._between)
+            self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
         self._geometry: Geometry = self.sites[0].engine.geometry
         chunk = self._geometry.chunk_tokens
         self._room = drawn.shape.max_model_len - 2
@@ -217,6 +218,17 @@ class _Life:
         rng = self._rng
         return rng.choice((1, 2, 6)) if "repeat" in self._drawn.faults and rng.random() < 0.2 else 0
 
+    def _shed(self) -> bool:
+        shed = "shed" in self._drawn.faults and self._rng.random() < 0.2
+        self.counts["shed"] += shed
+        return shed
+
+    def _between(self) -> None:
+        rng, faults = self._rng, sorted(self._drawn.faults & {"flip", "clear", "kill", "cut"})
+        if faults and rng.random() < self._drawn.fault_rate / 4 and not self._node.stopped:
+            self._harm(rng.choice(faults), rng.choice(self.sites), 0)
+            self.counts["harm_between"] += 1
+
     def _add(self, site: Site) -> None:
         rng, chunk = self._rng, self._geometry.chunk_tokens
         stem = rng.choice([*self._stems, *site.done[-3:]])
@@ -250,28 +262,34 @@ class _Life:
         self.counts[f"prompt_{cut}"] += 1
 
     def _fault(self, step: int) -> None:
-        rng, node = self._rng, self._node
         if not self._drawn.faults:
             return
-        what = rng.choice(sorted(self._drawn.faults))
-        site = rng.choice(self.sites)
+        what = self._rng.choice(sorted(self._drawn.faults))
+        site = self._rng.choice(self.sites)
+        scheduler = site.engine.scheduler
         if what == "abort":
             self._abort(site)
         elif what == "reset":
-            self.counts["reset"] += bool(site.engine.scheduler.reset_prefix_cache())
+            self.counts[what] += bool(scheduler.reset_prefix_cache())
         elif what == "identity":
             self._new_weights(site)
         elif what == "forget":
-            site.engine.scheduler.reset_prefix_cache(reset_connector=True)
+            scheduler.reset_prefix_cache(reset_connector=True)
             self._rename(site)
-            self.counts[what] += 1
-        elif what == "cut":
-            site.engine.cut()
             self.counts[what] += 1
         elif what == "flush":
             if not site.engine.loading():
-                site.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+                scheduler.reset_prefix_cache(reset_running_requests=True)
                 self.counts[what] += 1
+        else:
+            self._harm(what, site, step)
+
+    def _harm(self, what: str, site: Site, step: int) -> None:
+        """To the daemon, or to the way there."""
+        node, rng = self._node, self._rng
+        if what == "cut":
+            site.engine.cut()
+            self.counts[what] += 1
         elif what == "flip":
             self.counts[what] += node.flip(rng, rng.choice((3, 30)))
         elif not node.stopped and what in ("clear", "stop", "kill"):
@@ -332,7 +350,7 @@ class _Life:
             site.engine.settle()
         self._name(site)
         traced = dict(site.engine.traced)
-        for name in site.engine.step(self._repeat):
+        for name in site.engine.step():
             site.done.append(list(traced[name].request.all_token_ids)[: self._room])
             self.counts["answered"] += 1
 
