@@ -1,6 +1,8 @@
 """`python -m tests.simulation --seeds A:B [--layout NAME] [--jobs N]`: prints progress, and how to repeat a failure."""
 
 import argparse
+import itertools
+import json
 import os
 import random
 import subprocess
@@ -16,6 +18,8 @@ from hybridkv.testing.models import BUNDLED_ENVIRONMENT
 
 PROGRESS_SECONDS = 10.0
 FRESH_SEED_BITS = 40
+RESULT = "result "
+"""Begins the line in which a process sums up, as JSON."""
 
 
 def main() -> int:
@@ -35,7 +39,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layout", help="one layout's name instead of all")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that failed")
-    parser.add_argument("--profile", action="store_true", help="print where the time went")
     return parser.parse_args()
 
 
@@ -56,7 +59,7 @@ def _spread(options: argparse.Namespace, first: int, last: int) -> int:
     ]
     processes = [
         subprocess.Popen([sys.executable, "-m", "tests.simulation", f"--seeds={start}:{stop}", *more])
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     ]
     return max(process.wait() for process in processes)
 
@@ -80,7 +83,7 @@ def _run(options: argparse.Namespace, first: int, last: int) -> int:
             for seed in range(first, last):
                 try:
                     result = world.run(seed, LAYOUTS.get(options.layout))
-                except Exception:
+                except Exception:  # noqa: BLE001  # whatever it is, it failed this seed
                     failed += 1
                     traceback.print_exc()
                     layout = f" --layout {options.layout}" if options.layout else ""
@@ -98,8 +101,7 @@ def _run(options: argparse.Namespace, first: int, last: int) -> int:
     seconds = time.monotonic() - started
     ran = seed + 1 - first
     print(f"{ran} seeds, {failed} failed, {seconds:.1f} s, {ran / seconds:.1f} seeds/s")
-    print("layouts: " + " ".join(f"{name}={count}" for name, count in sorted(layouts.items())))
-    print("counts: " + " ".join(f"{name}={count}" for name, count in sorted(total.items())), flush=True)
+    print(f"{RESULT}{json.dumps({'seeds': ran, 'failed': failed, 'layouts': layouts, 'counts': total})}", flush=True)
     return int(failed > 0)
 
 

@@ -211,9 +211,10 @@ class Engine:
         self._chance = chance
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
         self._asked_since: dict[str, float] = {}
-        setattr(hybridkv.connector.scheduler, "time", CLOCK)
-        setattr(hybridkv.connector.worker, "time", CLOCK)
-        setattr(hybridkv.connector.worker, "HostCopier", lambda *args: BusyCopier(HostCopier(*args), chance))
+        vars(hybridkv.connector.scheduler).update(time=CLOCK)
+        vars(hybridkv.connector.worker).update(
+            time=CLOCK, HostCopier=lambda *args: BusyCopier(HostCopier(*args), chance)
+        )
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=kv_config,
@@ -295,7 +296,9 @@ class Engine:
         tracked = self.side._requests.get(request.request_id)
         found = tracked.found.chunks * self.geometry.chunk_tokens if tracked and tracked.found else 0
         if tokens:
-            kind = "external" if not local else "mixed" if local % self.geometry.chunk_tokens == 0 else "mixed_unaligned"
+            kind = (
+                "external" if not local else "mixed" if local % self.geometry.chunk_tokens == 0 else "mixed_unaligned"
+            )
             self.counts[f"hit_{kind}"] += 1
             self.counts["hit_resumed"] += request.num_preemptions > 0
             self.counts["hit_whole_prompt"] += local + tokens + self.geometry.chunk_tokens >= request.num_tokens

@@ -98,9 +98,7 @@ class Oracle:
             for layer, view in enumerate(words.layers)
         )
 
-    def _check_attention(
-        self, name: str, words: GroupWords, content: Words, read: range, table: Sequence[int]
-    ) -> None:
+    def _check_attention(self, name: str, words: GroupWords, content: Words, read: range, table: Sequence[int]) -> None:
         size = words.group.tokens_per_block
         start = len(content)
         whole = start // size

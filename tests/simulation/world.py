@@ -62,9 +62,7 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         chunk = -(-128 // unit) * unit
     max_model_len = chunk * (rng.choice((4, 6, 9)) if unit < 256 else rng.choice((3, 4))) + rng.randrange(unit)
     budget = rng.choice((unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk)))
-    if layout.has_recurrent:
-        budget = max(budget, max(member.block for member in layout.members))
-    budget = max(16, budget)
+    budget = max(16, budget, *(member.block for member in layout.members if member.is_recurrent))
     needed = layout.blocks_for(max_model_len, budget)
     sparse = any(member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members)
     ranks = 2 if rng.random() < 0.15 else 1
