@@ -406,7 +406,8 @@ class Engine:
                     self.side._take(reply, CLOCK.now)
             if values is not None:
                 return values
-            wait_readable([link.fd], deadline)
+            if link.fd is not None:
+                wait_readable([link.fd], deadline)
         return None
 
     def _is_owed(self) -> bool:
