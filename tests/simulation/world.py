@@ -285,17 +285,18 @@ class _Life:
     def _harm(self, what: str, site: Site, step: int) -> None:
         """To the daemon, or to the way there."""
         node, rng = self._node, self._rng
+        if not node.stopped:
+            # So that what the daemon has seen by then does not depend on the machine's speed.
+            for other in self.sites:
+                other.engine.barrier()
         if what == "cut":
             site.engine.cut()
             self.counts[what] += 1
         elif what == "flip":
             self.counts[what] += node.flip(rng, rng.choice((3, 30)))
         elif not node.stopped and what in ("clear", "stop", "kill"):
-            # First, so that what the daemon has seen by then does not depend on the machine's speed.
-            for other in self.sites:
-                other.engine.barrier()
             if what == "clear":
-                self._clear()
+                node.control.clear()
             elif what == "stop":
                 node.stop()
                 self._resume_at = step + rng.randrange(1, 60)
