@@ -368,7 +368,7 @@ class Engine:
     # The daemon
 
     def settle(self) -> None:
-        """Wait until the daemon has answered all that it was asked, so that a seed runs nearly the same way every time."""
+        """Wait until the daemon has answered all that it was asked; so a seed runs nearly the same way every time."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             waiting = []
