@@ -17,8 +17,8 @@ from hybridkv.testing.models import BUNDLED_ENVIRONMENT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-FIXED_SEEDS = range(8)
-FRESH_SEEDS = 8
+FIXED_SEEDS = range(4)
+FRESH_SEEDS = 4
 TIGHT = (
     "--no-async-scheduling",
     "--max-num-batched-tokens=512",
