@@ -29,6 +29,7 @@ import hybridkv.connector.worker
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copier import Copier, HostCopier
 from hybridkv.connector.layout import group_geometry
+from hybridkv.connector.scheduler import ROOM_SECONDS
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp
 from hybridkv.core.requests import State
@@ -290,7 +291,8 @@ class Engine:
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
         if tokens is None:
             since = self._asked_since.setdefault(request.request_id, CLOCK.now)
-            assert CLOCK.now - since <= self._patience, f"{request.request_id} waits for its lookup past the deadline"
+            patience = self._patience + ROOM_SECONDS * bool(self.side._held)
+            assert CLOCK.now - since <= patience, f"{request.request_id} waits for its lookup past the deadline"
         else:
             self._asked_since.pop(request.request_id, None)
         tracked = self.side._requests.get(request.request_id)

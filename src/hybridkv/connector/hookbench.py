@@ -64,7 +64,7 @@ class _Bench:
         self.times: dict[str, list[float]] = defaultdict(list)
         counters: Counter[str] = Counter()
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
-        self.side = SchedulerSide(settings, geometry, namespace, "bench", socket_path, step_tokens, counters)
+        self.side = SchedulerSide(settings, geometry, namespace, "bench", socket_path, step_tokens, counters, 1 << 30)
         self._report(self._plan({}, {}), "")
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._boot and time.monotonic() < deadline:

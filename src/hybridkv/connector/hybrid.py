@@ -137,6 +137,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._socket_path,
             config.scheduler_config.max_num_batched_tokens,
             self._supervisor.counters,
+            self._kv_cache_config.num_blocks - 1,
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
         )
         _announce(geometry, config.model_config.max_model_len, namespace, self._socket_path)

@@ -80,6 +80,15 @@ def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], c
         )
         for gid in config.prefix_cacheable_group_ids
     )
+    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
+    for group in groups:
+        if group.kind is Kind.RECURRENT and smallest and group.tokens_per_block > smallest.tokens_per_block:
+            # Its scheduler cuts prefill at the smallest block, so that the states it caches are not those it names.
+            raise GeometryError(
+                f"KV cache group {group.gid} keeps a recurrent state every {group.tokens_per_block} tokens and group "
+                f"{smallest.gid} has blocks of {smallest.tokens_per_block}: vLLM 0.32 caches wrong states for these; "
+                "serving without the connector and with --no-enable-prefix-caching works"
+            )
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
         raise GeometryError("vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?")

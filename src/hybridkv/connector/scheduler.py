@@ -17,6 +17,7 @@ from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
 from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
+from hybridkv.core.coverage import held_blocks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
@@ -41,6 +42,8 @@ from hybridkv.wire.messages import (
 
 logger = logging.getLogger("vllm.hybridkv")
 
+ROOM_SECONDS = 2.0
+"""How much longer than for its answer a request waits until other loads leave it room in the engine's block pool."""
 RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
 
@@ -57,10 +60,15 @@ class SchedulerSide:
         socket_path: str,
         tokens_per_step: int,
         counters: Counter[str],
+        pool_blocks: int,
         own_hashes: bool = False,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
+        self._step_tokens = tokens_per_step
+        self._pool_blocks = pool_blocks
+        self._held: dict[str, int] = {}
+        """Blocks, at most, of the requests that have blocks for a load and did not run since."""
         self._own_hashes = own_hashes
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters
@@ -118,6 +126,8 @@ class SchedulerSide:
         tokens = tracked.found.chunks * self._geometry.chunk_tokens
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
+        if not self._has_room(request):
+            return self._unanswered(tracked, now, waiting_for="room")
         tracked.local_tokens = local_tokens
         return tokens - local_tokens
 
@@ -142,6 +152,7 @@ class SchedulerSide:
             logger.warning("hybridkv: %s is computed: %s", request.request_id, error)
             tracked.load = LoadPlan("", ())
         tracked.load_tokens = external_tokens
+        self._held[request.request_id] = self._most_blocks(request)
         tracked.handed_over = False
         self._to_plan.append(tracked)
 
@@ -170,6 +181,8 @@ class SchedulerSide:
         for tracked in self._to_plan:
             tracked.handed_over = True
         self._to_plan, self._to_fail = [], []
+        for request_id in [name for name in self._held if name in output.num_scheduled_tokens]:
+            del self._held[request_id]
         return plan
 
     def emergency(self) -> StepPlan:
@@ -247,13 +260,24 @@ class SchedulerSide:
         self._counters["lookups"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
-        if tracked.sent and now < tracked.deadline:
+        if tracked.sent and now < tracked.deadline + (ROOM_SECONDS if waiting_for == "room" else 0.0):
             return None
         self._counters[f"lookups_late_{waiting_for}"] += 1
         if waiting_for == "answer":
             self._breaker = self._breaker.failed(now)
         self._advance(tracked, Event.SETTLED)
         return 0
+
+    def _has_room(self, request: Any) -> bool:
+        """Whether every request that loads, this one included, can run as soon as its load ends.
+
+        The engine takes blocks back from running requests only: loads that fill its pool and leave none to run with
+        would wait for each other for ever.
+        """
+        return not self._held or sum(self._held.values()) + self._most_blocks(request) <= self._pool_blocks
+
+    def _most_blocks(self, request: Any) -> int:
+        return held_blocks(self._geometry, request.num_tokens + 1, self._step_tokens)
 
     def _take_found(self, found: Found, now: float) -> None:
         self._breaker = self._breaker.succeeded()
@@ -375,3 +399,4 @@ class SchedulerSide:
                 self._release(tracked)
             else:
                 self._requests.pop(tracked.request.request_id, None)
+                self._held.pop(tracked.request.request_id, None)

@@ -24,6 +24,18 @@ def needed_blocks(group: Group, boundary: int) -> range:
     return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
 
 
+def held_blocks(geometry: Geometry, tokens: int, step_tokens: int) -> int:
+    """The most engine blocks, over all groups, that a request of `tokens` tokens holds before it has run once.
+
+    Groups with a window let go of what is behind it, but one step's tokens may be added before that.
+    """
+    total = 0
+    for group in geometry.groups:
+        read = tokens if group.kind is Kind.FULL else group.window_tokens + group.extra_retained_tokens
+        total += -(-min(tokens, read + step_tokens) // group.tokens_per_block) + 1
+    return total
+
+
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
     """Block positions whose bytes make up the object of (`group`, `chunk`); empty where no hit ever reads one."""
     inside = geometry.chunk_blocks(group, chunk)
