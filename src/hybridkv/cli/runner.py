@@ -4,6 +4,7 @@ Commands come on standard input, answers go to the descriptor named by the first
 error. Everything after that argument is vLLM's.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -21,6 +22,8 @@ STEP_SECONDS_MAX = 600.0
 
 def make_engine(arguments: list[str]) -> LLMEngine:
     """An engine from vLLM's own command line arguments."""
+    if "HYBRIDKV_SHIMS" in os.environ:
+        importlib.import_module("hybridkv.testing.shims")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(arguments)))
 

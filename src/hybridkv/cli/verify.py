@@ -28,7 +28,7 @@ from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
 from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import BUNDLED_ENVIRONMENT, WIDEN_SEED, bundled_arguments, bundled_models
+from hybridkv.testing.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
 
 CHUNKS = 5
 LOCAL_CHUNKS = 2
@@ -138,7 +138,7 @@ class Proof:
         self._arguments = [f"--model={bundled or arguments.model}"]
         if bundled is not None:
             self._arguments += bundled_arguments(arguments.model)
-            self._environment = BUNDLED_ENVIRONMENT
+            self._environment = bundled_environment(arguments.model)
         elif "/" in arguments.model and arguments.model.startswith((".", "/")) and not Path(arguments.model).is_dir():
             raise ConfigError(f"--model: there is no directory {arguments.model}; {', '.join(bundled_models())} work")
         elif "/" not in arguments.model and not Path(arguments.model).is_dir():
