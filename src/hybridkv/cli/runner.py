@@ -38,10 +38,18 @@ class Runner:
     def info(self) -> dict[str, Any]:
         """What prompts must know about the model."""
         model = self._engine.vllm_config.model_config
-        return {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+        return {
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.get_vocab_size(),
+            "dtype": str(model.dtype),
+        }
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds."""
+    def run(self, prompts: list[list[int]], max_tokens: int, starve: bool) -> list[dict[str, Any]]:
+        """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds.
+
+        With `starve` the block pool is empty from the first tokens on, until nothing runs any more: a request that
+        needs a block is preempted, and comes back to a pool in which its own old blocks are gone.
+        """
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=LOGPROBS
         )
@@ -53,7 +61,10 @@ class Runner:
             results[request_id] = {"ttft_seconds": None}
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         slowest_decode = 0.0
+        pool = _Pool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
+            if pool is not None and all(result["ttft_seconds"] is not None for result in results.values()):
+                pool.starve()
             step_started = time.perf_counter()
             outputs = self._engine.step()
             now = time.perf_counter()
@@ -73,11 +84,44 @@ class Runner:
                 ]
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
-        return [{**result, "slowest_decode_step_seconds": slowest_decode} for result in results.values()]
+        common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": 0 if pool is None else pool.preemptions}
+        return [{**result, **common} for result in results.values()]
 
     def reset(self, connector: bool) -> bool:
         """Forget the engine's own prefix cache, and the connector's where `connector` says so."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
+
+
+class _Pool:
+    """The block pool of an engine whose core is in this process."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        core = getattr(engine.engine_core, "engine_core", None)
+        if core is None:
+            raise RuntimeError(
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool; VLLM_ENABLE_V1_MULTIPROCESSING=0 works"
+            )
+        self._scheduler = core.scheduler
+        self._blocks = core.scheduler.kv_cache_manager.block_pool
+        self._held: list[Any] = []
+        self._over = False
+        self._counts: dict[str, int] = {}
+
+    @property
+    def preemptions(self) -> int:
+        """How often requests were preempted."""
+        return sum(self._counts.values())
+
+    def starve(self) -> None:
+        """Before a step: leave no free block; give all back, for good, once no request runs."""
+        self._counts |= {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
+        if self._over:
+            return
+        if self._scheduler.running:
+            self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
+        else:
+            self._over = True
+            self._blocks.free_blocks(self._held)
 
 
 def main() -> None:
@@ -93,7 +137,7 @@ def main() -> None:
         for line in sys.stdin:
             command = json.loads(line)
             if command["do"] == "run":
-                answer(runner.run(command["prompts"], command["max_tokens"]))
+                answer(runner.run(command["prompts"], command["max_tokens"], command.get("starve", False)))
             else:
                 answer(runner.reset(command["connector"]))
 

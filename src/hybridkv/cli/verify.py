@@ -6,6 +6,7 @@ because a kernel may take another numeric path when part of the prompt is cached
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -36,6 +37,15 @@ LOCAL_CHUNKS = 2
 MAX_TOKENS = 16
 KILLED_TOKENS = 64
 """Tokens of the arm in which the daemon is killed, so that it dies while the engine still computes."""
+PREEMPTED_PROMPTS = 3
+PREEMPTED_AFTER = 4
+"""Tokens after which the requests of the preempted arm need another block."""
+LOGPROB_TOLERANCE = {"torch.float32": 1e-3}
+LOGPROB_TOLERANCE_HALF = 0.25
+"""Of the preempted arm, whose requests resume in another batch and from another boundary than the oracle's.
+
+The second is for 16-bit models: a logit of 8 to 16 has steps of 0.06 in bfloat16.
+"""
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 RAM = "1GiB"
@@ -63,6 +73,7 @@ class Arm:
     same_bytes: bool | None
     """None where nothing was restored."""
     ok: bool
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +173,10 @@ class Proof:
         arms: list[Arm] = []
         with self._engine("first engine with hybridkv") as engine:
             self._learn_geometry()
-            prompt, other, split = (self._prompt(engine.info, number) for number in range(3))
+            prompt, other, split, *crowd = (
+                self._prompt(engine.info, number) for number in range(3 + PREEMPTED_PROMPTS)
+            )
+            crowd = [text[: 2 * self.chunk_tokens - PREEMPTED_AFTER] for text in crowd]
             self._warm_up(engine, other)
             others = set(self._slots())
             cold = self._measure("cold", engine, prompt, external_chunks=0)
@@ -191,14 +205,18 @@ class Proof:
             refilled = self._measure("daemon restarted, refilling", engine, prompt, external_chunks=None)
             engine.reset()
             rewarmed = self._measure("daemon restarted", engine, prompt, external_chunks=CHUNKS)
+            preempted = self._measure_preempted("preempted", engine, crowd)
         with self._engine("engine without a connector", connector=False) as engine:
             self._warm_up(engine, other)
             computed, local_hit = self._generate(engine, prompt), self._generate(engine, prompt)
             self._compute_split(engine, split)
             reference = Reference(computed, local_hit, self._generate(engine, split))
+            alone = [self._generate(engine, text) for text in crowd]
         arms.append(self._judge_reference(prompt, reference))
         for measured in (cold, warm, mixed, restarted, killed, refilled, rewarmed):
             arms.append(self._judge(measured, reference))
+        tolerance = LOGPROB_TOLERANCE.get(engine.info["dtype"], LOGPROB_TOLERANCE_HALF)
+        arms.append(self._judge_preempted(preempted, alone, tolerance))
         return arms
 
     # One arm
@@ -234,6 +252,40 @@ class Proof:
         loaded = {"tokens_loaded": result["cached_tokens"]}
         result["tokens"], result["logprobs"] = result["tokens"][:MAX_TOKENS], result["logprobs"][:MAX_TOKENS]
         return {**result, "name": name, "prompt_tokens": len(prompt), "delta": loaded, "expected": None, "local": 0}
+
+    def _measure_preempted(self, name: str, engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
+        """Several requests at once in a pool that runs out of blocks a few tokens after their prompts."""
+        self._say(f"arm: {name}")
+        before = self._stats()
+        results = engine.run(*prompts, max_tokens=MAX_TOKENS, starve=True)
+        after = self._settled()
+        delta = {key: int(after.get(key, 0) - before.get(key, 0)) for key in after}
+        return {"name": name, "prompt_tokens": sum(map(len, prompts)), "results": results, "delta": delta}
+
+    def _judge_preempted(self, measured: dict[str, Any], alone: list[dict[str, Any]], tolerance: float) -> Arm:
+        results, delta = measured["results"], measured["delta"]
+        preemptions = results[0]["preemptions"]
+        external = delta.get("tokens_loaded", 0)
+        same_bytes = delta.get("loads_failed", 0) == 0
+        deviation = max(_deviation(result, oracle) for result, oracle in zip(results, alone, strict=True))
+        close = deviation <= tolerance
+        return Arm(
+            f"{measured['name']} {preemptions} times",
+            measured["prompt_tokens"],
+            0,
+            external,
+            max(external, self.chunk_tokens),
+            max(result["ttft_seconds"] for result in results) * 1e3,
+            results[0]["slowest_decode_step_seconds"] * 1e3,
+            delta.get("bytes_stored", 0),
+            delta.get("bytes_loaded", 0),
+            f"computed alone, {deviation:.1g} of {tolerance:g}",
+            close,
+            close,
+            same_bytes,
+            preemptions > 0 and external >= self.chunk_tokens and close and same_bytes,
+            preemptions,
+        )
 
     def _judge(self, measured: dict[str, Any], reference: Reference) -> Arm:
         external = measured["delta"].get("tokens_loaded", 0)
@@ -400,6 +452,25 @@ class Proof:
             yield arena
         finally:
             arena.close()
+
+
+def _deviation(result: dict[str, Any], oracle: dict[str, Any]) -> float:
+    """The largest difference of a log-probability up to the first token that differs.
+
+    There it is how much likelier the oracle's token is than the result's; what follows answers another text.
+    """
+    worst: float = 0.0
+    for token, mine, other, theirs in zip(
+        result["tokens"], result["logprobs"], oracle["tokens"], oracle["logprobs"], strict=True
+    ):
+        known: dict[int, float] = dict(theirs)
+        if token not in known or other not in dict(mine):
+            return math.inf
+        worst = max(worst, *(abs(value - known[name]) for name, value in mine if name in known))
+        if token != other:
+            worst = max(worst, known[other] - known[token])
+            break
+    return worst
 
 
 def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
