@@ -125,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model": arguments.model,
         "chunk_tokens": proof.chunk_tokens,
         "groups": proof.groups,
+        "distinct_tokens": proof.distinct_tokens,
         "seconds": round(proof.seconds, 1),
         "arms": [asdict(arm) for arm in arms],
     }
@@ -158,6 +159,8 @@ class Proof:
         self._daemon = DaemonProcess(self._socket_path, arguments.ram)
         self.chunk_tokens = 0
         self.groups = ""
+        self.distinct_tokens = 0
+        """Of the first answer; one that repeats itself proves little."""
         self.seconds = 0.0
 
     def run(self) -> list[Arm]:
@@ -318,8 +321,8 @@ class Proof:
 
     def _judge_reference(self, prompt: list[int], reference: Reference) -> Arm:
         hit = reference.local_hit["cached_tokens"]
-        varied = len(set(reference.computed["tokens"])) > 1
-        if not varied:
+        self.distinct_tokens = len(set(reference.computed["tokens"]))
+        if self.distinct_tokens == 1:
             self._say("warning: this model repeats one token, so equal tokens prove little; log-probabilities still do")
         expected = CHUNKS * self.chunk_tokens
         return Arm(
