@@ -84,6 +84,8 @@ class Runner:
                 ]
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
+        if pool is not None:
+            pool.release()
         common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": 0 if pool is None else pool.preemptions}
         return [{**result, **common} for result in results.values()]
 
@@ -96,13 +98,8 @@ class _Pool:
     """The block pool of an engine whose core is in this process."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        core = getattr(engine.engine_core, "engine_core", None)
-        if core is None:
-            raise RuntimeError(
-                "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool; VLLM_ENABLE_V1_MULTIPROCESSING=0 works"
-            )
-        self._scheduler = core.scheduler
-        self._blocks = core.scheduler.kv_cache_manager.block_pool
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._held: list[Any] = []
         self._over = False
         self._counts: dict[str, int] = {}
@@ -113,15 +110,20 @@ class _Pool:
         return sum(self._counts.values())
 
     def starve(self) -> None:
-        """Before a step: leave no free block; give all back, for good, once no request runs."""
+        """Before a step: leave no free block; from the step on in which no request runs, leave all."""
         self._counts |= {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
         if self._over:
             return
         if self._scheduler.running:
             self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
         else:
-            self._over = True
-            self._blocks.free_blocks(self._held)
+            self.release()
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        self._over = True
+        self._blocks.free_blocks(self._held)
+        self._held = []
 
 
 def main() -> None:

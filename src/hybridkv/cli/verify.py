@@ -156,6 +156,11 @@ class Proof:
         elif "/" not in arguments.model and not Path(arguments.model).is_dir():
             raise ConfigError(f"--model: {arguments.model!r} is not bundled; {', '.join(bundled_models())} work")
         self._arguments += arguments.vllm_arguments
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+            raise ConfigError(
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty; "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0 works"
+            )
         self._daemon = DaemonProcess(self._socket_path, arguments.ram)
         self.chunk_tokens = 0
         self.groups = ""
