@@ -41,7 +41,6 @@ class Runner:
         return {
             "max_model_len": model.max_model_len,
             "vocab_size": model.get_vocab_size(),
-            "dtype": str(model.dtype),
         }
 
     def run(self, prompts: list[list[int]], max_tokens: int, starve: bool) -> list[dict[str, Any]]:
