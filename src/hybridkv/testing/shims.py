@@ -94,9 +94,9 @@ def _torchvision() -> None:
 def _interpreted_triton() -> None:
     """vLLM's own Triton kernels, run by Triton's interpreter; a CPU build takes only Triton's CPU backend for itself.
 
-    Modules that vLLM imports before this one hold no kernel.
+    The model's environment sets TRITON_INTERPRET, which Triton reads when it is imported: before this module.  Modules
+    that vLLM imports before this one hold no kernel.
     """
-    os.environ["TRITON_INTERPRET"] = "1"
     import triton  # noqa: PLC0415
     import vllm.triton_utils as used  # noqa: PLC0415
 
