@@ -71,7 +71,7 @@ def weights_identity(vllm_config: Any) -> str:
     """What tells these weights from any others: content of their files where they are on this machine."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "dummy":
-        widened = os.environ.get("HYBRIDKV_WIDEN_SEED", "")
+        widened = os.environ.get("HYBRIDKV_WIDEN", "")
         return f"dummy:{model.seed}:{widened}"
     directory = _weights_directory(model)
     if directory is None:

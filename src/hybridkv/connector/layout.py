@@ -41,7 +41,7 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     first = layers[0]
     kinds = {_KINDS.get(type(layer)) for layer in layers}
     kind = kinds.pop()
-    if kind is None or kinds or any(layer.prefix_replay_tokens for layer in layers):
+    if kind is None or kinds:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise GeometryError(
             f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet; "
@@ -68,6 +68,15 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
 
 def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None) -> Geometry:
     """The geometry of an engine from its groups and its workers' layouts by rank."""
+    # Such a group is not cacheable, but the engine then takes other hits than it is offered.
+    if any(
+        layer.prefix_replay_tokens
+        for group in config.kv_cache_groups
+        for layer in iter_layer_specs(group.kv_cache_spec)
+    ):
+        raise ConfigError(
+            "swa_bounded_replay computes a part of every hit again and is not proven yet; --no-swa-bounded-replay works"
+        )
     first = layouts[0]
     for rank, layout in layouts.items():
         if _sizes(layout) != _sizes(first):
