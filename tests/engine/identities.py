@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "same, asked for twice": {},
     "cache_salt": {"salt": "tenant-7"},
     "weights (seed)": {"arguments": ["--seed=1"]},
-    "weights (contents)": {"environment": {"HYBRIDKV_WIDEN_SEED": "7"}},
+    "weights (contents)": {"environment": {"HYBRIDKV_WIDEN": "7:0.08"}},
     "weights_identity": {"extra": {"weights_identity": "another"}},
     "config (RoPE)": {"arguments": ['--hf-overrides={"rope_parameters":{"rope_type":"default","rope_theta":5000.0}}']},
     "dtype": {"arguments": ["--dtype=bfloat16"]},
