@@ -12,6 +12,7 @@ EXIT_BAD_INPUT = 2
 COMMANDS = {
     "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
     "stats": ("hybridkv.cli.control", "print the daemon's counters"),
+    "explain": ("hybridkv.cli.explain", "say what became of a request, and why"),
     "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
     "verify": ("hybridkv.cli.verify", "prove on real engines that the cache changes no answer"),
     "bench": ("hybridkv.cli.bench", "measure the byte path and the lookup"),

@@ -7,9 +7,12 @@ from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    TEXT_MAX,
     Clear,
     Done,
     Error,
+    Explain,
+    Explained,
     Hello,
     Reply,
     Report,
@@ -78,6 +81,12 @@ class Control:
         """The daemon's counters."""
         reply = self.call(Stats(self._next_id()))
         assert isinstance(reply, Report)
+        return reply
+
+    def explain(self, request_id: str) -> Explained:
+        """What became of a request."""
+        reply = self.call(Explain(self._next_id(), request_id[:TEXT_MAX]))
+        assert isinstance(reply, Explained)
         return reply
 
     def clear(self) -> int:

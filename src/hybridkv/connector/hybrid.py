@@ -139,6 +139,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._supervisor.counters,
             self._kv_cache_config.num_blocks - 1,
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
+            facts=self._facts,
         )
         _announce(geometry, config.model_config.max_model_len, namespace, self._socket_path)
 
@@ -216,7 +217,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             return True
 
         def reset() -> bool:
-            scheduler.identify(fingerprint({**self._facts, "epoch": uuid.uuid4().hex}))
+            facts = {**self._facts, "epoch": uuid.uuid4().hex}
+            scheduler.identify(fingerprint(facts), facts)
             return True
 
         def give_up() -> bool:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridkv.client.link import Link
@@ -15,6 +15,7 @@ from hybridkv.client.spawn import start_detached
 from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
+from hybridkv.connector.story import describe, tell
 from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.coverage import held_blocks
@@ -26,7 +27,9 @@ from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
     CHUNKS_MAX,
     PROTOCOL_VERSION,
+    TEXT_MAX,
     Condemn,
+    Describe,
     Error,
     Found,
     Granted,
@@ -36,6 +39,7 @@ from hybridkv.wire.messages import (
     Release,
     Reply,
     Request,
+    Tell,
     Want,
     geometry_to_wire,
 )
@@ -46,6 +50,20 @@ ROOM_SECONDS = 2.0
 """How much longer than for its answer a request waits until other loads leave it room in the engine's block pool."""
 RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
+
+
+DECLINES = {
+    "lookups_unhashable": "requests with a LoRA adapter or with prompt embeddings are not served yet",
+    "lookups_too_short": "the prompt has no whole chunk before its last token",
+    "lookups_unwanted": "the request asked not to use cached prefixes",
+    "lookups_no_daemon": "no daemon was connected",
+    "lookups_breaker_open": "the daemon did not answer other requests in time and is left alone for a moment",
+    "lookups_late_answer": "the daemon's answer was late (lookup_timeout_ms)",
+    "lookups_late_workers": "the workers were not attached to the daemon yet",
+    "lookups_late_room": "other loads left no room in the engine's block pool",
+    "loads_failed": "the load failed, and the request was computed",
+}
+"""Counter of a decline, and what it means."""
 
 
 class SchedulerSide:
@@ -62,6 +80,7 @@ class SchedulerSide:
         counters: Counter[str],
         pool_blocks: int,
         own_hashes: bool = False,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
@@ -70,6 +89,7 @@ class SchedulerSide:
         self._held: dict[str, int] = {}
         """Blocks, at most, of the requests that have blocks for a load and did not run since."""
         self._own_hashes = own_hashes
+        self._about = describe(facts or {})
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters
         self._socket_path = socket_path
@@ -99,7 +119,7 @@ class SchedulerSide:
         """A new request: send its lookup."""
         if request.lora_request is not None or request.prompt_embeds is not None:
             # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
-            self._counters["lookups_unhashable"] += 1
+            self._decline(Tracked(request), "lookups_unhashable", tell=True)
             return
         chain = OwnChain(request, self._geometry.chunk_tokens) if self._own_hashes else None
         tracked = Tracked(request, chain, next_chunk=[0] * len(self._geometry.groups))
@@ -113,6 +133,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        tracked.local_seen = local_tokens
         if tracked.state is State.READY and tracked.storable and request.num_preemptions > tracked.preemptions:
             tracked.preemptions = request.num_preemptions
             self._advance(tracked, Event.RESUMED)
@@ -149,6 +170,7 @@ class SchedulerSide:
             tracked.load = LoadPlan(self._boot, self._plan_load(tracked, tables, external_tokens))
         except PlanError as error:
             self._counters["plan_failed"] += 1
+            tracked.why = str(error)
             logger.warning("hybridkv: %s is computed: %s", request.request_id, error)
             tracked.load = LoadPlan("", ())
         tracked.load_tokens = external_tokens
@@ -219,11 +241,13 @@ class SchedulerSide:
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
 
-    def identify(self, namespace: bytes) -> None:
+    def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """From here on bytes belong to another identity; what is being computed now belongs to neither."""
         now = time.monotonic()
         self._link.greet_with(self._hello(namespace))
+        self._about = describe(facts)
         self._send(Identify(1, namespace), now)
+        self._send(Describe(self._about), now)
         self._stores.spoil()
         for tracked in list(self._requests.values()):
             tracked.storable = False
@@ -243,12 +267,12 @@ class SchedulerSide:
         tracked.sent = False
         tracked.deadline = now + min(self._settings.lookup_timeout_ms / 1e3, self._settings.load_timeout_seconds)
         if not chunks or getattr(request, "skip_reading_prefix_cache", False):
-            self._counters["lookups_too_short" if not chunks else "lookups_unwanted"] += 1
+            self._decline(tracked, "lookups_too_short" if not chunks else "lookups_unwanted")
             self._advance(tracked, Event.SETTLED)
             return
         self._poll(now)
         if self._link.welcome is None or not self._breaker.allows(now):
-            self._counters["lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open"] += 1
+            self._decline(tracked, "lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open")
             self._advance(tracked, Event.SETTLED)
             return
         self._leases += 1
@@ -256,13 +280,14 @@ class SchedulerSide:
         self._by_lease[tracked.lease] = tracked
         self._breaker = self._breaker.asked(now)
         hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        tracked.asked = hashes
         tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes), now)
         self._counters["lookups"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
         if tracked.sent and now < tracked.deadline + (ROOM_SECONDS if waiting_for == "room" else 0.0):
             return None
-        self._counters[f"lookups_late_{waiting_for}"] += 1
+        self._decline(tracked, f"lookups_late_{waiting_for}")
         if waiting_for == "answer":
             self._breaker = self._breaker.failed(now)
         self._advance(tracked, Event.SETTLED)
@@ -286,7 +311,7 @@ class SchedulerSide:
             self._by_lease.pop(found.lease, None)
             self._send(Release(found.lease), now)
             return
-        tracked.found = found
+        tracked.found = tracked.answer = found
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
 
     def _release(self, tracked: Tracked, tokens: int = 0, failed: bool = False) -> None:
@@ -311,7 +336,7 @@ class SchedulerSide:
 
     def _loaded(self, tracked: Tracked, failed: bool) -> None:
         if failed:
-            self._counters["loads_failed"] += 1
+            self._decline(tracked, "loads_failed")
             self._release(tracked, failed=True)
             # Whatever was wrong there is computed now, and must be stored again although the lookup found it.
             tracked.found = None
@@ -319,8 +344,10 @@ class SchedulerSide:
             tracked.offered.clear()
         else:
             self._counters["loads"] += 1
+            loaded_bytes = self._load_bytes(tracked.load.runs)
             self._counters["tokens_loaded"] += tracked.load_tokens
-            self._counters["bytes_loaded"] += self._load_bytes(tracked.load.runs)
+            self._counters["bytes_loaded"] += loaded_bytes
+            tracked.loaded = tracked.loaded[0] + tracked.load_tokens, tracked.loaded[1] + loaded_bytes
             self._release(tracked, tokens=tracked.load_tokens)
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
 
@@ -347,6 +374,7 @@ class SchedulerSide:
             self._reserved_bytes = 0
             self._breaker = Breaker()
             self._counters["connects"] += 1
+            self._send(Describe(self._about), now)
             logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
             self._refill(now)
 
@@ -392,11 +420,34 @@ class SchedulerSide:
 
     # Small things
 
+    def _decline(self, tracked: Tracked, reason: str, tell: bool = False) -> None:
+        """Count why a request is not served, and remember it for whoever asks."""
+        self._counters[reason] += 1
+        tracked.why = DECLINES[reason]
+        if tell:
+            self._tell(tracked)
+
+    def _tell(self, tracked: Tracked) -> None:
+        """The request ended: what became of it goes to the daemon, for `hybridkv explain`."""
+        if self._link.welcome is not None:
+            story = tell(
+                self._geometry,
+                tracked.request.num_prompt_tokens,
+                tracked.asked,
+                tracked.answer,
+                tracked.local_seen,
+                tracked.loaded,
+                tracked.stored,
+                tracked.why,
+            )
+            self._send(Tell(str(tracked.request.request_id)[:TEXT_MAX], story), time.monotonic())
+
     def _advance(self, tracked: Tracked, event: Event) -> None:
         tracked.state, actions = advance(tracked.state, event)
         for action in actions:
             if action is Action.RELEASE_LEASE:
                 self._release(tracked)
             else:
+                self._tell(tracked)
                 self._requests.pop(tracked.request.request_id, None)
                 self._held.pop(tracked.request.request_id, None)

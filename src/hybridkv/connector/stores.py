@@ -175,6 +175,7 @@ class Stores:
             number = next(self._numbers)
             part_bytes = span.count * self._geometry.groups[span.group_index].block_bytes
             self._storing[number] = _Storing(run, hashes[chunks], part_bytes)
+            tracked.stored += run.objects
             yield number, run
 
 

@@ -32,6 +32,17 @@ class Tracked:
     load_tokens: int = 0
     handed_over: bool = False
     """Whether the workers were told about the load and will report it."""
+    asked: bytes = b""
+    """Hashes of the last lookup that was sent."""
+    answer: Found | None = None
+    """The last answer, for the story; `found` is what may be acted on."""
+    local_seen: int | None = None
+    """Tokens of the engine's own cache when it was last asked about."""
+    loaded: tuple[int, int] = (0, 0)
+    """(tokens, bytes) that came from outside."""
+    stored: int = 0
+    why: str = ""
+    """The last decline or failure in words."""
     next_chunk: list[int] = field(default_factory=list)
     """Per attention group: the first chunk whose store is not settled."""
     offered: set[tuple[int, int]] = field(default_factory=set)

@@ -92,6 +92,15 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
     return chunks
 
 
+def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tuple[Group, int]]:
+    """(group, its first missing chunk) of every group that keeps a hit of `chunks` chunks from being."""
+    lacks: list[tuple[Group, int]] = []
+    for group, mask in zip(geometry.groups, masks, strict=True):
+        missing = [chunk for chunk in needed_chunks(geometry, group, chunks) if not mask[chunk : chunk + 1].count(1)]
+        lacks += [(group, missing[0])] if missing else []
+    return lacks
+
+
 def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
     """`chunks` where the group has all that a hit there needs, else the next lower number at which it may."""
     need = needed_chunks(geometry, group, chunks)

@@ -13,6 +13,7 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.server.history import History
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
@@ -21,8 +22,11 @@ from hybridkv.wire.messages import (
     Clear,
     Commit,
     Condemn,
+    Describe,
     Done,
     Error,
+    Explain,
+    Explained,
     Found,
     Granted,
     Hello,
@@ -33,6 +37,7 @@ from hybridkv.wire.messages import (
     Report,
     Request,
     Stats,
+    Tell,
     Want,
     Welcome,
     geometry_from_wire,
@@ -43,6 +48,7 @@ SESSION_SHARE = 4
 LEASES_MAX = 1 << 16
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
+LATEST_MAX = 20
 
 
 class RequestError(HybridKVError):
@@ -91,6 +97,7 @@ class Daemon:
         self._connections: dict[int, Connection] = {}
         self._sessions: list[Session] = []
         self._namespaces: dict[bytes, Namespace] = {}
+        self._history = History()
         self.counters: Counter[str] = Counter()
 
     # Events
@@ -150,6 +157,13 @@ class Daemon:
             case Condemn():
                 _session_of(connection)
                 self._condemn(request)
+            case Tell():
+                identity = _session_of(connection).namespace.identity
+                self._history.told(request.request_id, identity, request.facts)
+            case Describe():
+                self._history.described(_session_of(connection).namespace.identity, request.facts)
+            case Explain():
+                return self._explain(request)
         return None
 
     def _hello(self, connection_id: int, connection: Connection, hello: Hello) -> Reply:
@@ -278,6 +292,22 @@ class Daemon:
                 f"identity {session.namespace.identity.hex()[:12]}"
             )
         return Report(stats.id, self.values(), info)
+
+    def _explain(self, explain: Explain) -> Reply:
+        latest = self._history.latest[:LATEST_MAX]
+        known = self._history.request(explain.request_id)
+        if known is None:
+            return Explained(explain.id, {}, latest)
+        identity, told = known
+        facts = dict(told)
+        facts["identity"] = identity.hex()
+        first = bytes.fromhex(facts.pop("first_chunk", ""))
+        for other in self._namespaces.values():
+            if other.identity != identity and first in other.entries:
+                differs = self._history.differences(identity, other.identity)
+                named = "; ".join(f"{name}: {mine} here, {theirs} there" for name, (mine, theirs) in differs.items())
+                facts[f"also under {other.identity.hex()[:12]}"] = named or "in what they differ was not told"
+        return Explained(explain.id, facts, latest)
 
     # Inside
 
