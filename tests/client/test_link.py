@@ -3,9 +3,13 @@
 import socket
 from pathlib import Path
 
+import pytest
+
+from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.link import Link
 from hybridkv.wire.codec import Frames, decode_request
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+from tests.conftest import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
 NEW = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32)
@@ -35,3 +39,17 @@ def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_
         link.close()
     for sock in opened:
         sock.close()
+
+
+def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:
+    socket_path = str(tmp_path / "d.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(socket_path)
+        listening.listen()
+        with pytest.raises(DaemonUnreachableError), Control(socket_path, 0.05):
+            pass
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.settimeout(DEADLINE_SECONDS)
+            while accepted.recv(4096):
+                pass

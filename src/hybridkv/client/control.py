@@ -41,6 +41,14 @@ class Control:
         self._ids = 1
 
     def __enter__(self) -> "Control":
+        try:
+            self._greet()
+        except BaseException:
+            self._link.close()
+            raise
+        return self
+
+    def _greet(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
         while self._link.welcome is None:
             self._link.poll(time.monotonic())
@@ -48,7 +56,6 @@ class Control:
                 raise DaemonRefusedError(self._link.refusal)
             if self._link.welcome is None:
                 self._wait(deadline, connecting=True)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._link.close()
