@@ -9,13 +9,16 @@ from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
     Done,
+    Engines,
     Error,
     Hello,
+    ListEngines,
     Reply,
     Report,
     Request,
     Stats,
     Welcome,
+    WireEngine,
 )
 
 
@@ -79,6 +82,12 @@ class Control:
         reply = self.call(Stats(self._next_id()))
         assert isinstance(reply, Report)
         return reply
+
+    def engines(self) -> list[WireEngine]:
+        """Every engine that is connected."""
+        reply = self.call(ListEngines(self._next_id()))
+        assert isinstance(reply, Engines)
+        return reply.engines
 
     def clear(self) -> int:
         """Drop every object; returns how many."""

@@ -36,6 +36,7 @@ from hybridkv.wire.messages import (
     Reply,
     Request,
     Want,
+    WireModel,
     geometry_to_wire,
     pack_u64,
     unpack_u64,
@@ -59,6 +60,7 @@ class SchedulerSide:
         socket_path: str,
         tokens_per_step: int,
         counters: Counter[str],
+        model: WireModel | None = None,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
@@ -66,6 +68,7 @@ class SchedulerSide:
         self._counters = counters
         self._socket_path = socket_path
         self._engine_id = engine_id
+        self._model = model
         self._link = Link(socket_path, self._hello(namespace), self._lost)
         self._stores = Stores(geometry, tokens_per_step, settings.store_generated, counters)
         self._breaker = Breaker()
@@ -306,7 +309,7 @@ class SchedulerSide:
 
     def _hello(self, namespace: bytes) -> Hello:
         geometry = geometry_to_wire(self._geometry)
-        return Hello(1, PROTOCOL_VERSION, "engine", self._engine_id, namespace, geometry)
+        return Hello(1, PROTOCOL_VERSION, "engine", self._engine_id, namespace, geometry, self._model)
 
     def _poll(self, now: float) -> None:
         for reply in self._link.poll(now):

@@ -20,7 +20,8 @@ BATCH_MAX = 1 << 16
 MESSAGE_BYTES_MAX = 16 << 20
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-Text = Annotated[str, Meta(max_length=256)]
+TEXT_MAX = 256
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
@@ -47,6 +48,28 @@ class WireGeometry(Struct, frozen=True, array_like=True):
     ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
 
 
+class WireModel(Struct, frozen=True, array_like=True):
+    """What people want to know of an engine besides its geometry; the daemon only passes it on."""
+
+    name: Text
+    max_model_len: Count
+    kv_dtype: Text
+    layers: Annotated[list[Count], Meta(max_length=GROUPS_MAX)]
+    """Layers of each group, in the order of the geometry's."""
+    retention_tokens: Count | None
+    """See core.states.StateRule, as `step_tokens`."""
+    step_tokens: Count
+
+
+class WireEngine(Struct, frozen=True, array_like=True):
+    """One session of the daemon."""
+
+    engine_id: Text
+    namespace: Hash
+    geometry: WireGeometry
+    model: WireModel | None
+
+
 class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all messages; the tag is the class's name."""
 
@@ -60,6 +83,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     engine_id: Text = ""
     namespace: Hash | None = None
     geometry: WireGeometry | None = None
+    model: WireModel | None = None
 
 
 class Identify(_Message, frozen=True, tag="identify"):
@@ -117,6 +141,12 @@ class Stats(_Message, frozen=True, tag="stats"):
     id: Count
 
 
+class ListEngines(_Message, frozen=True, tag="list_engines"):
+    """Ask who is connected."""
+
+    id: Count
+
+
 class Clear(_Message, frozen=True, tag="clear"):
     """Drop every object; those under a read lease go when it ends."""
 
@@ -170,6 +200,13 @@ class Report(_Message, frozen=True, tag="report"):
     info: dict[str, str]
 
 
+class Engines(_Message, frozen=True, tag="engines"):
+    """Answer to ListEngines."""
+
+    id: Count
+    engines: list[WireEngine]
+
+
 class Done(_Message, frozen=True, tag="done"):
     """Answer to Clear (how many objects were dropped) and to Identify."""
 
@@ -185,8 +222,8 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Request = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn
-Reply = Welcome | Found | Granted | Report | Done | Error
+Request = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | ListEngines | Clear | Condemn
+Reply = Welcome | Found | Granted | Report | Engines | Done | Error
 
 
 def pack_u64(values: "list[int] | array[int]") -> bytes:
