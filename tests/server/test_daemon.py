@@ -4,19 +4,25 @@ import pytest
 
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
     Abandon,
     Clear,
     Condemn,
     Done,
+    Engines,
     Error,
     Hello,
     Identify,
+    ListEngines,
     Lookup,
     Release,
     Request,
     Stats,
     Want,
     Welcome,
+    WireEngine,
+    WireModel,
+    geometry_to_wire,
     pack_u64,
     unpack_u64,
 )
@@ -65,6 +71,25 @@ def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
     refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
     assert isinstance(refused, Error)
     assert refused.code == "identity"
+
+
+def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None:
+    daemon = make_daemon()
+    geometry, model = geometry_to_wire(GEMMA3), WireModel("gemma", 4096, "auto (bfloat16)", [1, 1, 1], 0, 2048)
+    daemon.connect(1)
+    daemon.handle(1, Hello(1, PROTOCOL_VERSION, "engine", "a", b"x" * 32, geometry, model))
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    daemon.connect(3)
+    daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    assert daemon.handle(3, ListEngines(5)) == Engines(
+        5,
+        [
+            WireEngine("a", b"x" * 32, geometry, model),
+            WireEngine("b", b"y" * 32, geometry_to_wire(QWEN3), None),
+        ],
+    )
+    daemon.disconnect(1)
+    assert [seen.engine_id for seen in daemon.handle(3, ListEngines(6)).engines] == ["b"]  # type: ignore[union-attr]
 
 
 def test_another_identity_from_now_on() -> None:

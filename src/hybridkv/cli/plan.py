@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -82,7 +82,7 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> tuple[Plan, lis
     ]
     if answer.preview is None:
         raise HybridKVError("; ".join(finding.sentence for finding in findings) or "vLLM gave no KV cache groups")
-    plan = make_plan(answer.preview, ram_bytes, slot_bytes)
+    plan = make_plan(replace(answer.preview, model=arguments.model or answer.preview.model), ram_bytes, slot_bytes)
     return plan, [*findings, *([room_finding(plan.totals)] if plan.totals else [])]
 
 
@@ -164,10 +164,11 @@ def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
 def _total_rows(plan: Plan, totals: Totals) -> list[tuple[str, str]]:
     saved = 1 - totals.stored_token_bytes / totals.token_bytes
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
+    dense = "" if plan.state_period_tokens is None else ", with a state at every boundary"
     rows = [
         (
             "stored per token",
-            f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}, {saved:.0%} saved",
+            f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}, {saved:.0%} saved{dense}",
         ),
         ("chunk", f"{totals.chunk_tokens:,} tokens"),
         ("hit alignment", f"{totals.alignment_tokens:,} tokens"),

@@ -3,6 +3,7 @@
 The answer goes as JSON to the descriptor named by the first argument; everything after it is `vllm serve`'s.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybridkv.cli.preview import Answer
@@ -27,7 +29,7 @@ from hybridkv.connector.preflight import (
     transfer_findings,
 )
 from hybridkv.connector.preview import EnginePreview, describe, geometry_of, preview_engine
-from hybridkv.core.errors import HybridKVError
+from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
@@ -47,20 +49,23 @@ def look(arguments: list[str]) -> Answer:
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     parsed.kv_transfer_config = _transfer(parsed.kv_transfer_config, answer)
-    config = _guarded("vllm arguments", answer, AsyncEngineArgs.from_cli_args(parsed).create_engine_config)
+    config = _guarded("vllm arguments", answer, lambda: _config(parsed))
     if config is None:
         return answer
     named = answer.transfer_named
     answer.findings += [
         finding for finding in config_findings(config) if named or finding.check not in _TRANSFER_CHECKS
     ]
-    bad_settings = any(f.check == "settings" and f.verdict is Verdict.FAIL for f in answer.findings)
-    if not bad_settings:
+    with contextlib.suppress(ConfigError):
         answer.settings = settings_of(config)
     engine = _guarded("KV cache groups", answer, lambda: preview_engine(config))
     if engine is not None:
         answer.findings += _cache_findings(config, engine, answer)
     return answer
+
+
+def _config(parsed: Any) -> Any:
+    return AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 def _transfer(given: Any, answer: Answer) -> Any:

@@ -81,8 +81,8 @@ def group_findings(kv_cache_config: Any) -> Iterator[Finding]:
 def state_rule(vllm_config: Any) -> StateRule:
     """The settings that decide where recurrent states stand."""
     scheduler = vllm_config.scheduler_config
-    limits = [scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold]
-    step = min(limit for limit in limits if limit) if scheduler.enable_chunked_prefill else 0
+    # vLLM's long_prefill_token_threshold does not bound a prompt that is computed alone.
+    step = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0
     return StateRule(vllm_config.cache_config.prefix_cache_retention_interval, step)
 
 

@@ -223,12 +223,14 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
         if rule.step_tokens == 0:
             remedy = f"--enable-chunked-prefill with {remedy}"
         elif dense > chunk:
-            remedy += f" (a state every {dense} tokens; with --max-num-batched-tokens {chunk} one every {chunk})"
+            remedy += (
+                f" (a state every {dense} tokens; with --max-num-batched-tokens {chunk}, slower, one every {chunk})"
+            )
         found.append(
             warn(
                 check,
-                f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so a prompt that "
-                "shares a shorter prefix has no hit",
+                f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so the first prompt "
+                "that shares a shorter prefix has no hit",
                 remedy,
             )
         )
@@ -242,7 +244,7 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
                     check,
                     f"{text} (steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens})",
                     f"--prefix-cache-retention-interval {chunk} with --max-num-batched-tokens {chunk} gives one "
-                    f"every {dense}",
+                    f"every {dense}, at the price of shorter steps",
                 )
             )
         else:
