@@ -99,6 +99,26 @@ def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path:
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
 
 
+def test_drafts_that_are_rejected_are_never_stored(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """N-gram speculation, and a second turn on the generated tokens: as the engine's own cache of the same length."""
+    ngram = (
+        '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2,"prompt_lookup_min":1}'
+    )
+    text = prompt(5, 2 * CHUNK + 30)
+    with engine("qwen3", tmp_path / "plain.log", None, ngram) as plain:
+        (first,) = plain.run(text, max_tokens=2 * CHUNK)
+        turn = [*text, *first["tokens"], *prompt(6, 20)]
+        (own,) = plain.run(turn, max_tokens=24)
+    with engine("qwen3", tmp_path / "e.log", daemon.socket_path, ngram, extra={"checksum": "paranoid"}) as running:
+        (again,) = running.run(text, max_tokens=2 * CHUNK)
+        assert answer(again) == answer(first)
+        running.reset()
+        (second,) = running.run(turn, max_tokens=24)
+    assert second["cached_tokens"] == own["cached_tokens"] == 4 * CHUNK, "two chunks hold generated tokens"
+    assert stats(daemon.socket_path)["tokens_loaded"] == 4 * CHUNK
+    assert answer(second) == answer(own)
+
+
 def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -> None:
     """`server: "auto"`: the daemon outlives the engine; killed under a living engine it comes back by itself."""
     socket_path = str(tmp_path / "hybridkv" / "daemon.sock")

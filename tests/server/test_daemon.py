@@ -11,11 +11,13 @@ from hybridkv.wire.messages import (
     Condemn,
     Describe,
     Done,
+    Engines,
     Error,
     Explain,
     Explained,
     Hello,
     Identify,
+    ListEngines,
     Lookup,
     Release,
     Request,
@@ -23,6 +25,9 @@ from hybridkv.wire.messages import (
     Tell,
     Want,
     Welcome,
+    WireEngine,
+    WireModel,
+    geometry_to_wire,
 )
 from tests.layouts import LAYOUTS
 from tests.server.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
@@ -97,6 +102,25 @@ def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) 
         daemon.handle(1, Tell(f"r{number}", {"stored": str(number)}))
     explained = daemon.handle(1, Explain(5, "r2"))
     assert explained == Explained(5, {}, ["r4", "r1", "r3"])
+
+
+def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None:
+    daemon = make_daemon()
+    geometry, model = geometry_to_wire(GEMMA3), WireModel("gemma", 4096, "auto (bfloat16)", [1, 1, 1], 0, 2048)
+    daemon.connect(1)
+    daemon.handle(1, Hello(1, PROTOCOL_VERSION, "engine", "a", b"x" * 32, geometry, model))
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    daemon.connect(3)
+    daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    assert daemon.handle(3, ListEngines(5)) == Engines(
+        5,
+        [
+            WireEngine("a", b"x" * 32, geometry, model),
+            WireEngine("b", b"y" * 32, geometry_to_wire(QWEN3), None),
+        ],
+    )
+    daemon.disconnect(1)
+    assert [seen.engine_id for seen in daemon.handle(3, ListEngines(6)).engines] == ["b"]  # type: ignore[union-attr]
 
 
 def test_another_identity_from_now_on() -> None:

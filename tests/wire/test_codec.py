@@ -4,7 +4,7 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
@@ -31,6 +31,7 @@ def test_the_bytes_on_the_wire_do_not_change_by_accident(message: Stats | Lookup
     assert encode(message).hex() == frame
 
 
+@example(b"\x91\xa1\x80")
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_a_wire_error(body: bytes) -> None:
     for decode in (decode_request, decode_reply):

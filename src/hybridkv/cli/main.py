@@ -14,6 +14,8 @@ COMMANDS = {
     "stats": ("hybridkv.cli.control", "print the daemon's counters"),
     "explain": ("hybridkv.cli.explain", "say what became of a request, and why"),
     "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
+    "plan": ("hybridkv.cli.plan", "say what a model costs in the cache, and from which prompt on it helps"),
+    "doctor": ("hybridkv.cli.doctor", "check a vllm serve command line before it is served"),
     "verify": ("hybridkv.cli.verify", "prove on real engines that the cache changes no answer"),
     "bench": ("hybridkv.cli.bench", "measure the byte path and the lookup"),
 }

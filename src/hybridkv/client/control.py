@@ -10,15 +10,18 @@ from hybridkv.wire.messages import (
     TEXT_MAX,
     Clear,
     Done,
+    Engines,
     Error,
     Explain,
     Explained,
     Hello,
+    ListEngines,
     Reply,
     Report,
     Request,
     Stats,
     Welcome,
+    WireEngine,
 )
 
 
@@ -95,6 +98,12 @@ class Control:
         reply = self.call(Explain(self._next_id(), request_id[:TEXT_MAX]))
         assert isinstance(reply, Explained)
         return reply
+
+    def engines(self) -> list[WireEngine]:
+        """Every engine that is connected."""
+        reply = self.call(ListEngines(self._next_id()))
+        assert isinstance(reply, Engines)
+        return reply.engines
 
     def clear(self) -> int:
         """Drop every object; returns how many."""

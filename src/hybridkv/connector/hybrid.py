@@ -3,11 +3,10 @@
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,26 +18,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
+from hybridkv.connector.about import wire_model
 from hybridkv.connector.hashing import ENGINE_HASHES
 from hybridkv.connector.identity import identity_facts
-from hybridkv.connector.layout import build_geometry, group_geometry
+from hybridkv.connector.layout import build_geometry
 from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
+from hybridkv.connector.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.supervise import Supervisor
 from hybridkv.connector.tracked import BlockTable
 from hybridkv.connector.worker import WorkerSide
-from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.findings import Finding, Verdict, raise_first
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.paths import socket_of_server
-from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.core.plan import length_finding, state_findings
+from hybridkv.core.settings import Settings
 from hybridkv.shm.arena import check_ram
 
 logger = logging.getLogger("vllm.hybridkv")
 
 SERVER_CHECK_SECONDS = 1.0
-VLLM_SUPPORTED = ("0.32",)
-"""Minor versions this connector was run on; others have other hooks and other layouts."""
 
 
 class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -127,6 +128,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         layouts = {rank: layout for rank, layout in metadata.items() if isinstance(layout, WorkerLayout)}
         geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
         config = self._vllm_config
+        _report([length_finding(geometry, config.model_config.max_model_len)])
+        _report(state_findings(geometry, state_rule(config)))
         self._facts = identity_facts(config, self._kv_cache_config, geometry, layouts, self._settings)
         namespace = fingerprint(self._facts)
         self._scheduler = SchedulerSide(
@@ -140,8 +143,9 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config.num_blocks - 1,
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             facts=self._facts,
+            model=wire_model(config, layouts[0]),
         )
-        _announce(geometry, config.model_config.max_model_len, namespace, self._socket_path)
+        _announce(geometry, namespace, self._socket_path)
 
     def on_new_request(self, request: Any) -> None:
         """Send the lookup on arrival."""
@@ -252,45 +256,20 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
-    """The settings, if this engine's configuration can be served at all; raises ConfigError or GeometryError."""
-    minor = ".".join(vllm.__version__.split(".")[:2])
-    if minor not in VLLM_SUPPORTED:
-        raise ConfigError(
-            f"vllm {vllm.__version__} is not one that hybridkv was run on; vllm {VLLM_SUPPORTED[-1]} works"
-        )
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    settings = parse_settings(transfer.kv_connector_extra_config)
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("enable_prefix_caching is off, so the engine hashes no blocks; --enable-prefix-caching works")
-    for what, option in (
-        ("pipeline_parallel_size", "--pipeline-parallel-size 1"),
-        ("decode_context_parallel_size", "--decode-context-parallel-size 1"),
-        ("prefill_context_parallel_size", "--prefill-context-parallel-size 1"),
-    ):
-        if getattr(parallel, what, 1) > 1:
-            raise ConfigError(f"{what}={getattr(parallel, what)} is not supported yet; {option} works")
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "speculative_config: restoring the cache under speculative decoding is not proven yet; "
-            "serving without --speculative-config works"
-        )
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales gives every engine other scales for the same bytes; "
-            "serving without --calculate-kv-scales works"
-        )
-    for gid in kv_cache_config.prefix_cacheable_group_ids:
-        group_geometry(gid, kv_cache_config.kv_cache_groups[gid].kv_cache_spec, (1,))
-    if transfer.kv_load_failure_policy != "recompute":
-        logger.warning(
-            "hybridkv: kv_load_failure_policy=%r ends a request whose load fails; add "
-            '"kv_load_failure_policy":"recompute" to --kv-transfer-config to have it computed instead',
-            transfer.kv_load_failure_policy,
-        )
-    return settings
+    """The settings, if this engine's configuration can be served at all; raises ConfigError."""
+    _report(config_findings(vllm_config))
+    _report(group_findings(kv_cache_config, vllm_config.speculative_config))
+    return settings_of(vllm_config)
 
 
-def _announce(geometry: Geometry, max_model_len: int, namespace: bytes, socket_path: str) -> None:
+def _report(findings: Iterable[Finding]) -> None:
+    """Raise the first FAIL, log every warning."""
+    for finding in raise_first(findings):
+        if finding.verdict is Verdict.WARN:
+            logger.warning("hybridkv: %s", finding.sentence)
+
+
+def _announce(geometry: Geometry, namespace: bytes, socket_path: str) -> None:
     kinds = ", ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups)
     logger.info(
         "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
@@ -299,9 +278,3 @@ def _announce(geometry: Geometry, max_model_len: int, namespace: bytes, socket_p
         namespace.hex()[:12],
         socket_path,
     )
-    if geometry.chunk_tokens >= max_model_len:
-        works = max_model_len // geometry.chunk_tokens * geometry.chunk_tokens or 2 * geometry.chunk_tokens
-        raise HybridKVError(
-            f"a chunk has {geometry.chunk_tokens} tokens and max_model_len is {max_model_len}, so nothing can ever be "
-            f"stored; --max-model-len {works} works"
-        )

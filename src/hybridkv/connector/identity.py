@@ -48,6 +48,7 @@ def identity_facts(
         ],
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
         "layout": str(kv_cache_config.kv_cache_layout),
+        "speculative": getattr(vllm_config.speculative_config, "method", None),
         "groups": [
             [
                 *dataclasses.astuple(group),

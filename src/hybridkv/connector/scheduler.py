@@ -41,6 +41,7 @@ from hybridkv.wire.messages import (
     Request,
     Tell,
     Want,
+    WireModel,
     geometry_to_wire,
 )
 
@@ -81,6 +82,7 @@ class SchedulerSide:
         pool_blocks: int,
         own_hashes: bool = False,
         facts: Mapping[str, object] | None = None,
+        model: WireModel | None = None,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
@@ -94,6 +96,7 @@ class SchedulerSide:
         self._counters = counters
         self._socket_path = socket_path
         self._engine_id = engine_id
+        self._model = model
         self._link = Link(socket_path, self._hello(namespace), self._lost)
         self._stores = Stores(geometry, tokens_per_step, settings.store_generated, counters)
         self._breaker = Breaker()
@@ -360,7 +363,7 @@ class SchedulerSide:
 
     def _hello(self, namespace: bytes) -> Hello:
         geometry = geometry_to_wire(self._geometry)
-        return Hello(1, PROTOCOL_VERSION, "engine", self._engine_id, namespace, geometry)
+        return Hello(1, PROTOCOL_VERSION, "engine", self._engine_id, namespace, geometry, self._model)
 
     def _poll(self, now: float) -> None:
         for reply in self._link.poll(now):

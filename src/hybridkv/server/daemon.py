@@ -24,6 +24,7 @@ from hybridkv.wire.messages import (
     Condemn,
     Describe,
     Done,
+    Engines,
     Error,
     Explain,
     Explained,
@@ -31,6 +32,7 @@ from hybridkv.wire.messages import (
     Granted,
     Hello,
     Identify,
+    ListEngines,
     Lookup,
     Release,
     Reply,
@@ -40,7 +42,10 @@ from hybridkv.wire.messages import (
     Tell,
     Want,
     Welcome,
+    WireEngine,
+    WireModel,
     geometry_from_wire,
+    geometry_to_wire,
 )
 
 SESSION_SHARE = 4
@@ -67,6 +72,7 @@ class Session:
     geometry: Geometry
     namespace: Namespace
     engine_connection: int | None
+    model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
 
@@ -138,6 +144,8 @@ class Daemon:
                 return self._hello(connection_id, connection, request)
             case Stats():
                 return self._stats(request)
+            case ListEngines():
+                return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
                 return Done(request.id, self.store.clear())
             case Identify():
@@ -183,7 +191,8 @@ class Daemon:
                 raise RequestError("geometry", str(error)) from error
             if len(self._sessions) >= SESSIONS_MAX:
                 raise RequestError("sessions", f"there are {SESSIONS_MAX} sessions already")
-            session = Session(hello.engine_id, geometry, self._namespace(hello.namespace, geometry), connection_id)
+            namespace = self._namespace(hello.namespace, geometry)
+            session = Session(hello.engine_id, geometry, namespace, connection_id, hello.model)
             self._sessions.append(session)
             connection.session = session
         connection.role, connection.engine_id = hello.role, hello.engine_id
@@ -366,6 +375,11 @@ class Daemon:
                 self.store.free(slot)
             self._sessions.remove(session)
             self.counters["sessions_ended"] += 1
+
+
+def _wire_engine(session: Session) -> WireEngine:
+    geometry = geometry_to_wire(session.geometry)
+    return WireEngine(session.engine_id, session.namespace.identity, geometry, session.model)
 
 
 def _session_of(connection: Connection) -> Session:

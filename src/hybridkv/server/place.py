@@ -19,18 +19,35 @@ class AlreadyServedError(HybridKVError):
 
 def make_private_directory(directory: Path, setting: str) -> None:
     """Create `directory` for this user alone, or check that an existing one is; raises ConfigError."""
-    works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
     except OSError as error:
-        raise ConfigError(f"{setting}: directory {directory} cannot be made ({error.strerror}); {works}") from error
+        raise ConfigError(f"{setting}: directory {directory} cannot be made ({error.strerror}); {_works()}") from error
+    check_private_directory(directory, setting)
+
+
+def check_private_directory(directory: Path, setting: str) -> None:
+    """Raise ConfigError unless `directory` is this user's alone, or can be made; changes nothing."""
+    works = _works()
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        above = next(parent for parent in directory.parents if parent.exists())
+        if os.access(above, os.W_OK | os.X_OK):
+            return
+        raise ConfigError(f"{setting}: you may not make directory {directory} in {above}; {works}") from None
+    except OSError as error:
+        raise ConfigError(f"{setting}: directory {directory} cannot be used ({error.strerror}); {works}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{setting}: {directory} is not a directory of its own (a link?); {works}")
     if status.st_uid != os.geteuid():
         raise ConfigError(f"{setting}: {directory} belongs to user id {status.st_uid}, not to you; {works}")
     if status.st_mode & 0o022:
         raise ConfigError(f"{setting}: others may write to {directory}; {works}, or chmod 700 it")
+
+
+def _works() -> str:
+    return f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
 
 
 def take_lock(socket_path: Path) -> int:

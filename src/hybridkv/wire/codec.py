@@ -29,7 +29,7 @@ def decode_request(body: bytes) -> Request:
     """A request from a frame's body; raises WireError."""
     try:
         return _requests.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a request: {error}") from error
 
 
@@ -37,7 +37,7 @@ def decode_reply(body: bytes) -> Reply:
     """A reply from a frame's body; raises WireError."""
     try:
         return _replies.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a reply: {error}") from error
 
 

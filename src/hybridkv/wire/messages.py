@@ -51,6 +51,28 @@ class WireGeometry(Struct, frozen=True, array_like=True):
     ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
 
 
+class WireModel(Struct, frozen=True, array_like=True):
+    """What people want to know of an engine besides its geometry; the daemon only passes it on."""
+
+    name: Text
+    max_model_len: Count
+    kv_dtype: Text
+    layers: Annotated[list[Count], Meta(max_length=GROUPS_MAX)]
+    """Layers of each group, in the order of the geometry's."""
+    retention_tokens: Count | None
+    """See core.states.StateRule, as `step_tokens`."""
+    step_tokens: Count
+
+
+class WireEngine(Struct, frozen=True, array_like=True):
+    """One session of the daemon."""
+
+    engine_id: Text
+    namespace: Hash
+    geometry: WireGeometry
+    model: WireModel | None
+
+
 class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all messages; the tag is the class's name."""
 
@@ -64,6 +86,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     engine_id: Text = ""
     namespace: Hash | None = None
     geometry: WireGeometry | None = None
+    model: WireModel | None = None
 
 
 class Identify(_Message, frozen=True, tag="identify"):
@@ -141,6 +164,12 @@ class Stats(_Message, frozen=True, tag="stats"):
     id: Count
 
 
+class ListEngines(_Message, frozen=True, tag="list_engines"):
+    """Ask who is connected."""
+
+    id: Count
+
+
 class Clear(_Message, frozen=True, tag="clear"):
     """Drop every object; those under a read lease go when it ends."""
 
@@ -194,6 +223,13 @@ class Report(_Message, frozen=True, tag="report"):
     info: dict[str, str]
 
 
+class Engines(_Message, frozen=True, tag="engines"):
+    """Answer to ListEngines."""
+
+    id: Count
+    engines: list[WireEngine]
+
+
 class Done(_Message, frozen=True, tag="done"):
     """Answer to Clear (how many objects were dropped) and to Identify."""
 
@@ -217,10 +253,10 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Request = (
-    Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | Clear | Condemn | Tell | Describe | Explain
-)
-Reply = Welcome | Found | Granted | Report | Done | Explained | Error
+Engine = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
+"""What an engine says; whoever asks with a control connection says the rest."""
+Request = Engine | Stats | ListEngines | Clear | Explain
+Reply = Welcome | Found | Granted | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:

@@ -1,0 +1,72 @@
+"""An engine's configuration looked at in a child process. See hybridkv.cli.previewer for the other side."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Finding
+from hybridkv.core.plan import Preview
+from hybridkv.core.settings import Settings
+
+PREVIEW_SECONDS_MAX = 600.0
+PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Defaults for the child; what the user has set wins."""
+_EXIT_USAGE = 2
+_LOG_TAIL_LINES = 15
+
+
+@dataclass
+class Answer:
+    """What the child found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    preview: Preview | None = None
+    settings: Settings = Settings()
+    transfer_named: bool = False
+    """Whether the arguments had a `--kv-transfer-config` with our connector."""
+    identity: str = ""
+    """The namespace that the engine will have, in hex."""
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def look(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Answer:
+    """Ask a child what `vllm serve` with these arguments would be; raises ConfigError where vLLM cannot read them."""
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile() as said, os.fdopen(read_fd, "rb") as answers:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hybridkv.cli.previewer", str(write_fd), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            pass_fds=(write_fd,),
+            env={**PREVIEW_ENVIRONMENT, **os.environ, **(environment or {})},
+        )
+        os.close(write_fd)
+        try:
+            answer = answers.read()
+            status = process.wait(PREVIEW_SECONDS_MAX)
+        finally:
+            process.kill()
+            process.wait()
+        if answer:
+            return msgspec.json.decode(answer, type=Answer)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if status == _EXIT_USAGE and lines:
+        raise ConfigError(f"{lines[-1].removeprefix('vllm serve: error: ')}; vllm serve --help=all lists what works")
+    raise HybridKVError(f"vLLM ended with status {status}:\n" + "\n".join(lines[-_LOG_TAIL_LINES:]))
+
+
+def serve_arguments(words: Sequence[str]) -> list[str]:
+    """The arguments of a command line that may begin with "vllm serve"."""
+    rest = list(words)
+    for word in ("vllm", "serve"):
+        if rest[:1] == [word]:
+            rest = rest[1:]
+    return rest

@@ -1,0 +1,123 @@
+"""The child behind `hybridkv plan` and `hybridkv doctor`: vLLM's configuration, looked at and not served.
+
+The answer goes as JSON to the descriptor named by the first argument; everything after it is `vllm serve`'s.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from hybridkv.cli.preview import Answer
+from hybridkv.connector.identity import identity_facts
+from hybridkv.connector.preflight import (
+    CONNECTOR,
+    config_findings,
+    group_findings,
+    settings_of,
+    state_rule,
+    transfer_findings,
+)
+from hybridkv.connector.preview import EnginePreview, describe, geometry_of, preview_engine
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Finding, Verdict, fail, failure, ok
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import fingerprint
+from hybridkv.core.plan import length_finding, state_findings
+
+logger = logging.getLogger("vllm.hybridkv")
+
+_TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
+"""Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
+_FACTS_SHOWN = ("weights", "dtype", "kv_dtype", "quantization", "parallel", "layout", "chunk", "abi", "hash")
+
+
+def look(arguments: list[str]) -> Answer:
+    """Everything that can be known of an engine before it is served."""
+    answer = Answer()
+    parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(arguments)
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    parsed.kv_transfer_config = _transfer(parsed.kv_transfer_config, answer)
+    config = _guarded("vllm arguments", answer, lambda: _config(parsed))
+    if config is None:
+        return answer
+    named = answer.transfer_named
+    answer.findings += [
+        finding for finding in config_findings(config) if named or finding.check not in _TRANSFER_CHECKS
+    ]
+    with contextlib.suppress(ConfigError):
+        answer.settings = settings_of(config)
+    engine = _guarded("KV cache groups", answer, lambda: preview_engine(config))
+    if engine is not None:
+        answer.findings += _cache_findings(config, engine, answer)
+    return answer
+
+
+def _config(parsed: Any) -> Any:
+    return AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def _transfer(given: Any, answer: Answer) -> Any:
+    """The given `--kv-transfer-config`, or the one that works where it is missing or names something else."""
+    findings = list(transfer_findings(given))
+    answer.findings += findings
+    answer.transfer_named = not any(finding.verdict is Verdict.FAIL for finding in findings)
+    return given if answer.transfer_named else KVTransferConfig(**CONNECTOR)
+
+
+def _guarded(check: str, answer: Answer, make: Any) -> Any:
+    """What `make` returns; where vLLM refuses, with whatever exception, a FAIL in its words and None."""
+    try:
+        return make()
+    except Exception as error:
+        logger.exception("hybridkv: vLLM refuses")
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        lines = [line.strip() for line in what.splitlines() if line.strip()]
+        answer.findings.append(fail(check, f"vLLM says: {lines[0] if lines else type(error).__name__}"))
+        return None
+
+
+def _cache_findings(config: Any, engine: EnginePreview, answer: Answer) -> Iterator[Finding]:
+    groups = list(group_findings(engine.kv_cache_config, config.speculative_config))
+    yield from groups
+    geometry: Geometry | None = None
+    if not any(finding.verdict is Verdict.FAIL for finding in groups):
+        try:
+            geometry = geometry_of(engine, answer.settings.hybrid_chunk_size)
+        except HybridKVError as error:
+            yield failure("chunk", error)
+    answer.preview = describe(config, engine, geometry)
+    if geometry is None:
+        return
+    yield ok("chunk", f"{geometry.chunk_tokens} tokens; hits are aligned to {geometry.alignment_tokens}")
+    yield length_finding(geometry, config.model_config.max_model_len)
+    yield from state_findings(geometry, state_rule(config))
+    try:
+        facts = identity_facts(config, engine.kv_cache_config, geometry, engine.layouts, answer.settings)
+    except HybridKVError as error:
+        yield failure("identity", error)
+        return
+    answer.identity = fingerprint(facts).hex()
+    answer.facts = {key: msgspec.json.encode(facts[key]).decode() for key in _FACTS_SHOWN}
+    yield ok("identity", f"{answer.identity[:12]}; weights {facts['weights']}")
+
+
+def main() -> None:
+    """Answer once."""
+    with os.fdopen(int(sys.argv[1]), "wb") as answers:
+        answers.write(msgspec.json.encode(look(sys.argv[2:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""An engine's KV cache groups and layouts from its configuration alone: no weights, no cache, no other rank.
+
+The model is built on torch's meta device, where a tensor has a shape and no bytes; then vLLM's own code makes the
+groups and the per-layer views, so that every figure is the one a served engine would have.
+"""
+
+import copy
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_configs,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, iter_layer_specs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
+
+from hybridkv.connector.about import kv_dtype
+from hybridkv.connector.layout import block_views, build_geometry, group_geometry, worker_layout
+from hybridkv.connector.metadata import WorkerLayout
+from hybridkv.connector.preflight import state_rule
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.plan import GroupPreview, Preview
+
+_PRETENDED_MEMORY_BYTES = 1 << 48
+"""Memory for the cache that is never taken: meta tensors have none."""
+
+
+@dataclass(frozen=True)
+class EnginePreview:
+    """What an engine of this configuration would register."""
+
+    kv_cache_config: KVCacheConfig
+    layouts: Mapping[int, WorkerLayout]
+    """By rank; every rank has the same."""
+
+
+def preview_engine(vllm_config: Any) -> EnginePreview:
+    """Build the model without memory and let vLLM lay out its cache. Once per process: layers register by name."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    with _pretended_ranks(vllm_config, ranks):
+        _build_model(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        with set_current_vllm_config(vllm_config):
+            config = _kv_cache_config(vllm_config)
+            layout = _worker_layout(vllm_config, config)
+    return EnginePreview(config, dict.fromkeys(range(ranks), layout))
+
+
+def describe(vllm_config: Any, engine: EnginePreview, geometry: Geometry | None) -> Preview:
+    """The values that the plan is made of."""
+    model = vllm_config.model_config
+    config = engine.kv_cache_config
+    layers = engine.layouts[0].layers
+    return Preview(
+        model.model,
+        model.max_model_len,
+        kv_dtype(vllm_config, engine.layouts[0]),
+        len(engine.layouts),
+        tuple(_group_preview(config, gid, layers) for gid in range(len(config.kv_cache_groups))),
+        geometry,
+        state_rule(vllm_config),
+    )
+
+
+def geometry_of(engine: EnginePreview, chunk_tokens: int | None) -> Geometry:
+    """The geometry as the connector makes it at start-up; raises HybridKVError."""
+    return build_geometry(engine.kv_cache_config, engine.layouts, chunk_tokens)
+
+
+def _group_preview(config: KVCacheConfig, gid: int, layers: Mapping[int, tuple[Any, ...]]) -> GroupPreview:
+    group = config.kv_cache_groups[gid]
+    specs = list(iter_layer_specs(group.kv_cache_spec))
+    names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    tokens, count = group.kv_cache_spec.block_size, len(group.layer_names)
+    if gid not in config.prefix_cacheable_group_ids:
+        return GroupPreview(gid, names, tokens, count, 0, cacheable=False)
+    sizes = tuple(layer.block_bytes for layer in layers[gid])
+    try:
+        known = group_geometry(gid, group.kv_cache_spec, sizes)
+    except HybridKVError as error:
+        return GroupPreview(gid, names, tokens, count, sum(sizes), refusal=str(error))
+    return GroupPreview(gid, str(known.kind), tokens, count, known.block_bytes, known.window_tokens)
+
+
+@contextmanager
+def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
+    """One process that believes to be rank 0 of `ranks`: layers divide by the size of their group, nobody talks."""
+    alone = copy.copy(vllm_config)
+    alone.parallel_config = copy.copy(vllm_config.parallel_config)
+    for what in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes", "world_size"):
+        setattr(alone.parallel_config, what, 1)
+    alone.parallel_config.enable_elastic_ep = False
+    with tempfile.TemporaryDirectory(prefix="hybridkv-preview-") as directory:
+        with set_current_vllm_config(alone):
+            parallel_state.init_distributed_environment(1, 0, f"file://{Path(directory) / 'store'}", 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.get_tp_group().world_size = ranks
+        try:
+            yield
+        finally:
+            parallel_state.get_tp_group().world_size = 1
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+def _build_model(vllm_config: Any) -> None:
+    model_config = vllm_config.model_config
+    with (
+        set_current_vllm_config(vllm_config),
+        set_default_torch_dtype(model_config.dtype),
+        torch.device("meta"),
+    ):
+        initialize_model(vllm_config=vllm_config, model_config=model_config)
+
+
+def _kv_cache_config(vllm_config: Any) -> KVCacheConfig:
+    """The steps of vLLM's EngineCore from layer specs to a KVCacheConfig, for one worker with memory to spare."""
+    register_all_kvcache_specs(vllm_config)
+    cache = vllm_config.cache_config
+    specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
+    supported = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))]
+    layout = resolve_kv_cache_layout(vllm_config, [supported], list(specs.values()))
+    (config,) = get_kv_cache_configs(vllm_config, [specs], [_PRETENDED_MEMORY_BYTES])
+    config.kv_cache_layout = layout.name
+    sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
+    cache.block_size = min(sizes or [group.kv_cache_spec.block_size for group in config.kv_cache_groups])
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
+    config.hash_block_size = hash_block
+    config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+        config, vllm_config, scheduler_block, hash_block
+    )
+    return config
+
+
+def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> WorkerLayout:
+    """The layout of the views that a worker would register, made by vLLM's allocator on the meta device."""
+    backends = _backends(vllm_config)
+    groups = [_attention_groups(config, gid, backends) for gid in range(len(config.kv_cache_groups))]
+    kernel_blocks = prepare_kernel_block_sizes(config, groups)
+    views = allocate_kv_cache(
+        config, torch.device("meta"), vllm_config.cache_config.get_resolved_kv_cache_layout(), kernel_blocks
+    )
+    layout = worker_layout(config, block_views(config, views))
+    return replace(layout, device=vllm_config.device_config.device_type)
+
+
+def _attention_groups(config: KVCacheConfig, gid: int, backends: Mapping[str, Any]) -> list[AttentionGroup]:
+    group = config.kv_cache_groups[gid]
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return [
+        AttentionGroup(backends[name], [name], per_layer.get(name, group.kv_cache_spec), gid)
+        for name in group.layer_names
+    ]
+
+
+def _backends(vllm_config: Any) -> dict[str, Any]:
+    layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))
+    return {name: layer.get_attn_backend() for name, layer in layers.items()}

@@ -1,0 +1,45 @@
+"""Where recurrent states exist: the engine keeps one only where a step ended and its retention setting says so.
+
+::
+
+    tokens    0      256     512     768     1024    1280   1500 = prompt      blocks of 256, steps of at most 600
+    steps     |---------------|---------------|-------|------|
+    states                    S               S       L                        S: with retention, L: always
+"""
+
+import math
+from dataclasses import dataclass
+
+from hybridkv.core.geometry import Geometry, Group, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class StateRule:
+    """The engine's settings as far as they decide where recurrent states stand."""
+
+    retention_tokens: int | None = 0
+    """vLLM's prefix_cache_retention_interval: 0 = only the last boundary of a prompt, None = wherever a step ends."""
+    step_tokens: int = 0
+    """The most tokens of one prompt in one step; 0 = the whole prompt."""
+
+    def period_tokens(self, group: Group) -> int:
+        """Tokens between the states of a long prompt computed alone; 0 = only its last boundary has one."""
+        if self.retention_tokens == 0 or self.step_tokens == 0:
+            return 0
+        block = group.tokens_per_block
+        step = max(block, self.step_tokens // block * block)
+        return math.lcm(step, max(block, self.retention_tokens or block))
+
+
+def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
+    """The groups whose blocks are states."""
+    return tuple(group for group in geometry.groups if group.kind is Kind.RECURRENT)
+
+
+def stored_states(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> int:
+    """How many states of `group` a prompt of `prompt_tokens` leaves in the cache: those that stand on chunk ends."""
+    last = max(0, prompt_tokens - 1) // geometry.alignment_tokens * geometry.alignment_tokens
+    period = rule.period_tokens(group)
+    every = math.lcm(period, geometry.chunk_tokens) if period else 0
+    extra = last > 0 and last % geometry.chunk_tokens == 0 and not (every and last % every == 0)
+    return (prompt_tokens // every if every else 0) + extra
