@@ -91,8 +91,6 @@ def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -
     if 0 < rule.step_tokens < block:
         rule = StateRule(rule.retention_tokens, block)
     stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt)
-    if rule.step_tokens == 0:
-        stood = {boundary for boundary in stood if boundary == (prompt - 1) // block * block}
     expected = {boundary for boundary in stood if boundary % geometry.chunk_tokens == 0}
     assert stored_states(geometry, group, rule, prompt) == len(expected)
 

@@ -38,8 +38,12 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 def stored_states(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> int:
     """How many states of `group` a prompt of `prompt_tokens` leaves in the cache: those that stand on chunk ends."""
-    last = max(0, prompt_tokens - 1) // geometry.alignment_tokens * geometry.alignment_tokens
+    chunk = geometry.chunk_tokens
+    ends = {max(0, prompt_tokens - 1) // geometry.alignment_tokens * geometry.alignment_tokens}
+    retained = max(group.tokens_per_block, rule.retention_tokens or 0)
+    if rule.retention_tokens != 0 and prompt_tokens % retained == 0:
+        ends.add(prompt_tokens)
     period = rule.period_tokens(group)
-    every = math.lcm(period, geometry.chunk_tokens) if period else 0
-    extra = last > 0 and last % geometry.chunk_tokens == 0 and not (every and last % every == 0)
+    every = math.lcm(period, chunk) if period else 0
+    extra = sum(end > 0 and end % chunk == 0 and not (every and end % every == 0) for end in ends)
     return (prompt_tokens // every if every else 0) + extra
