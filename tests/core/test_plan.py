@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import part_bytes, stored_blocks
@@ -80,7 +80,12 @@ def states_by_steps(group_block: int, alignment: int, rule: StateRule, prompt: i
     return stood - {0}
 
 
-@given(st.sampled_from(["qwen3next", "falconh1"]), rules, st.integers(1, 20000))
+lengths = st.integers(1, 20000) | st.integers(1, 70).map(lambda n: n * 256) | st.integers(1, 30).map(lambda n: n * 640)
+
+
+@given(st.sampled_from(["qwen3next", "falconh1"]), rules, lengths)
+@example("qwen3next", StateRule(None, 512), 256)
+@example("qwen3next", StateRule(0, 512), 1024)
 def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -> None:
     geometry = LAYOUTS[name]
     (group, *_) = [group for group in geometry.groups if group.kind is Kind.RECURRENT]
@@ -88,8 +93,6 @@ def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -
     if rule.retention_tokens:
         # vLLM takes multiples of the scheduler block only.
         rule = StateRule(max(1, rule.retention_tokens // block) * block, rule.step_tokens)
-    if 0 < rule.step_tokens < block:
-        rule = StateRule(rule.retention_tokens, block)
     stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt)
     expected = {boundary for boundary in stood if boundary % geometry.chunk_tokens == 0}
     assert stored_states(geometry, group, rule, prompt) == len(expected)

@@ -22,6 +22,12 @@ class StateRule:
     step_tokens: int = 0
     """The most tokens of one prompt in one step; 0 = the whole prompt."""
 
+    def keeps(self, group: Group, boundary: int) -> bool:
+        """Whether a state at `boundary` outlives its step for its position alone."""
+        if self.retention_tokens == 0 or boundary % group.tokens_per_block:
+            return False
+        return boundary % max(group.tokens_per_block, self.retention_tokens or 0) == 0
+
     def period_tokens(self, group: Group) -> int:
         """Tokens between the states of a long prompt computed alone; 0 = only its last boundary has one."""
         if self.retention_tokens == 0 or self.step_tokens == 0:
@@ -38,12 +44,10 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 def stored_states(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> int:
     """How many states of `group` a prompt of `prompt_tokens` leaves in the cache: those that stand on chunk ends."""
-    chunk = geometry.chunk_tokens
-    ends = {max(0, prompt_tokens - 1) // geometry.alignment_tokens * geometry.alignment_tokens}
-    retained = max(group.tokens_per_block, rule.retention_tokens or 0)
-    if rule.retention_tokens != 0 and prompt_tokens % retained == 0:
+    unit, chunk, period = geometry.alignment_tokens, geometry.chunk_tokens, rule.period_tokens(group)
+    ends = {max(0, prompt_tokens - 1) // unit * unit}
+    if rule.keeps(group, prompt_tokens):
         ends.add(prompt_tokens)
-    period = rule.period_tokens(group)
     every = math.lcm(period, chunk) if period else 0
-    extra = sum(end > 0 and end % chunk == 0 and not (every and end % every == 0) for end in ends)
-    return (prompt_tokens // every if every else 0) + extra
+    inner = prompt_tokens // every if every else 0
+    return inner + sum(end > 0 and end % chunk == 0 and not (every and end % every == 0) for end in ends)

@@ -1,0 +1,157 @@
+"""`hybridkv doctor` and the connector refuse for the same reasons."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.findings import Finding, Verdict
+from hybridkv.testing.models import bundled_models
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+
+def config(**changes: Any) -> Any:
+    """The parts of a VllmConfig that the rules read, all as they should be but for `changes`."""
+    values: dict[str, Any] = {
+        "kv_connector": "HybridKVConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {},
+        "enable_prefix_caching": True,
+        "calculate_kv_scales": False,
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256",
+        "prefix_cache_retention_interval": 0,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "nnodes": 1,
+        "disable_hybrid_kv_cache_manager": False,
+        "max_num_batched_tokens": 2048,
+        "enable_chunked_prefill": True,
+        "speculative_config": None,
+    } | changes
+    part = SimpleNamespace(**values)
+    return SimpleNamespace(
+        kv_transfer_config=part,
+        cache_config=part,
+        parallel_config=part,
+        scheduler_config=part,
+        speculative_config=part.speculative_config,
+    )
+
+
+def findings(**changes: Any) -> list[Finding]:
+    from hybridkv.connector.preflight import config_findings, transfer_findings
+
+    made = config(**changes)
+    return [*transfer_findings(made.kv_transfer_config), *config_findings(made)]
+
+
+def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert {finding.verdict for finding in findings()} == {Verdict.OK}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "sentence"),
+    [
+        ({"kv_connector": "NixlConnector"}, "FAIL", "NixlConnector.*HybridKVConnector"),
+        ({"kv_connector_module_path": None}, "FAIL", '"kv_connector_module_path":"hybridkv.connector" works'),
+        ({"kv_connector": None}, "FAIL", "names no connector.*--kv-transfer-config '.*' works"),
+        ({"kv_role": "kv_consumer"}, "warn", '"kv_role":"kv_both" works'),
+        ({"kv_connector_extra_config": {"sever": 1}}, "FAIL", "unknown key 'sever'; did you mean 'server'"),
+        ({"enable_prefix_caching": False}, "FAIL", "--enable-prefix-caching works"),
+        ({"pipeline_parallel_size": 2}, "FAIL", "--pipeline-parallel-size 1 works"),
+        ({"decode_context_parallel_size": 2}, "FAIL", "--decode-context-parallel-size 1 works"),
+        ({"prefill_context_parallel_size": 2}, "FAIL", "--prefill-context-parallel-size 1 works"),
+        ({"nnodes": 2}, "FAIL", "--nnodes 1 works"),
+        ({"speculative_config": object()}, "FAIL", "without --speculative-config works"),
+        ({"calculate_kv_scales": True}, "FAIL", "without --calculate-kv-scales works"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "FAIL", "--prefix-caching-hash-algo sha256 works"),
+        ({"disable_hybrid_kv_cache_manager": True}, "warn", "--no-disable-hybrid-kv-cache-manager works"),
+        ({"kv_load_failure_policy": "fail"}, "warn", '"kv_load_failure_policy":"recompute"'),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_each_rule_names_the_setting_that_works(
+    changes: dict[str, Any], verdict: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import re
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = [finding for finding in findings(**changes) if finding.verdict is not Verdict.OK]
+    assert found, "the rule says nothing"
+    assert {str(finding.verdict) for finding in found} == {verdict}
+    assert re.search(sentence, found[0].sentence), found[0].sentence
+
+
+def test_a_seed_of_ones_own_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    (found,) = [finding for finding in findings() if finding.verdict is not Verdict.OK]
+    assert found.sentence.endswith("unset PYTHONHASHSEED works")
+
+
+def test_the_connector_raises_what_doctor_shows() -> None:
+    from hybridkv.connector.hybrid import check_config
+
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(enable_prefix_caching=False), SimpleNamespace(prefix_cacheable_group_ids=()))
+    shown = [finding.sentence for finding in findings(enable_prefix_caching=False) if finding.verdict is Verdict.FAIL]
+    assert [str(caught.value)] == shown
+
+
+def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "doctor", "--json", "--", "vllm", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.stdout, said.stderr
+    return said.returncode, json.loads(said.stdout)
+
+
+def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
+    """All of them at once, where the engine would stop at the first."""
+    transfer = {
+        "kv_connector": "HybridKVConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"server": f"unix://{tmp_path}/none.sock", "hybrid_chunk_size": 200},
+    }
+    status, said = doctor(
+        str(bundled_models()["qwen3next"]),
+        "--skip-tokenizer-init",
+        "--max-model-len=4096",
+        "--speculative-config",
+        '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
+        "--port=8001",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    )
+    assert status == 1
+    checks = {check["check"]: check for check in said["checks"]}
+    assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {"speculative decoding", "chunk"}
+    assert checks["chunk"]["what"].startswith("hybrid_chunk_size=200 is not a multiple of")
+    assert {"kv_load_failure_policy", "daemon"} <= {n for n, check in checks.items() if check["verdict"] == "warn"}
+
+
+@pytest.mark.slow
+def test_an_option_that_vllm_does_not_have_is_one_clear_line() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "doctor", "--", "vllm", "serve", "m", "--tensor-paralel", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert said.stderr.splitlines()[-1].startswith("hybridkv: unrecognized arguments: --tensor-paralel 2; ")
