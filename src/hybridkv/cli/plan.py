@@ -142,7 +142,7 @@ def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
             str(group.layers or "-"),
             str(group.window_tokens or "-"),
             format_size(group.block_bytes) if group.block_bytes else "-",
-            f"{group.token_bytes:,.0f}",
+            f"{group.token_bytes:,.0f}" if group.block_bytes else "-",
             "refused" if group.refusal else f"{group.stored_token_bytes:,.0f}" if plan.totals else "-",
             style="bold red" if group.refusal else None,
         )
