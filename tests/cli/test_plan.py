@@ -49,7 +49,7 @@ def test_a_refused_group_is_shown_with_its_reason(
     assert main.main(["plan", "--model", "some/model"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "SinkFullAttentionSpec" in said
-    assert f"FAIL: {refusal}" in said
+    assert f"FAIL group 2: {refusal}" in said
     assert main.main(["plan", "--model", "some/model", "--json"]) == 1
     (planned,) = json.loads(capsys.readouterr().out)["plans"]
     assert planned["totals"] is None

@@ -142,7 +142,7 @@ def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
             str(group.layers or "-"),
             str(group.window_tokens or "-"),
             format_size(group.block_bytes) if group.block_bytes else "-",
-            f"{group.token_bytes:,.0f}",
+            f"{group.token_bytes:,.0f}" if group.block_bytes else "-",
             "refused" if group.refusal else f"{group.stored_token_bytes:,.0f}" if plan.totals else "-",
             style="bold red" if group.refusal else None,
         )
@@ -158,7 +158,9 @@ def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
         console.print(f"{name:<{width}}  {shown}", highlight=False, markup=False)
     for finding in findings:
         style = {Verdict.OK: None, Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}[finding.verdict]
-        console.print(f"{finding.verdict}: {finding.sentence}", style=style, highlight=False, markup=False)
+        console.print(
+            f"{finding.verdict} {finding.check}: {finding.sentence}", style=style, highlight=False, markup=False
+        )
 
 
 def _total_rows(plan: Plan, totals: Totals) -> list[tuple[str, str]]:

@@ -37,24 +37,22 @@ class Answer:
 
 def look(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Answer:
     """Ask a child what `vllm serve` with these arguments would be; raises ConfigError where vLLM cannot read them."""
-    read_fd, write_fd = os.pipe()
-    with tempfile.TemporaryFile() as said, os.fdopen(read_fd, "rb") as answers:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hybridkv.cli.previewer", str(write_fd), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            pass_fds=(write_fd,),
-            env={**PREVIEW_ENVIRONMENT, **os.environ, **(environment or {})},
-        )
-        os.close(write_fd)
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as answers:
         try:
-            answer = answers.read()
-            status = process.wait(PREVIEW_SECONDS_MAX)
-        finally:
-            process.kill()
-            process.wait()
-        if answer:
+            status = subprocess.run(
+                [sys.executable, "-m", "hybridkv.cli.previewer", str(answers.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=(answers.fileno(),),
+                env={**PREVIEW_ENVIRONMENT, **os.environ, **(environment or {})},
+                timeout=PREVIEW_SECONDS_MAX,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise HybridKVError(f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s") from error
+        answers.seek(0)
+        if answer := answers.read():
             return msgspec.json.decode(answer, type=Answer)
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from hybridkv.connector.preflight import (
 )
 from hybridkv.connector.preview import EnginePreview, describe, geometry_of, preview_engine
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, Verdict, fail, failure, ok
+from hybridkv.core.findings import Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.plan import length_finding, state_findings
@@ -60,7 +59,7 @@ def look(arguments: list[str]) -> Answer:
         answer.settings = settings_of(config)
     engine = _guarded("KV cache groups", answer, lambda: preview_engine(config))
     if engine is not None:
-        answer.findings += _cache_findings(config, engine, answer)
+        _judge_cache(config, engine, answer)
     return answer
 
 
@@ -88,29 +87,31 @@ def _guarded(check: str, answer: Answer, make: Any) -> Any:
         return None
 
 
-def _cache_findings(config: Any, engine: EnginePreview, answer: Answer) -> Iterator[Finding]:
-    groups = list(group_findings(engine.kv_cache_config, config.speculative_config))
-    yield from groups
+def _judge_cache(config: Any, engine: EnginePreview, answer: Answer) -> None:
+    """Add what the groups and layouts tell: preview, geometry, identity."""
+    answer.findings += group_findings(engine.kv_cache_config, config.speculative_config)
     geometry: Geometry | None = None
-    if not any(finding.verdict is Verdict.FAIL for finding in groups):
+    if not any(finding.check.startswith("group ") and finding.verdict is Verdict.FAIL for finding in answer.findings):
         try:
             geometry = geometry_of(engine, answer.settings.hybrid_chunk_size)
         except HybridKVError as error:
-            yield failure("chunk", error)
+            answer.findings.append(failure("chunk", error))
     answer.preview = describe(config, engine, geometry)
     if geometry is None:
         return
-    yield ok("chunk", f"{geometry.chunk_tokens} tokens; hits are aligned to {geometry.alignment_tokens}")
-    yield length_finding(geometry, config.model_config.max_model_len)
-    yield from state_findings(geometry, state_rule(config))
+    answer.findings += [
+        ok("chunk", f"{geometry.chunk_tokens} tokens; hits are aligned to {geometry.alignment_tokens}"),
+        length_finding(geometry, config.model_config.max_model_len),
+        *state_findings(geometry, state_rule(config)),
+    ]
     try:
         facts = identity_facts(config, engine.kv_cache_config, geometry, engine.layouts, answer.settings)
     except HybridKVError as error:
-        yield failure("identity", error)
+        answer.findings.append(failure("identity", error))
         return
     answer.identity = fingerprint(facts).hex()
-    answer.facts = {key: msgspec.json.encode(facts[key]).decode() for key in _FACTS_SHOWN}
-    yield ok("identity", f"{answer.identity[:12]}; weights {facts['weights']}")
+    answer.facts = {key: msgspec.json.encode(facts[key]).decode() for key in _FACTS_SHOWN if key in facts}
+    answer.findings.append(ok("identity", f"{answer.identity[:12]}; weights {facts['weights']}"))
 
 
 def main() -> None:

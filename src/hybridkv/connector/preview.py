@@ -5,6 +5,7 @@ groups and the per-layer views, so that every figure is the one a served engine 
 """
 
 import copy
+import importlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class EnginePreview:
 def preview_engine(vllm_config: Any) -> EnginePreview:
     """Build the model without memory and let vLLM lay out its cache. Once per process: layers register by name."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    if vllm_config.parallel_config.worker_extension_cls:
+        # A worker imports it before it builds the model, and the import may change what is built.
+        importlib.import_module(vllm_config.parallel_config.worker_extension_cls.rpartition(".")[0])
     with _pretended_ranks(vllm_config, ranks):
         _build_model(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
@@ -91,7 +95,7 @@ def _group_preview(config: KVCacheConfig, gid: int, layers: Mapping[int, tuple[A
     names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
     tokens, count = group.kv_cache_spec.block_size, len(group.layer_names)
     if gid not in config.prefix_cacheable_group_ids:
-        return GroupPreview(gid, names, tokens, count, 0, cacheable=False)
+        return GroupPreview(gid, f"scratch ({names})", tokens, count, 0)
     sizes = tuple(layer.block_bytes for layer in layers[gid])
     try:
         known = group_geometry(gid, group.kv_cache_spec, sizes)

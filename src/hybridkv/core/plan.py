@@ -26,13 +26,12 @@ class GroupPreview:
 
     gid: int
     kind: str
-    """A core Kind, or the engine's own name of what is not cacheable or refused."""
+    """A core Kind, or the engine's own name of what is refused; scratch is never stored."""
     tokens_per_block: int
     layers: int
     block_bytes: int
     window_tokens: int = 0
     refusal: str = ""
-    cacheable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
