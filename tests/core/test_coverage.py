@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import (
+    lacking,
     largest_hit,
     needed_blocks,
     needed_chunks,
@@ -90,3 +91,15 @@ def test_one_group_missing_everything_is_a_miss() -> None:
     geometry = LAYOUTS["gemma3"]
     assert largest_hit(geometry, [bytes([1] * 4), bytes(4), bytes([1] * 4)], 4) == 0
     assert largest_hit(geometry, [bytes([1] * 4)] * 3, 4) == 4
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(1, 9), st.data())
+def test_what_a_larger_hit_lacks_is_named(name: str, chunks: int, data: st.DataObject) -> None:
+    geometry = LAYOUTS[name]
+    bit = st.sampled_from((1, 1, 1, 0))
+    masks = [bytes(data.draw(st.lists(bit, min_size=chunks, max_size=chunks))) for _ in geometry.groups]
+    lacks = lacking(geometry, masks, chunks)
+    assert bool(lacks) == (largest_hit(geometry, masks, chunks) < chunks)
+    for group, chunk in lacks:
+        assert chunk in needed_chunks(geometry, group, chunks)
+        assert not masks[geometry.groups.index(group)][chunk]

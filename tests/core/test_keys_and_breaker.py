@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from hybridkv.core.breaker import FAILURES_TO_OPEN, PAUSE_SECONDS, Breaker
-from hybridkv.core.keys import fingerprint, normalise_hash
+from hybridkv.core.keys import fingerprint, pack_hashes
 
 FACTS = {"model": "m", "groups": [[0, "full", 128]], "dtype": "bf16", "epoch": 0}
 
@@ -31,9 +31,13 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
 
 
 def test_hashes_of_another_length_become_ours() -> None:
-    assert normalise_hash(b"a" * 32) == b"a" * 32
-    assert len(normalise_hash(b"a" * 8)) == 32
-    assert normalise_hash(b"a" * 8) != normalise_hash(b"b" * 8)
+    whole = [bytes([number]) * 32 for number in range(3)]
+    assert pack_hashes(whole) == b"".join(whole)
+    short = [bytes([number]) * 8 for number in range(4)]
+    packed = pack_hashes(short)
+    assert len({packed[at : at + 32] for at in range(0, len(packed), 32)}) == 4
+    assert pack_hashes([b"a" * 31, b"b" * 33]) != b"a" * 31 + b"b" * 33, "a right sum of wrong lengths"
+    assert pack_hashes([]) == b""
 
 
 def test_the_breaker_opens_probes_and_closes() -> None:

@@ -94,8 +94,6 @@ def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -
         # vLLM takes multiples of the scheduler block only.
         rule = StateRule(max(1, rule.retention_tokens // block) * block, rule.step_tokens)
     stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt)
-    if rule.step_tokens == 0:
-        stood = {boundary for boundary in stood if boundary == (prompt - 1) // block * block}
     expected = {boundary for boundary in stood if boundary % geometry.chunk_tokens == 0}
     assert stored_states(geometry, group, rule, prompt) == len(expected)
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_blocks
 from hybridkv.core.geometry import Geometry, Kind
-from hybridkv.core.plans import NULL_BLOCK, PlanError, SlotRef, plan_load, plan_store
+from hybridkv.core.packed import U64, pack_u64
+from hybridkv.core.plans import NULL_BLOCK, CopyOp, CopyRun, PlanError, SlotRef, plan_load, storable_spans
 from tests.layouts import LAYOUTS
 
 
@@ -24,11 +25,14 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit
     alignment = geometry.alignment_tokens
     local = data.draw(st.integers(0, hit * geometry.chunk_tokens // alignment - 1)) * alignment
     tables = [table_for_hit(geometry, index, hit, local) for index in range(len(geometry.groups))]
-    slots = [
-        [SlotRef(1000 * index + chunk, 7) for chunk in needed_chunks(geometry, group, hit)]
+    offsets = [
+        1000 * index + chunk
         for index, group in enumerate(geometry.groups)
+        for chunk in needed_chunks(geometry, group, hit)
     ]
-    ops = plan_load(geometry, hit, local, tables, slots)
+    runs = plan_load(geometry, hit, local, tables, pack_u64(offsets), pack_u64([7] * len(offsets)))
+    ops = [op for run in runs for op in run.ops()]
+    assert [run.objects for run in runs] == [len(list(run.ops())) for run in runs]
     for index, group in enumerate(geometry.groups):
         written: set[int] = set()
         for op in (op for op in ops if op.group_index == index):
@@ -46,34 +50,57 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit
         )
 
 
+def storable(geometry: Geometry, index: int, chunks: range, mask: bytes, table: list[int]) -> list[CopyOp]:
+    spans, _ = storable_spans(geometry, index, chunks, mask, table)
+    slots = pack_u64(list(range(max(1, sum(span.objects for span in spans)))))
+    return [
+        op for span in spans for op in CopyRun(span, slots[: span.objects * U64], slots[: span.objects * U64]).ops()
+    ]
+
+
 def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
     geometry = LAYOUTS["qwen3"]
-    assert plan_store(geometry, 0, 1, [5, NULL_BLOCK, 7], SlotRef(0, 1)) is None
-    assert plan_store(geometry, 0, 3, [5, 6, 7], SlotRef(0, 1)) is None
-    op = plan_store(geometry, 0, 2, [NULL_BLOCK, NULL_BLOCK, 7], SlotRef(0, 1))
-    assert op is not None
-    assert op.blocks == (7,)
-    with pytest.raises(PlanError, match="no block for chunk 1"):
-        plan_load(geometry, 2, 0, [[5, NULL_BLOCK]], [[SlotRef(0, 1), SlotRef(1, 1)]])
-    with pytest.raises(PlanError, match="no block for chunk 1"):
-        plan_load(geometry, 2, 0, [[5]], [[SlotRef(0, 1), SlotRef(1, 1)]])
+    slots = pack_u64([0, 1])
+    assert not storable(geometry, 0, range(1, 2), b"", [5, NULL_BLOCK, 7])
+    (op,) = storable(geometry, 0, range(0, 3), b"", [NULL_BLOCK, NULL_BLOCK, 7])
+    assert (op.chunk, op.blocks) == (2, (7,))
+    assert storable_spans(geometry, 0, range(0, 3), b"", [NULL_BLOCK, NULL_BLOCK, 7])[1] == 2, "holes are counted"
+    with pytest.raises(PlanError, match="no block for a chunk"):
+        plan_load(geometry, 2, 0, [[5, NULL_BLOCK]], slots, slots)
+    with pytest.raises(PlanError, match="no block for the end"):
+        plan_load(geometry, 2, 0, [[5]], slots, slots)
 
 
 def test_slots_must_match_what_the_hit_needs() -> None:
-    with pytest.raises(PlanError, match="1 slots for 2 chunks"):
-        plan_load(LAYOUTS["qwen3"], 2, 0, [[5, 6]], [[SlotRef(0, 1)]])
+    with pytest.raises(PlanError, match="1 slots for the 2 objects"):
+        plan_load(LAYOUTS["qwen3"], 2, 0, [[5, 6]], pack_u64([0]), pack_u64([0]))
 
 
-@pytest.mark.parametrize("geometry", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_store_takes_the_stored_blocks_in_order(geometry: Geometry) -> None:
-    for index, group in enumerate(geometry.groups):
-        if group.kind is Kind.RECURRENT:
-            continue
-        table = list(range(100, 100 + 4 * geometry.blocks_per_chunk(group)))
-        for chunk in range(4):
-            op = plan_store(geometry, index, chunk, table, SlotRef(0, 1))
-            stored = stored_blocks(geometry, group, chunk)
-            assert (op is None) == (not stored)
-            if op is not None:
-                assert list(op.blocks) == [100 + position for position in stored]
-                assert (op.first, op.count) == (0, len(stored))
+@given(st.sampled_from(sorted(LAYOUTS)), st.data())
+def test_a_store_takes_all_that_is_whole_and_absent(name: str, data: st.DataObject) -> None:
+    """Against the rule of a single object: its stored blocks, all there, none null, not stored yet."""
+    geometry = LAYOUTS[name]
+    index = data.draw(st.sampled_from([i for i, g in enumerate(geometry.groups) if g.kind is not Kind.RECURRENT]))
+    group = geometry.groups[index]
+    length = data.draw(st.integers(1, 12))
+    mask = bytes(data.draw(st.lists(st.sampled_from((0, 0, 1)), max_size=length + 2)))
+    first = data.draw(st.integers(0, length))
+    table = [100 + position for position in range(length * geometry.blocks_per_chunk(group))]
+    for start in data.draw(st.lists(st.integers(0, len(table) - 1), max_size=3)):
+        for position in range(start, min(len(table), start + data.draw(st.integers(1, 40)))):
+            table[position] = NULL_BLOCK
+    expected = {}
+    for chunk in range(first, length):
+        blocks = tuple(table[position] for position in stored_blocks(geometry, group, chunk))
+        if blocks and NULL_BLOCK not in blocks and not (chunk < len(mask) and mask[chunk]):
+            expected[chunk] = blocks
+    ops = storable(geometry, index, range(first, length), mask, table)
+    assert [op.chunk for op in ops] == sorted(expected)
+    assert {op.chunk: op.blocks for op in ops} == expected
+    assert all((op.first, op.count) == (0, len(op.blocks)) for op in ops)
+
+
+def test_a_run_without_slots_for_all_of_it_is_cut_at_the_prefix() -> None:
+    (span,), _ = storable_spans(LAYOUTS["qwen3"], 0, range(0, 4), b"", [5, 6, 7, 8])
+    assert span.objects == 4
+    assert span.head(3).blocks == [5, 6, 7]

@@ -2,8 +2,8 @@
 
 Everything is the real engine's (scheduler, KV cache manager, tensors, connector, daemon), but the model: instead of
 computing, a step *checks* that every byte a real model would read is what this request's tokens demand, and *writes*
-what the step's own tokens demand.  Each token's content is a hash of the whole prefix that ends with it, so bytes of
-another prefix, another position, another group or another layer are seen at once.
+what the step's own tokens demand (tests/simulation/oracle.py).  `tests.simulation` does the same with less of the
+engine, for far more layouts and seeds.
 
 Run as `python -m tests.engine.simulation MODEL SOCKET SEED...`; prints one JSON line per seed.
 """
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +29,24 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from hybridkv.cli.runner import make_engine
 from hybridkv.client.control import Control
 from hybridkv.connector.layout import group_geometry
-from hybridkv.core.geometry import Group, Kind
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import payload_offset
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.testing.models import bundled_arguments, bundled_models
+from tests.simulation.oracle import Content, GroupWords, Oracle, Words
 
 REQUESTS = 30
 STEPS_MAX = 6000
 STALL_SECONDS = 60.0
-_PRIME = (1 << 61) - 1
 
 
 @dataclass
 class Traced:
-    """A request, its tokens' content, and what became of it."""
+    """A request and its tokens' content."""
 
     request: Request
-    chain: list[int] = field(default_factory=list)
-
-    def content(self, upto: int) -> list[int]:
-        """Content of the first `upto` tokens: a hash of each prefix."""
-        tokens = self.request.all_token_ids
-        while len(self.chain) < upto:
-            last = self.chain[-1] if self.chain else 7
-            self.chain.append((last * 1_000_003 + tokens[len(self.chain)] + 11) % _PRIME)
-        return self.chain
+    content: Content
 
 
 class Simulation:
@@ -69,12 +60,12 @@ class Simulation:
         self.scheduler = self.core.scheduler
         kv_config = self.scheduler.kv_cache_config
         views = get_kv_transfer_group()._worker._views
-        self.groups: list[Group] = []
-        self.words: dict[int, list[torch.Tensor]] = {}
+        groups = []
         for gid in kv_config.prefix_cacheable_group_ids:
-            spec = kv_config.kv_cache_groups[gid].kv_cache_spec
-            self.groups.append(group_geometry(gid, spec, (1,)))
-            self.words[gid] = [_first_words(views[name]) for name in kv_config.kv_cache_groups[gid].layer_names]
+            group = kv_config.kv_cache_groups[gid]
+            layers = [_first_words(views[name]) for name in group.layer_names]
+            groups.append(GroupWords(group_geometry(gid, group.kv_cache_spec, (1,)), layers))
+        self.oracle = Oracle(groups)
         self.numbers = 0
 
     def run(self, seed: int) -> dict[str, Any]:
@@ -136,7 +127,7 @@ class Simulation:
             None,
             block_hasher=self.core.request_block_hasher,
         )
-        self.traced[request.request_id] = Traced(request)
+        self.traced[request.request_id] = Traced(request, Content(request.all_token_ids))
         self.scheduler.add_request(request)
         self.counts["requests"] += 1
 
@@ -188,17 +179,17 @@ class Simulation:
             KVConnectorModelRunnerMixin._get_kv_connector_output(output) as connector_output,
         ):
             for copy in output.kv_cache_block_copies or ():
-                for views in self.words.values():
-                    for view in views:
+                for words in self.oracle.groups:
+                    for view in words.layers:
                         view[copy.dst_block_id] = view[copy.src_block_id]
             # A layer writes the keys and values of all the step's tokens before any of them reads; a request may share
             # blocks that another one fills in this very step. Recurrent state is read first, then written.
             for name in output.num_scheduled_tokens:
-                self._check(self.traced[name], starts[name], tables[name], recurrent=True)
+                self.oracle.check(name, self.traced[name].content, starts[name], tables[name], recurrent=True)
             for name, count in output.num_scheduled_tokens.items():
                 sampled[name] = self._write(self.traced[name], starts[name], count, tables[name])
             for name in output.num_scheduled_tokens:
-                self._check(self.traced[name], starts[name], tables[name], recurrent=False)
+                self.oracle.check(name, self.traced[name].content, starts[name], tables[name], recurrent=False)
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,
@@ -217,61 +208,19 @@ class Simulation:
                 self.counts["preemptions"] += request.num_preemptions
                 del self.traced[name]
 
-    def _check(self, traced: Traced, start: int, table: tuple[list[int], ...], recurrent: bool) -> None:
-        """Everything that computing token `start` reads must be this request's."""
-        content = traced.content(start)
-        for group in self.groups:
-            if (group.kind is Kind.RECURRENT) != recurrent:
-                continue
-            positions = _read_by(group, start)
-            if not positions:
-                continue
-            blocks, offsets = self._places(group, positions, table)
-            assert 0 not in blocks, f"{traced.request.request_id}: null block is read in group {group.gid}"
-            wanted = torch.tensor([content[position] for position in positions], dtype=torch.int64)
-            for layer, view in enumerate(self.words[group.gid]):
-                seen = view[blocks, offsets]
-                wrong = (seen != wanted * 64 + group.gid * 8 + layer).nonzero()
-                assert not len(wrong), (
-                    f"{traced.request.request_id} at {start}: group {group.gid} ({group.kind}) layer {layer}: "
-                    f"{len(wrong)} of {len(positions)} tokens wrong, first {positions[int(wrong[0])]}"
-                )
-
     def _write(self, traced: Traced, start: int, count: int, table: tuple[list[int], ...]) -> list[int]:
         end = start + count
-        content = traced.content(end)
-        for group in self.groups:
-            positions = range(end - 1, end) if group.kind is Kind.RECURRENT else range(start, end)
-            blocks, offsets = self._places(group, positions, table)
-            values = torch.tensor([content[position] for position in positions], dtype=torch.int64)
-            for layer, view in enumerate(self.words[group.gid]):
-                view[blocks, offsets] = values * 64 + group.gid * 8 + layer
-        return [content[end - 1] % 1998 + 2] if end >= traced.request.num_tokens else []
-
-    def _places(self, group: Group, positions: range, table: tuple[list[int], ...]) -> tuple[list[int], list[int]]:
-        size = group.tokens_per_block
-        blocks = [table[group.gid][position // size] for position in positions]
-        return blocks, [0 if group.kind is Kind.RECURRENT else position % size for position in positions]
+        self.oracle.write(traced.content, start, end, table)
+        return [int(traced.content.upto(end)[-1]) % 1998 + 2] if end >= traced.request.num_tokens else []
 
     def _connector_count(self, name: str) -> int:
         return int(self.scheduler.connector.counters.get(name, 0))
 
 
-def _read_by(group: Group, token: int) -> range:
-    """Tokens whose cached content computing `token` reads; written here once more, so that it is not our own rule."""
-    first = {
-        Kind.FULL: 0,
-        Kind.SLIDING: token - group.window_tokens + 1,
-        Kind.CHUNKED_LOCAL: token - token % group.window_tokens if group.window_tokens else 0,
-        Kind.RECURRENT: token - 1,
-    }[group.kind]
-    return range(max(0, first), token)
-
-
-def _first_words(view: torch.Tensor) -> torch.Tensor:
-    """[blocks, tokens]: one 64-bit word per token and layer (per state for recurrent layers)."""
-    words = view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)
-    return words[:, 0, :, 0]
+def _first_words(view: torch.Tensor) -> Words:
+    """[blocks, tokens, 1]: one 64-bit word per token and layer (per state for recurrent layers)."""
+    words: Words = view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)[:, 0, :, :1].numpy()
+    return words
 
 
 def main() -> None:

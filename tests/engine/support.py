@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridkv.cli.engine import Engine
 from hybridkv.client.control import Control
-from hybridkv.testing.models import BUNDLED_ENVIRONMENT, bundled_arguments, bundled_models
+from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
 from tests.conftest import DEADLINE_SECONDS
 
 VOCABULARY = 2048
@@ -35,7 +35,7 @@ def engine(
             "kv_connector_extra_config": {**settings, **(extra or {})},
         }
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
-    return Engine(arguments, log_path, lambda text: None, {**BUNDLED_ENVIRONMENT, **(environment or {})})
+    return Engine(arguments, log_path, lambda text: None, {**bundled_environment(model), **(environment or {})})
 
 
 def prompt(seed: int, length: int) -> list[int]:

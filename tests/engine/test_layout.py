@@ -18,6 +18,7 @@ def spec(name: str, **changes: Any) -> Any:
     attention = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     own: dict[str, dict[str, Any]] = {
         "SlidingWindowSpec": {"sliding_window": 64},
+        "SlidingWindowMLASpec": {"sliding_window": 64},
         "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
         "SinkFullAttentionSpec": {"sink_len": 4},
     }
@@ -34,6 +35,7 @@ def spec(name: str, **changes: Any) -> Any:
         ("MLAAttentionSpec", {"num_kv_heads": 1}, Kind.FULL, 0, 0),
         ("SlidingWindowSpec", {}, Kind.SLIDING, 64, 0),
         ("SlidingWindowSpec", {"extra_retained_tokens": 3}, Kind.SLIDING, 64, 3),
+        ("SlidingWindowMLASpec", {"num_kv_heads": 1}, Kind.SLIDING, 64, 0),
         ("ChunkedLocalAttentionSpec", {}, Kind.CHUNKED_LOCAL, 64, 0),
         ("MambaSpec", {}, Kind.RECURRENT, 0, 0),
     ],
@@ -88,3 +90,29 @@ def test_cache_dtypes_with_scales_of_their_own() -> None:
     made = spec("FullAttentionSpec", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     with pytest.raises(GeometryError, match=r"INT8_PER_TOKEN_HEAD.*--kv-cache-dtype auto works"):
         group_geometry(0, made, (128,))
+
+
+def test_layers_of_one_group_may_differ_in_size_but_not_in_kind() -> None:
+    """DeepSeek-V4's main and indexer layers share a group; the worker's config has the spec of each layer."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    from hybridkv.connector.layout import group_geometry
+
+    main, indexer = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, head_size=4)
+    group = group_geometry(2, UniformTypeKVCacheSpecs(16, {"main": main, "indexer": indexer}), (128, 64))
+    assert (group.kind, group.tokens_per_block, group.layer_bytes) == (Kind.FULL, 16, (128, 64))
+    mixed = UniformTypeKVCacheSpecs(16, {"main": main, "window": spec("SlidingWindowMLASpec", num_kv_heads=1)})
+    with pytest.raises(GeometryError, match="MLAAttentionSpec, SlidingWindowMLASpec"):
+        group_geometry(2, mixed, (128, 64))
+
+
+def test_a_group_that_the_engine_rebuilds_after_every_hit() -> None:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    from hybridkv.connector.layout import build_geometry
+
+    rebuilt = spec("SlidingWindowMLASpec", num_kv_heads=1, bounded_replay=True)
+    groups = [KVCacheGroupSpec(["full"], spec("FullAttentionSpec")), KVCacheGroupSpec(["window"], rebuilt)]
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    with pytest.raises(ConfigError, match=r"swa_bounded_replay .*; --no-swa-bounded-replay works"):
+        build_geometry(config, {}, None)

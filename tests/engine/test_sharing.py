@@ -1,11 +1,13 @@
 """Two real engines and one daemon; a daemon that hangs or dies under an engine."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from hybridkv.cli.main import main
 from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
@@ -97,6 +99,26 @@ def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path:
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
 
 
+def test_drafts_that_are_rejected_are_never_stored(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """N-gram speculation, and a second turn on the generated tokens: as the engine's own cache of the same length."""
+    ngram = (
+        '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2,"prompt_lookup_min":1}'
+    )
+    text = prompt(5, 2 * CHUNK + 30)
+    with engine("qwen3", tmp_path / "plain.log", None, ngram) as plain:
+        (first,) = plain.run(text, max_tokens=2 * CHUNK)
+        turn = [*text, *first["tokens"], *prompt(6, 20)]
+        (own,) = plain.run(turn, max_tokens=24)
+    with engine("qwen3", tmp_path / "e.log", daemon.socket_path, ngram, extra={"checksum": "paranoid"}) as running:
+        (again,) = running.run(text, max_tokens=2 * CHUNK)
+        assert answer(again) == answer(first)
+        running.reset()
+        (second,) = running.run(turn, max_tokens=24)
+    assert second["cached_tokens"] == own["cached_tokens"] == 4 * CHUNK, "two chunks hold generated tokens"
+    assert stats(daemon.socket_path)["tokens_loaded"] == 4 * CHUNK
+    assert answer(second) == answer(own)
+
+
 def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -> None:
     """`server: "auto"`: the daemon outlives the engine; killed under a living engine it comes back by itself."""
     socket_path = str(tmp_path / "hybridkv" / "daemon.sock")
@@ -146,3 +168,36 @@ def test_after_a_weight_update_nothing_old_is_served(daemon: DaemonProcess, tmp_
             assert result["cached_tokens"] == expected
         (result,) = other.run(text, max_tokens=2)
         assert result["cached_tokens"] == 3 * CHUNK
+
+
+def test_explain_says_what_was_loaded_and_why_not(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = prompt(1, 3 * CHUNK + 20)
+
+    def explained(request_id: str) -> dict[str, str]:
+        assert main(["explain", request_id, "--socket", daemon.socket_path, "--json"]) == 0
+        facts: dict[str, str] = json.loads(capsys.readouterr().out)
+        return facts
+
+    with engine("qwen3", tmp_path / "e.log", daemon.socket_path) as running:
+        running.run(text, max_tokens=2)
+        computed = explained("verify-1")
+        running.reset()
+        running.run(text, max_tokens=2)
+        loaded = explained("verify-2")
+        running.run(prompt(2, 20), max_tokens=2)
+        short = explained("verify-3")
+    assert computed["looked up"] == f"3 chunks of {CHUNK} tokens"
+    assert computed["not more because"] == "group 0 (full) lacks chunk 0"
+    assert computed["stored"] == "3 objects"
+    assert loaded["loaded"].startswith(f"{3 * CHUNK} tokens, ")
+    assert loaded["found"].startswith("a hit of 3 chunks")
+    assert short["nothing loaded because"] == "the prompt has no whole chunk before its last token"
+    with engine("qwen3", tmp_path / "f.log", daemon.socket_path, "--dtype=bfloat16") as running:
+        running.run(text, max_tokens=2)
+        other = explained("verify-1")
+    (elsewhere,) = (fact for name, fact in other.items() if name.startswith("also under"))
+    assert 'dtype: "torch.bfloat16" here, "torch.float32" there' in elsewhere
+    assert main(["explain", "nobody", "--socket", daemon.socket_path]) == 1
+    assert "the latest are: verify-" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.daemon import Daemon
 from hybridkv.storage.store import Store
 from hybridkv.wire.messages import (
@@ -14,8 +15,6 @@ from hybridkv.wire.messages import (
     Reply,
     Want,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 ARENA = 1 << 20

@@ -2,15 +2,19 @@
 
 import pytest
 
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Abandon,
     Clear,
     Condemn,
+    Describe,
     Done,
     Engines,
     Error,
+    Explain,
+    Explained,
     Hello,
     Identify,
     ListEngines,
@@ -18,13 +22,12 @@ from hybridkv.wire.messages import (
     Release,
     Request,
     Stats,
+    Tell,
     Want,
     Welcome,
     WireEngine,
     WireModel,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 from tests.layouts import LAYOUTS
 from tests.server.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
@@ -71,6 +74,34 @@ def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
     refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
     assert isinstance(refused, Error)
     assert refused.code == "identity"
+
+
+def test_a_request_is_explained_also_by_what_is_stored_under_another_identity() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    daemon.handle(1, Describe({"dtype": "bfloat16", "config": "c"}))
+    daemon.handle(2, Describe({"dtype": "float32", "config": "c"}))
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    daemon.handle(2, Tell("cmpl-7-0-ab12", {"prompt": "300 tokens", "first_chunk": hashes(1).hex()}))
+    daemon.connect(3)
+    daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    explained = daemon.handle(3, Explain(5, "cmpl-7"))
+    assert isinstance(explained, Explained)
+    assert explained.facts["prompt"] == "300 tokens"
+    assert explained.facts[f"also under {(b'x' * 32).hex()[:12]}"] == "dtype: float32 here, bfloat16 there"
+    unknown = daemon.handle(3, Explain(6, "cmp"))
+    assert unknown == Explained(6, {}, ["cmpl-7-0-ab12"])
+
+
+def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.server.history.REQUESTS_MAX", 3)
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    for number in (1, 2, 3, 1, 4):
+        daemon.handle(1, Tell(f"r{number}", {"stored": str(number)}))
+    explained = daemon.handle(1, Explain(5, "r2"))
+    assert explained == Explained(5, {}, ["r4", "r1", "r3"])
 
 
 def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None:

@@ -20,6 +20,7 @@ from hybridkv.client.control import Control, DaemonRefusedError
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.testing.daemon import DaemonProcess
@@ -35,8 +36,6 @@ from hybridkv.wire.messages import (
     Release,
     Want,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 from tests.conftest import DEADLINE_SECONDS
 from tests.layouts import LAYOUTS

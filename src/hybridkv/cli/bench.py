@@ -9,10 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import (
@@ -25,19 +29,21 @@ from hybridkv.wire.messages import (
     Release,
     Want,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
 LOOKUPS = 300
 ROUNDS = 5
+HOOK_TOKENS = (32768, 131072)
+HOOK_STEP_TOKENS = 8192
+"""Tokens of a prefill step, as on a large device."""
+HOOK_ROUNDS = 20
 _BLOCK_TOKENS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench`."""
-    parser.add_argument("what", choices=("path", "lookup"))
+    parser.add_argument("what", choices=("path", "lookup", "hooks"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)")
@@ -48,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="path: bytes of a block in a layer (default: %(default)s)",
     )
     parser.add_argument("--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name")
+    parser.add_argument(
+        "--block-tokens",
+        type=int,
+        default=_BLOCK_TOKENS,
+        help="hooks: tokens of an engine block (default: 128)",
+    )
     parser.add_argument("--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)")
 
 
@@ -55,9 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         socket_path = str(Path(directory) / "daemon.sock")
-        rows = _path(arguments, socket_path) if arguments.what == "path" else _lookup(socket_path)
+        match arguments.what:
+            case "path":
+                rows = _path(arguments, socket_path)
+            case "lookup":
+                rows = _lookup(socket_path)
+            case _:
+                rows = _hooks(arguments, socket_path)
     if arguments.json:
         print(json.dumps(rows, indent=2))
+        return 0
+    if arguments.what == "hooks":
+        _print_columns(rows)
         return 0
     width = max(len(name) for row in rows for name in row)
     for row in rows:
@@ -65,6 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name:<{width}}  {value}")
         print()
     return 0
+
+
+def _print_columns(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "hook" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def _lookup(socket_path: str) -> list[dict[str, Any]]:
@@ -122,6 +152,32 @@ def _fill(control: Control, group_index: int, hashes: bytes) -> None:
             )
         )
         done += count
+
+
+def _hooks(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any]]:
+    """Every scheduler-side hook on a hybrid of a full, two sliding and a recurrent group."""
+    try:
+        from hybridkv.connector.hookbench import measure_hooks  # noqa: PLC0415  # the engine side is an extra
+    except ImportError as error:
+        raise ConfigError(
+            f"bench hooks needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works"
+        ) from error
+    block = arguments.block_tokens
+    if block < 1 or block > HOOK_STEP_TOKENS or HOOK_STEP_TOKENS % block:
+        raise ConfigError(f"--block-tokens {block} does not divide a step of {HOOK_STEP_TOKENS} tokens; 128 works")
+    groups = (
+        Group(0, Kind.FULL, block, (256,)),
+        Group(1, Kind.SLIDING, block, (256,), 1024),
+        Group(2, Kind.SLIDING, block, (256,), 1024),
+        Group(3, Kind.RECURRENT, block, (256,)),
+    )
+    geometry = Geometry(groups, derive_chunk_tokens(groups, block, block), block, block)
+    rows: list[dict[str, Any]] = []
+    with DaemonProcess(socket_path, "512MiB"):
+        for tokens in HOOK_TOKENS:
+            rows += measure_hooks(socket_path, geometry, tokens, HOOK_STEP_TOKENS, HOOK_ROUNDS)
+            print(f"hooks at {tokens} tokens done", file=sys.stderr)
+    return rows
 
 
 def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any]]:

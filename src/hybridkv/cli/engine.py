@@ -75,9 +75,10 @@ class Engine:
         """The engine's process id."""
         return self._process.pid
 
-    def run(self, *prompts: list[int], max_tokens: int) -> list[dict[str, Any]]:
-        """Generate for all prompts at once."""
-        answer: list[dict[str, Any]] = self.ask({"do": "run", "prompts": prompts, "max_tokens": max_tokens})
+    def run(self, *prompts: list[int], max_tokens: int, starve: bool = False) -> list[dict[str, Any]]:
+        """Generate for all prompts at once; with `starve` requests are preempted (see hybridkv.cli.runner)."""
+        command = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "starve": starve}
+        answer: list[dict[str, Any]] = self.ask(command)
         return answer
 
     def reset(self, connector: bool = False) -> None:

@@ -12,6 +12,7 @@ EXIT_BAD_INPUT = 2
 COMMANDS = {
     "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
     "stats": ("hybridkv.cli.control", "print the daemon's counters"),
+    "explain": ("hybridkv.cli.explain", "say what became of a request, and why"),
     "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
     "plan": ("hybridkv.cli.plan", "say what a model costs in the cache, and from which prompt on it helps"),
     "doctor": ("hybridkv.cli.doctor", "check a vllm serve command line before it is served"),

@@ -89,7 +89,7 @@ def _guarded(check: str, answer: Answer, make: Any) -> Any:
 
 def _judge_cache(config: Any, engine: EnginePreview, answer: Answer) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    answer.findings += group_findings(engine.kv_cache_config)
+    answer.findings += group_findings(engine.kv_cache_config, config.speculative_config)
     geometry: Geometry | None = None
     if not any(finding.check.startswith("group ") and finding.verdict is Verdict.FAIL for finding in answer.findings):
         try:

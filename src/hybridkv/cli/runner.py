@@ -4,6 +4,7 @@ Commands come on standard input, answers go to the descriptor named by the first
 error. Everything after that argument is vLLM's.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -21,6 +22,8 @@ STEP_SECONDS_MAX = 600.0
 
 def make_engine(arguments: list[str]) -> LLMEngine:
     """An engine from vLLM's own command line arguments."""
+    if "HYBRIDKV_SHIMS" in os.environ:
+        importlib.import_module("hybridkv.testing.shims")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(arguments)))
 
@@ -35,10 +38,17 @@ class Runner:
     def info(self) -> dict[str, Any]:
         """What prompts must know about the model."""
         model = self._engine.vllm_config.model_config
-        return {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+        return {
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.get_vocab_size(),
+        }
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds."""
+    def run(self, prompts: list[list[int]], max_tokens: int, starve: bool) -> list[dict[str, Any]]:
+        """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds.
+
+        With `starve` the block pool is empty from the first tokens on, until nothing runs any more: a request that
+        needs a block is preempted, and comes back to a pool in which its own old blocks are gone.
+        """
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=LOGPROBS
         )
@@ -50,7 +60,10 @@ class Runner:
             results[request_id] = {"ttft_seconds": None}
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         slowest_decode = 0.0
+        pool = _Pool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
+            if pool is not None and all(result["ttft_seconds"] is not None for result in results.values()):
+                pool.starve()
             step_started = time.perf_counter()
             outputs = self._engine.step()
             now = time.perf_counter()
@@ -70,11 +83,46 @@ class Runner:
                 ]
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
-        return [{**result, "slowest_decode_step_seconds": slowest_decode} for result in results.values()]
+        if pool is not None:
+            pool.release()
+        common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": 0 if pool is None else pool.preemptions}
+        return [{**result, **common} for result in results.values()]
 
     def reset(self, connector: bool) -> bool:
         """Forget the engine's own prefix cache, and the connector's where `connector` says so."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
+
+
+class _Pool:
+    """The block pool of an engine whose core is in this process."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
+        self._held: list[Any] = []
+        self._over = False
+        self._counts: dict[str, int] = {}
+
+    @property
+    def preemptions(self) -> int:
+        """How often requests were preempted."""
+        return sum(self._counts.values())
+
+    def starve(self) -> None:
+        """Before a step: leave no free block; from the step on in which no request runs, leave all."""
+        self._counts |= {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
+        if self._over:
+            return
+        if self._scheduler.running:
+            self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        self._over = True
+        self._blocks.free_blocks(self._held)
+        self._held = []
 
 
 def main() -> None:
@@ -90,7 +138,7 @@ def main() -> None:
         for line in sys.stdin:
             command = json.loads(line)
             if command["do"] == "run":
-                answer(runner.run(command["prompts"], command["max_tokens"]))
+                answer(runner.run(command["prompts"], command["max_tokens"], command.get("starve", False)))
             else:
                 answer(runner.reset(command["connector"]))
 

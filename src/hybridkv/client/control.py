@@ -7,10 +7,13 @@ from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    TEXT_MAX,
     Clear,
     Done,
     Engines,
     Error,
+    Explain,
+    Explained,
     Hello,
     ListEngines,
     Reply,
@@ -41,6 +44,14 @@ class Control:
         self._ids = 1
 
     def __enter__(self) -> "Control":
+        try:
+            self._greet()
+        except BaseException:
+            self._link.close()
+            raise
+        return self
+
+    def _greet(self) -> None:
         deadline = time.monotonic() + self._timeout_seconds
         while self._link.welcome is None:
             self._link.poll(time.monotonic())
@@ -48,7 +59,6 @@ class Control:
                 raise DaemonRefusedError(self._link.refusal)
             if self._link.welcome is None:
                 self._wait(deadline, connecting=True)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._link.close()
@@ -81,6 +91,12 @@ class Control:
         """The daemon's counters."""
         reply = self.call(Stats(self._next_id()))
         assert isinstance(reply, Report)
+        return reply
+
+    def explain(self, request_id: str) -> Explained:
+        """What became of a request."""
+        reply = self.call(Explain(self._next_id(), request_id[:TEXT_MAX]))
+        assert isinstance(reply, Explained)
         return reply
 
     def engines(self) -> list[WireEngine]:

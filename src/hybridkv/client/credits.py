@@ -1,9 +1,9 @@
 """Write slots granted ahead of need, so that a store costs the engine's step no round trip."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from hybridkv.core.plans import SlotRef
+from hybridkv.core.packed import U64
 
 RETRY_SECONDS = 0.02
 """After a grant of fewer slots than asked for, the next question waits this long."""
@@ -12,47 +12,60 @@ RETRY_SECONDS = 0.02
 @dataclass
 class _Pool:
     target: int
-    slots: list[SlotRef] = field(default_factory=list)
-    asked: bool = False
+    offsets: bytes = b""
+    generations: bytes = b""
+    asked: int = 0
+    """Slots that the daemon was asked for and has not answered yet."""
     retry_at: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets) // U64
 
 
 class Credits:
-    """Pools of write slots by part size. Refilled when half empty."""
+    """Pools of write slots by part size, as packed arrays (core.packed). Refilled when half empty."""
 
     def __init__(self, targets: Mapping[int, int]) -> None:
         self._pools = {size: _Pool(target) for size, target in targets.items()}
 
-    def take(self, part_bytes: int) -> SlotRef | None:
-        """A slot whose parts have `part_bytes` bytes, or None: shed the store."""
+    def take(self, part_bytes: int, count: int) -> tuple[bytes, bytes]:
+        """(offsets, generations) of at most `count` slots whose parts have `part_bytes` bytes; fewer: shed the rest."""
         pool = self._pools.get(part_bytes)
-        return pool.slots.pop() if pool and pool.slots else None
-
-    def give_back(self, part_bytes: int, slots: Iterable[SlotRef]) -> None:
-        """Slots that were taken and not written."""
-        self._pools[part_bytes].slots.extend(slots)
+        if pool is None:
+            return b"", b""
+        cut = count * U64
+        taken = pool.offsets[:cut], pool.generations[:cut]
+        pool.offsets, pool.generations = pool.offsets[cut:], pool.generations[cut:]
+        return taken
 
     def wanted(self, now: float) -> list[tuple[int, int]]:
         """(part_bytes, count) to ask the daemon for now; each is then taken as asked until `granted`."""
         wanted: list[tuple[int, int]] = []
         for size, pool in self._pools.items():
-            if not pool.asked and now >= pool.retry_at and len(pool.slots) * 2 <= pool.target:
-                pool.asked = True
-                wanted.append((size, pool.target - len(pool.slots)))
+            if not pool.asked and now >= pool.retry_at and pool.count * 2 <= pool.target:
+                pool.asked = pool.target - pool.count
+                wanted.append((size, pool.asked))
         return wanted
 
-    def granted(self, part_bytes: int, slots: Iterable[SlotRef], now: float) -> None:
+    def granted(self, part_bytes: int, offsets: bytes, generations: bytes, now: float) -> None:
         """The daemon's answer, maybe shorter than asked for."""
         pool = self._pools.get(part_bytes)
         if pool is None:
             return
-        pool.slots.extend(slots)
-        pool.asked = False
-        pool.retry_at = now + RETRY_SECONDS
+        pool.offsets += offsets
+        pool.generations += generations
+        pool.retry_at = now + RETRY_SECONDS if len(offsets) < pool.asked * U64 else 0.0
+        pool.asked = 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the daemon still owes an answer to what was `wanted`."""
+        return any(pool.asked for pool in self._pools.values())
 
     def reset(self) -> None:
         """The daemon is gone, and every slot with it."""
         for pool in self._pools.values():
-            pool.slots.clear()
-            pool.asked = False
+            pool.offsets = pool.generations = b""
+            pool.asked = 0
             pool.retry_at = 0.0

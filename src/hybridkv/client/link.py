@@ -81,8 +81,12 @@ class Link:
         return self._sock is not None
 
     def greet_with(self, hello: Hello) -> None:
-        """Use another greeting from the next connection on."""
+        """Use another greeting from the next connection on; one that is not welcomed yet is made anew at once."""
         self._hello = hello
+        if self._sock is not None and self.welcome is None:
+            # Its old greeting may still be answered, and nothing else can be sent before that.
+            self._sock.close()
+            self._sock = None
 
     def close(self) -> None:
         """End the connection for good."""

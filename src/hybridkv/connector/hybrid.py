@@ -19,12 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.connector.about import wire_model
+from hybridkv.connector.hashing import ENGINE_HASHES
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.layout import build_geometry
 from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
 from hybridkv.connector.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.supervise import Supervisor
+from hybridkv.connector.tracked import BlockTable
 from hybridkv.connector.worker import WorkerSide
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
@@ -138,7 +140,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._socket_path,
             config.scheduler_config.max_num_batched_tokens,
             self._supervisor.counters,
-            wire_model(config, layouts[0]),
+            self._kv_cache_config.num_blocks - 1,
+            own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
+            facts=self._facts,
+            model=wire_model(config, layouts[0]),
         )
         _announce(geometry, namespace, self._socket_path)
 
@@ -164,9 +169,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run(
                 "update_state_after_alloc",
-                lambda: scheduler.allocated(
-                    request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens
-                ),
+                lambda: scheduler.allocated(request, [*map(BlockTable, blocks.blocks)], num_external_tokens),
                 lambda: scheduler.must_fail(request.request_id, num_external_tokens),
             )
 
@@ -218,7 +221,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             return True
 
         def reset() -> bool:
-            scheduler.identify(fingerprint({**self._facts, "epoch": uuid.uuid4().hex}))
+            facts = {**self._facts, "epoch": uuid.uuid4().hex}
+            scheduler.identify(fingerprint(facts), facts)
             return True
 
         def give_up() -> bool:
@@ -254,7 +258,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     """The settings, if this engine's configuration can be served at all; raises ConfigError."""
     _report(config_findings(vllm_config))
-    _report(group_findings(kv_cache_config))
+    _report(group_findings(kv_cache_config, vllm_config.speculative_config))
     return settings_of(vllm_config)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from hybridkv.connector.hashing import hash_facts
 from hybridkv.connector.metadata import WorkerLayout
-from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.settings import Settings
 
-STABLE_HASHES = ("sha256", "sha256_cbor")
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
@@ -31,15 +29,9 @@ def identity_facts(
 ) -> dict[str, object]:
     """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    hash_algo = str(cache.prefix_caching_hash_algo)
-    if hash_algo not in STABLE_HASHES:
-        raise ConfigError(
-            f"prefix_caching_hash_algo={hash_algo!r} gives other hashes in every process; "
-            "--prefix-caching-hash-algo sha256 works"
-        )
     return {
         "abi": ".".join(vllm.__version__.split(".")[:2]),
-        "hash": [hash_algo, platform.python_version() if hash_algo == "sha256" else ""],
+        "hash": hash_facts(str(cache.prefix_caching_hash_algo)),
         "weights": settings.weights_identity or weights_identity(vllm_config),
         "config": _plain({key: item for key, item in model.hf_config.to_dict().items() if key != "_name_or_path"}),
         "overrides": _plain(getattr(model, "hf_overrides", None)),
@@ -56,6 +48,7 @@ def identity_facts(
         ],
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
         "layout": str(kv_cache_config.kv_cache_layout),
+        "speculative": getattr(vllm_config.speculative_config, "method", None),
         "groups": [
             [
                 *dataclasses.astuple(group),
@@ -79,7 +72,7 @@ def weights_identity(vllm_config: Any) -> str:
     """What tells these weights from any others: content of their files where they are on this machine."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "dummy":
-        widened = os.environ.get("HYBRIDKV_WIDEN_SEED", "")
+        widened = os.environ.get("HYBRIDKV_WIDEN", "")
         return f"dummy:{model.seed}:{widened}"
     directory = _weights_directory(model)
     if directory is None:

@@ -41,7 +41,7 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     first = layers[0]
     kinds = {_KINDS.get(type(layer)) for layer in layers}
     kind = kinds.pop()
-    if kind is None or kinds or any(layer.prefix_replay_tokens for layer in layers):
+    if kind is None or kinds:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise GeometryError(
             f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet; "
@@ -68,6 +68,15 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
 
 def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None) -> Geometry:
     """The geometry of an engine from its groups and its workers' layouts by rank."""
+    # Such a group is not cacheable, but the engine then takes other hits than it is offered.
+    if any(
+        layer.prefix_replay_tokens
+        for group in config.kv_cache_groups
+        for layer in iter_layer_specs(group.kv_cache_spec)
+    ):
+        raise ConfigError(
+            "swa_bounded_replay computes a part of every hit again and is not proven yet; --no-swa-bounded-replay works"
+        )
     first = layouts[0]
     for rank, layout in layouts.items():
         if _sizes(layout) != _sizes(first):
@@ -80,6 +89,15 @@ def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], c
         )
         for gid in config.prefix_cacheable_group_ids
     )
+    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
+    for group in groups:
+        if group.kind is Kind.RECURRENT and smallest and group.tokens_per_block > smallest.tokens_per_block:
+            # Its scheduler cuts prefill at the smallest block, so that the states it caches are not those it names.
+            raise GeometryError(
+                f"KV cache group {group.gid} keeps a recurrent state every {group.tokens_per_block} tokens and group "
+                f"{smallest.gid} has blocks of {smallest.tokens_per_block}: vLLM 0.32 caches wrong states for these; "
+                "serving without the connector and with --no-enable-prefix-caching works"
+            )
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
         raise GeometryError("vLLM names no cacheable KV cache group or no hit alignment; is prefix caching on?")

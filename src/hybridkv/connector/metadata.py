@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hybridkv.core.plans import CopyOp
+from hybridkv.core.plans import CopyRun
 
 Key = TypeVar("Key")
 Number = TypeVar("Number", int, float)
@@ -43,7 +43,7 @@ class LoadPlan:
     """A request's copies out of the arena of one life of the daemon."""
 
     boot: str
-    ops: tuple[CopyOp, ...]
+    runs: tuple[CopyRun, ...]
 
 
 @dataclass
@@ -56,38 +56,38 @@ class StepPlan(KVConnectorMetadata):
     loads: dict[str, LoadPlan] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     """Requests that wait for a load which will not come; workers report them as failed."""
-    stores: list[CopyOp] = field(default_factory=list)
+    stores: dict[int, CopyRun] = field(default_factory=dict)
+    """By number, under which the workers report them."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """What workers did. Slots are named by (offset, generation); counts are of ranks."""
+    """What workers did."""
 
     boots: dict[str, int] = field(default_factory=dict)
-    """Ranks that are attached, by the daemon's life they are attached to."""
-    done: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Ranks that are done with a store, written or not."""
-    unstored: set[tuple[int, int]] = field(default_factory=set)
-    """Stores that some rank did not write."""
+    """Number of ranks that are attached, by the daemon's life they are attached to."""
+    done: dict[int, set[int]] = field(default_factory=dict)
+    """Ranks that are done with a store run, written or not, by its number."""
+    unstored: dict[int, set[int]] = field(default_factory=dict)
+    """Objects of a store run, by their place in it, that some rank did not write."""
     condemned: set[tuple[int, int]] = field(default_factory=set)
-    """Slots whose bytes were proven wrong."""
+    """(offset, generation) of slots whose bytes were proven wrong."""
     counters: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """The report of both."""
-        merged = StepReport(
-            dict(self.boots),
-            dict(self.done),
-            self.unstored | other.unstored,
+        return StepReport(
+            _sums(self.boots, other.boots),
+            _unions(self.done, other.done),
+            _unions(self.unstored, other.unstored),
             self.condemned | other.condemned,
-            dict(self.counters),
+            _sums(self.counters, other.counters),
         )
-        _add(merged.boots, other.boots)
-        _add(merged.done, other.done)
-        _add(merged.counters, other.counters)
-        return merged
 
 
-def _add(counts: dict[Key, Number], more: Mapping[Key, Number]) -> None:
-    for key, count in more.items():
-        counts[key] = counts.get(key, 0) + count
+def _unions(one: Mapping[int, set[int]], other: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    return {key: one.get(key, set()) | other.get(key, set()) for key in (*one, *other)}
+
+
+def _sums(one: Mapping[Key, Number], other: Mapping[Key, Number]) -> dict[Key, Number]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}

@@ -7,15 +7,19 @@ from typing import Any
 
 import vllm
 
-from hybridkv.connector.identity import STABLE_HASHES
+from hybridkv.connector.hashing import ENGINE_HASHES
 from hybridkv.connector.layout import group_geometry
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, fail, failure, ok, warn
+from hybridkv.core.geometry import Kind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.states import StateRule
 
 VLLM_SUPPORTED = ("0.32",)
 """Minor versions this connector was run on; others have other hooks and other layouts."""
+
+SPECULATIVE_METHODS = ("ngram",)
+"""Those that were proven: a stored block holds verified tokens only, and no drafter has layers of its own."""
 
 CONNECTOR = {
     "kv_connector": "HybridKVConnector",
@@ -65,14 +69,21 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
         yield ok("kv_role", transfer.kv_role)
 
 
-def group_findings(kv_cache_config: Any) -> Iterator[Finding]:
-    """Whether every cacheable group can be restored."""
+def group_findings(kv_cache_config: Any, speculative: Any = None) -> Iterator[Finding]:
+    """Whether every cacheable group can be restored; `speculative` is vLLM's speculative config."""
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         check = f"group {gid}"
         try:
             group = group_geometry(gid, kv_cache_config.kv_cache_groups[gid].kv_cache_spec, (1,))
         except HybridKVError as error:
             yield failure(check, error)
+            continue
+        if group.kind is Kind.RECURRENT and speculative is not None:
+            yield fail(
+                check,
+                f"speculative_config: restoring the recurrent state of group {gid} under speculation is not proven yet",
+                "serving without --speculative-config works",
+            )
         else:
             window = f", window {group.window_tokens}" if group.window_tokens else ""
             yield ok(check, f"{group.kind}, {group.tokens_per_block} tokens per block{window}")
@@ -142,12 +153,15 @@ def _parallel(parallel: Any) -> Iterator[Finding]:
 
 
 def _speculative(speculative: Any) -> Finding:
+    check = "speculative decoding"
     if speculative is None:
-        return ok("speculative decoding", "off")
+        return ok(check, "off")
+    if speculative.method in SPECULATIVE_METHODS:
+        return ok(check, f"{speculative.method}: drafts have no KV cache of their own")
     return fail(
-        "speculative decoding",
-        "speculative_config: restoring the cache under speculative decoding is not proven yet",
-        "serving without --speculative-config works",
+        check,
+        f"speculative_config: restoring the cache of a {speculative.method!r} drafter is not proven yet",
+        '{"method":"ngram",...} or serving without --speculative-config works',
     )
 
 
@@ -163,12 +177,8 @@ def _scales(cache: Any) -> Finding:
 
 def _hashes(cache: Any) -> Finding:
     algorithm = str(cache.prefix_caching_hash_algo)
-    if algorithm not in STABLE_HASHES:
-        return fail(
-            "block hashes",
-            f"prefix_caching_hash_algo={algorithm!r} gives other hashes in every process",
-            "--prefix-caching-hash-algo sha256 works",
-        )
+    if algorithm not in ENGINE_HASHES:
+        return ok("block hashes", f"{algorithm} gives other hashes in every process, so hybridkv makes its own")
     if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
         return warn(
             "block hashes",

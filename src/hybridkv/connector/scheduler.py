@@ -7,25 +7,29 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
+from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
+from hybridkv.connector.story import describe, tell
 from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
-from hybridkv.core.coverage import needed_chunks
+from hybridkv.core.coverage import held_blocks
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import normalise_hash
-from hybridkv.core.plans import CopyOp, PlanError, SlotRef, plan_load
+from hybridkv.core.packed import pack_u64
+from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
     CHUNKS_MAX,
     PROTOCOL_VERSION,
+    TEXT_MAX,
     Condemn,
+    Describe,
     Error,
     Found,
     Granted,
@@ -35,17 +39,32 @@ from hybridkv.wire.messages import (
     Release,
     Reply,
     Request,
+    Tell,
     Want,
     WireModel,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 logger = logging.getLogger("vllm.hybridkv")
 
+ROOM_SECONDS = 2.0
+"""How much longer than for its answer a request waits until other loads leave it room in the engine's block pool."""
 RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
+
+
+DECLINES = {
+    "lookups_unhashable": "requests with a LoRA adapter or with prompt embeddings are not served yet",
+    "lookups_too_short": "the prompt has no whole chunk before its last token",
+    "lookups_unwanted": "the request asked not to use cached prefixes",
+    "lookups_no_daemon": "no daemon was connected",
+    "lookups_breaker_open": "the daemon did not answer other requests in time and is left alone for a moment",
+    "lookups_late_answer": "the daemon's answer was late (lookup_timeout_ms)",
+    "lookups_late_workers": "the workers were not attached to the daemon yet",
+    "lookups_late_room": "other loads left no room in the engine's block pool",
+    "loads_failed": "the load failed, and the request was computed",
+}
+"""Counter of a decline, and what it means."""
 
 
 class SchedulerSide:
@@ -60,10 +79,19 @@ class SchedulerSide:
         socket_path: str,
         tokens_per_step: int,
         counters: Counter[str],
+        pool_blocks: int,
+        own_hashes: bool = False,
+        facts: Mapping[str, object] | None = None,
         model: WireModel | None = None,
     ) -> None:
         self._settings = settings
         self._geometry = geometry
+        self._step_tokens = tokens_per_step
+        self._pool_blocks = pool_blocks
+        self._held: dict[str, int] = {}
+        """Blocks, at most, of the requests that have blocks for a load and did not run since."""
+        self._own_hashes = own_hashes
+        self._about = describe(facts or {})
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters
         self._socket_path = socket_path
@@ -83,15 +111,21 @@ class SchedulerSide:
         self._respawn_at = 0.0
         self._poll(time.monotonic())
 
+    @property
+    def awaits_slots(self) -> bool:
+        """Whether write slots that were asked for are still on their way."""
+        return self._stores.credits.awaited
+
     # Hooks
 
     def arrived(self, request: Any) -> None:
         """A new request: send its lookup."""
         if request.lora_request is not None or request.prompt_embeds is not None:
             # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
-            self._counters["lookups_unhashable"] += 1
+            self._decline(Tracked(request), "lookups_unhashable", tell=True)
             return
-        tracked = Tracked(request, next_chunk=[0] * len(self._geometry.groups))
+        chain = OwnChain(request, self._geometry.chunk_tokens) if self._own_hashes else None
+        tracked = Tracked(request, chain, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, time.monotonic())
 
@@ -102,6 +136,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0
+        tracked.local_seen = local_tokens
         if tracked.state is State.READY and tracked.storable and request.num_preemptions > tracked.preemptions:
             tracked.preemptions = request.num_preemptions
             self._advance(tracked, Event.RESUMED)
@@ -115,6 +150,8 @@ class SchedulerSide:
         tokens = tracked.found.chunks * self._geometry.chunk_tokens
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
+        if not self._has_room(request):
+            return self._unanswered(tracked, now, waiting_for="room")
         tracked.local_tokens = local_tokens
         return tokens - local_tokens
 
@@ -136,9 +173,11 @@ class SchedulerSide:
             tracked.load = LoadPlan(self._boot, self._plan_load(tracked, tables, external_tokens))
         except PlanError as error:
             self._counters["plan_failed"] += 1
+            tracked.why = str(error)
             logger.warning("hybridkv: %s is computed: %s", request.request_id, error)
             tracked.load = LoadPlan("", ())
         tracked.load_tokens = external_tokens
+        self._held[request.request_id] = self._most_blocks(request)
         tracked.handed_over = False
         self._to_plan.append(tracked)
 
@@ -154,7 +193,7 @@ class SchedulerSide:
         self._poll(now)
         plan = StepPlan(failed=list(self._to_fail))
         for tracked in self._to_plan:
-            if tracked.load.ops and tracked.state is not State.DRAINING:
+            if tracked.load.runs and tracked.state is not State.DRAINING:
                 plan.loads[tracked.request.request_id] = tracked.load
             else:
                 plan.failed.append(tracked.request.request_id)
@@ -167,6 +206,8 @@ class SchedulerSide:
         for tracked in self._to_plan:
             tracked.handed_over = True
         self._to_plan, self._to_fail = [], []
+        for request_id in [name for name in self._held if name in output.num_scheduled_tokens]:
+            del self._held[request_id]
         return plan
 
     def emergency(self) -> StepPlan:
@@ -203,11 +244,13 @@ class SchedulerSide:
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
 
-    def identify(self, namespace: bytes) -> None:
+    def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """From here on bytes belong to another identity; what is being computed now belongs to neither."""
         now = time.monotonic()
         self._link.greet_with(self._hello(namespace))
+        self._about = describe(facts)
         self._send(Identify(1, namespace), now)
+        self._send(Describe(self._about), now)
         self._stores.spoil()
         for tracked in list(self._requests.values()):
             tracked.storable = False
@@ -227,32 +270,42 @@ class SchedulerSide:
         tracked.sent = False
         tracked.deadline = now + min(self._settings.lookup_timeout_ms / 1e3, self._settings.load_timeout_seconds)
         if not chunks or getattr(request, "skip_reading_prefix_cache", False):
-            self._counters["lookups_too_short" if not chunks else "lookups_unwanted"] += 1
+            self._decline(tracked, "lookups_too_short" if not chunks else "lookups_unwanted")
             self._advance(tracked, Event.SETTLED)
             return
         self._poll(now)
         if self._link.welcome is None or not self._breaker.allows(now):
-            self._counters["lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open"] += 1
+            self._decline(tracked, "lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open")
             self._advance(tracked, Event.SETTLED)
             return
-        per_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
-        hashes = request.block_hashes[per_chunk - 1 : chunks * per_chunk : per_chunk]
         self._leases += 1
         tracked.lease = self._leases
         self._by_lease[tracked.lease] = tracked
         self._breaker = self._breaker.asked(now)
-        packed = b"".join(map(normalise_hash, hashes))
-        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, packed), now)
+        hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        tracked.asked = hashes
+        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes), now)
         self._counters["lookups"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
-        if tracked.sent and now < tracked.deadline:
+        if tracked.sent and now < tracked.deadline + (ROOM_SECONDS if waiting_for == "room" else 0.0):
             return None
-        self._counters[f"lookups_late_{waiting_for}"] += 1
+        self._decline(tracked, f"lookups_late_{waiting_for}")
         if waiting_for == "answer":
             self._breaker = self._breaker.failed(now)
         self._advance(tracked, Event.SETTLED)
         return 0
+
+    def _has_room(self, request: Any) -> bool:
+        """Whether every request that loads, this one included, can run as soon as its load ends.
+
+        The engine takes blocks back from running requests only: loads that fill its pool and leave none to run with
+        would wait for each other for ever.
+        """
+        return not self._held or sum(self._held.values()) + self._most_blocks(request) <= self._pool_blocks
+
+    def _most_blocks(self, request: Any) -> int:
+        return held_blocks(self._geometry, request.num_tokens + 1, self._step_tokens)
 
     def _take_found(self, found: Found, now: float) -> None:
         self._breaker = self._breaker.succeeded()
@@ -261,49 +314,50 @@ class SchedulerSide:
             self._by_lease.pop(found.lease, None)
             self._send(Release(found.lease), now)
             return
-        tracked.found = found
+        tracked.found = tracked.answer = found
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
 
     def _release(self, tracked: Tracked, tokens: int = 0, failed: bool = False) -> None:
         if not tracked.lease:
             return
         self._by_lease.pop(tracked.lease, None)
-        loaded = self._load_bytes(tracked.load.ops) if tokens else 0
+        loaded = self._load_bytes(tracked.load.runs) if tokens else 0
         self._send(Release(tracked.lease, tokens, loaded, failed), time.monotonic())
         tracked.lease = 0
 
     # Loads
 
-    def _plan_load(self, tracked: Tracked, tables: Sequence[Sequence[int]], external_tokens: int) -> tuple[CopyOp, ...]:
+    def _plan_load(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> tuple[CopyRun, ...]:
         found = tracked.found
         total = tracked.local_tokens + external_tokens
         if found is None or total != found.chunks * self._geometry.chunk_tokens:
             raise PlanError(f"the engine took {total} tokens of another offer")
-        refs = [
-            SlotRef(offset, generation)
-            for offset, generation in zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
-        ]
-        slots: list[list[SlotRef]] = []
-        for group in self._geometry.groups:
-            count = len(needed_chunks(self._geometry, group, found.chunks))
-            slots.append(refs[:count])
-            refs = refs[count:]
-        return plan_load(self._geometry, found.chunks, tracked.local_tokens, [tables[gid] for gid in self._gids], slots)
+        mine = [tables[gid] for gid in self._gids]
+        return plan_load(self._geometry, found.chunks, tracked.local_tokens, mine, found.offsets, found.generations)
 
     def _loaded(self, tracked: Tracked, failed: bool) -> None:
         if failed:
-            self._counters["loads_failed"] += 1
+            self._decline(tracked, "loads_failed")
             self._release(tracked, failed=True)
+            # Whatever was wrong there is computed now, and must be stored again although the lookup found it.
+            tracked.found = None
+            tracked.next_chunk = [0] * len(self._gids)
+            tracked.offered.clear()
         else:
             self._counters["loads"] += 1
+            loaded_bytes = self._load_bytes(tracked.load.runs)
             self._counters["tokens_loaded"] += tracked.load_tokens
-            self._counters["bytes_loaded"] += self._load_bytes(tracked.load.ops)
+            self._counters["bytes_loaded"] += loaded_bytes
+            tracked.loaded = tracked.loaded[0] + tracked.load_tokens, tracked.loaded[1] + loaded_bytes
             self._release(tracked, tokens=tracked.load_tokens)
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
 
-    def _load_bytes(self, ops: Sequence[CopyOp]) -> int:
+    def _load_bytes(self, runs: Sequence[CopyRun]) -> int:
         groups = self._geometry.groups
-        return sum(len(op.blocks) * groups[op.group_index].block_bytes for op in ops) * self._geometry.ranks
+        copied = sum(len(run.span.blocks) * groups[run.span.group_index].block_bytes for run in runs)
+        return copied * self._geometry.ranks
 
     # The daemon
 
@@ -323,6 +377,7 @@ class SchedulerSide:
             self._reserved_bytes = 0
             self._breaker = Breaker()
             self._counters["connects"] += 1
+            self._send(Describe(self._about), now)
             logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
             self._refill(now)
 
@@ -330,12 +385,8 @@ class SchedulerSide:
         if isinstance(reply, Found):
             self._take_found(reply, now)
         elif isinstance(reply, Granted):
-            slots = [
-                SlotRef(offset, generation)
-                for offset, generation in zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
-            ]
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
-            self._stores.credits.granted(reply.part_bytes, slots, now)
+            self._stores.credits.granted(reply.part_bytes, reply.offsets, reply.generations, now)
         elif isinstance(reply, Error):
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
@@ -372,10 +423,34 @@ class SchedulerSide:
 
     # Small things
 
+    def _decline(self, tracked: Tracked, reason: str, tell: bool = False) -> None:
+        """Count why a request is not served, and remember it for whoever asks."""
+        self._counters[reason] += 1
+        tracked.why = DECLINES[reason]
+        if tell:
+            self._tell(tracked)
+
+    def _tell(self, tracked: Tracked) -> None:
+        """The request ended: what became of it goes to the daemon, for `hybridkv explain`."""
+        if self._link.welcome is not None:
+            story = tell(
+                self._geometry,
+                tracked.request.num_prompt_tokens,
+                tracked.asked,
+                tracked.answer,
+                tracked.local_seen,
+                tracked.loaded,
+                tracked.stored,
+                tracked.why,
+            )
+            self._send(Tell(str(tracked.request.request_id)[:TEXT_MAX], story), time.monotonic())
+
     def _advance(self, tracked: Tracked, event: Event) -> None:
         tracked.state, actions = advance(tracked.state, event)
         for action in actions:
             if action is Action.RELEASE_LEASE:
                 self._release(tracked)
             else:
+                self._tell(tracked)
                 self._requests.pop(tracked.request.request_id, None)
+                self._held.pop(tracked.request.request_id, None)

@@ -4,27 +4,32 @@ Decisions only: what must be sent to the daemon is returned.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from hybridkv.client.credits import Credits
 from hybridkv.connector.metadata import StepReport
 from hybridkv.connector.tracked import Tracked
-from hybridkv.core.coverage import part_bytes, part_sizes, stored_blocks
+from hybridkv.core.coverage import part_sizes
 from hybridkv.core.geometry import Geometry, Kind
-from hybridkv.core.plans import NULL_BLOCK, CopyOp, plan_store
-from hybridkv.wire.messages import Abandon, Commit, pack_u64
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import U64, pack_u64
+from hybridkv.core.plans import NULL_BLOCK, CopyRun, Span, storable_spans
+from hybridkv.wire.messages import Abandon, Commit
 
 
 @dataclass(slots=True)
 class _Storing:
-    """A slot that workers are writing."""
+    """A run that workers are writing."""
 
-    op: CopyOp
+    run: CopyRun
+    hashes: bytes
     part_bytes: int
-    chunk_hash: bytes
-    ranks_done: int = 0
+    ranks_done: set[int] = field(default_factory=set)
+    unstored: set[int] = field(default_factory=set)
+    """Places in the run of objects that some rank did not write."""
     spoilt: bool = False
 
 
@@ -40,8 +45,9 @@ class Stores:
             group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT
         }
         self.credits = Credits(_slot_targets(geometry, tokens_per_step))
-        self._storing: dict[tuple[int, int], _Storing] = {}
-        """By (offset, generation), which no other life of a daemon gives again."""
+        self._numbers = count(1)
+        self._storing: dict[int, _Storing] = {}
+        """By the number under which the workers report it; no number is given twice."""
 
     def lost(self) -> None:
         """The daemon is gone, and every slot with it."""
@@ -53,9 +59,9 @@ class Stores:
         for storing in self._storing.values():
             storing.spoilt = True
 
-    def planned(self, output: Any, requests: dict[str, Tracked]) -> list[CopyOp]:
+    def planned(self, output: Any, requests: dict[str, Tracked]) -> dict[int, CopyRun]:
         """Copies of the objects that this step completes, as far as there are slots for them."""
-        ops: list[CopyOp] = []
+        runs: dict[int, CopyRun] = {}
         state = output.kv_connector_block_state
         offers = state.boundary_state_offloads if self._recurrent_groups else {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -67,66 +73,83 @@ class Stores:
             if not self._store_generated:
                 tokens = min(tokens, request.num_prompt_tokens)
             chunks = self._geometry.whole_chunks(tokens)
+            completed: list[CopyRun] = []
             if self._attention_groups and min(tracked.next_chunk[i] for i in self._attention_groups) < chunks:
-                ops += self._attention(tracked, chunks, state.get_block_ids(request_id))
+                completed += self._attention(tracked, chunks, state.get_block_ids(request_id))
             for gid, block, boundary in offers.get(request_id, ()):
-                ops += self._state(tracked, gid, block, boundary, tokens)
-        return ops
+                completed += self._state(tracked, gid, block, boundary, tokens)
+            runs.update(self._begin(tracked, completed))
+        return runs
 
     def reported(self, report: StepReport) -> list[Commit | Abandon]:
         """Slots that every rank is done with become objects, or free again where a rank did not write its part."""
-        messages: list[Commit | Abandon] = []
+        for number, places in report.unstored.items():
+            if number in self._storing:
+                self._storing[number].unstored |= places
         ready: list[_Storing] = []
-        spoilt: list[_Storing] = []
-        for name, ranks in report.done.items():
-            storing = self._storing.get(name)
+        spoilt: list[CopyRun] = []
+        for number, ranks in report.done.items():
+            storing = self._storing.get(number)
             if storing is None:
                 continue
-            storing.ranks_done += ranks
-            storing.spoilt = storing.spoilt or name in report.unstored
-            if storing.ranks_done == self._geometry.ranks:
-                (spoilt if storing.spoilt else ready).append(self._storing.pop(name))
-        if spoilt:
-            self._counters["stores_failed"] += len(spoilt)
-            slots = [storing.op.slot for storing in spoilt]
-            messages.append(Abandon(pack_u64([s.offset for s in slots]), pack_u64([s.generation for s in slots])))
-        if ready:
-            self._counters["objects_stored"] += len(ready)
-            self._counters["bytes_stored"] += sum(storing.part_bytes for storing in ready) * self._geometry.ranks
-            messages.append(
-                Commit(
-                    pack_u64([storing.op.slot.offset for storing in ready]),
-                    pack_u64([storing.op.slot.generation for storing in ready]),
-                    pack_u64([storing.op.group_index for storing in ready]),
-                    b"".join(storing.chunk_hash for storing in ready),
-                )
-            )
-        return messages
+            storing.ranks_done |= ranks
+            if len(storing.ranks_done) < self._geometry.ranks:
+                continue
+            del self._storing[number]
+            everything = range(storing.run.objects)
+            bad = everything if storing.spoilt else sorted(storing.unstored)
+            good = [place for place in everything if place not in bad] if bad else everything
+            if bad:
+                spoilt.append(_pick(storing, bad).run)
+            if good:
+                ready.append(_pick(storing, good) if bad else storing)
+        return [*self._abandons(spoilt), *self._commits(ready)]
 
-    def _attention(self, tracked: Tracked, chunks: int, tables: Sequence[Sequence[int]]) -> Iterator[CopyOp]:
+    def _abandons(self, runs: list[CopyRun]) -> Iterator[Abandon]:
+        if runs:
+            self._counters["stores_failed"] += sum(run.objects for run in runs)
+            yield Abandon(b"".join(run.offsets for run in runs), b"".join(run.generations for run in runs))
+
+    def _commits(self, ready: list[_Storing]) -> Iterator[Commit]:
+        if ready:
+            runs = [storing.run for storing in ready]
+            self._counters["objects_stored"] += sum(run.objects for run in runs)
+            self._counters["bytes_stored"] += self._geometry.ranks * sum(
+                storing.part_bytes * storing.run.objects for storing in ready
+            )
+            yield Commit(
+                b"".join(run.offsets for run in runs),
+                b"".join(run.generations for run in runs),
+                b"".join(pack_u64([run.span.group_index]) * run.objects for run in runs),
+                b"".join(storing.hashes for storing in ready),
+            )
+
+    def _attention(self, tracked: Tracked, chunks: int, tables: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
         """Objects of attention groups in the first `chunks` chunks that are not settled yet, prefix first."""
         for index in self._attention_groups:
+            first = tracked.next_chunk[index]
+            if first >= chunks:
+                continue
             group = self._geometry.groups[index]
             table = tables[group.gid]
-            for chunk in range(tracked.next_chunk[index], chunks):
-                size = part_bytes(self._geometry, group, chunk)
-                holes = NULL_BLOCK in table[slice(*_bounds(stored_blocks(self._geometry, group, chunk)))]
-                if size and not holes and not _is_present(tracked, index, chunk):
-                    slot = self.credits.take(size)
-                    if slot is None:
-                        # The blocks are still this request's in the next step; the prefix goes first.
-                        self._counters["stores_no_slot"] += 1
-                        break
-                    op = plan_store(self._geometry, index, chunk, table, slot)
-                    if op is None:
-                        self.credits.give_back(size, [slot])
-                    else:
-                        yield self._begin(tracked, op, size)
-                elif holes:
-                    self._counters["stores_hole"] += 1
-                tracked.next_chunk[index] = chunk + 1
+            reached = min(chunks, len(table) // self._geometry.blocks_per_chunk(group))
+            mask = tracked.found.masks[index] if tracked.found is not None else b""
+            spans, holes = storable_spans(self._geometry, index, range(first, reached), mask, table)
+            if holes:
+                self._counters["stores_hole"] += holes
+            for span in spans:
+                offsets, generations = self.credits.take(span.count * group.block_bytes, span.objects)
+                taken = len(offsets) // U64
+                if taken:
+                    yield CopyRun(span.head(taken), offsets, generations)
+                if taken < span.objects:
+                    # The blocks are still this request's in the next step; the prefix goes first.
+                    self._counters["stores_no_slot"] += 1
+                    reached = span.first_chunk + taken
+                    break
+            tracked.next_chunk[index] = max(first, reached)
 
-    def _state(self, tracked: Tracked, gid: int, block: int, boundary: int, tokens: int) -> Iterator[CopyOp]:
+    def _state(self, tracked: Tracked, gid: int, block: int, boundary: int, tokens: int) -> Iterator[CopyRun]:
         """A recurrent state that the engine offers in this step: the block id is good for this step only."""
         index = self._recurrent_groups.get(gid)
         if index is None or block == NULL_BLOCK or boundary % self._geometry.chunk_tokens or boundary > tokens:
@@ -135,18 +158,36 @@ class Stores:
         chunk = boundary // self._geometry.chunk_tokens - 1
         if (index, chunk) in tracked.offered or _is_present(tracked, index, chunk):
             return
-        size = part_bytes(self._geometry, self._geometry.groups[index], chunk)
-        slot = self.credits.take(size)
-        if slot is None:
+        offsets, generations = self.credits.take(self._geometry.groups[index].block_bytes, 1)
+        if not offsets:
             self._counters["stores_no_slot"] += 1
             return
         tracked.offered.add((index, chunk))
-        yield self._begin(tracked, CopyOp(slot, index, chunk, 1, 0, (block,)), size)
+        yield CopyRun(Span(index, chunk, 1, (block,)), offsets, generations)
 
-    def _begin(self, tracked: Tracked, op: CopyOp, size: int) -> CopyOp:
-        name = (op.slot.offset, op.slot.generation)
-        self._storing[name] = _Storing(op, size, tracked.chunk_hash(self._geometry, op.chunk))
-        return op
+    def _begin(self, tracked: Tracked, runs: list[CopyRun]) -> Iterator[tuple[int, CopyRun]]:
+        hashes: dict[tuple[int, int], bytes] = {}
+        for run in runs:
+            span = run.span
+            chunks = (span.first_chunk, run.objects)
+            if chunks not in hashes:
+                hashes[chunks] = tracked.chunk_hashes(self._geometry, *chunks)
+            number = next(self._numbers)
+            part_bytes = span.count * self._geometry.groups[span.group_index].block_bytes
+            self._storing[number] = _Storing(run, hashes[chunks], part_bytes)
+            tracked.stored += run.objects
+            yield number, run
+
+
+def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
+    """Only some objects of a run; their blocks are not needed any more."""
+    run = storing.run
+
+    def cut(packed: bytes, size: int) -> bytes:
+        return b"".join(packed[place * size : (place + 1) * size] for place in places)
+
+    picked = CopyRun(run.span, cut(run.offsets, U64), cut(run.generations, U64))
+    return _Storing(picked, cut(storing.hashes, HASH_BYTES), storing.part_bytes)
 
 
 def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[int, int]:
@@ -157,10 +198,6 @@ def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[int, int]:
         for size in part_sizes(geometry, group):
             targets[size] += chunks if group.kind is not Kind.RECURRENT else max(4, chunks // 4)
     return dict(targets)
-
-
-def _bounds(positions: range) -> tuple[int, int]:
-    return positions.start, positions.stop
 
 
 def _is_present(tracked: Tracked, index: int, chunk: int) -> bool:

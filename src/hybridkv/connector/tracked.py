@@ -1,11 +1,13 @@
 """What the scheduler role knows of one request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
+from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import normalise_hash
+from hybridkv.core.keys import pack_hashes
 from hybridkv.core.requests import State
 from hybridkv.wire.messages import Found
 
@@ -15,6 +17,8 @@ class Tracked:
     """One request of the engine."""
 
     request: Any
+    chain: OwnChain | None = None
+    """Names its chunks where the engine's hashes cannot."""
     state: State = State.PREFETCHING
     lease: int = 0
     deadline: float = 0.0
@@ -28,11 +32,48 @@ class Tracked:
     load_tokens: int = 0
     handed_over: bool = False
     """Whether the workers were told about the load and will report it."""
+    asked: bytes = b""
+    """Hashes of the last lookup that was sent."""
+    answer: Found | None = None
+    """The last answer, for the story; `found` is what may be acted on."""
+    local_seen: int | None = None
+    """Tokens of the engine's own cache when it was last asked about."""
+    loaded: tuple[int, int] = (0, 0)
+    """(tokens, bytes) that came from outside."""
+    stored: int = 0
+    why: str = ""
+    """The last decline or failure in words."""
     next_chunk: list[int] = field(default_factory=list)
     """Per attention group: the first chunk whose store is not settled."""
     offered: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states that are stored already."""
 
-    def chunk_hash(self, geometry: Geometry, chunk: int) -> bytes:
-        """The name of the prefix that ends with `chunk`."""
-        return normalise_hash(self.request.block_hashes[geometry.hash_index(chunk)])
+    def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
+        """The names of the prefixes that end with `count` chunks from `first` on, HASH_BYTES each."""
+        if self.chain is not None:
+            return self.chain.names(first, count)
+        step = geometry.chunk_tokens // geometry.hash_tokens
+        hashes = self.request.block_hashes[geometry.hash_index(first) : geometry.hash_index(first + count) : step]
+        return pack_hashes(hashes)
+
+
+class BlockTable(Sequence[int]):
+    """One group's block ids out of the engine's blocks, made only for what is read of them."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [block.block_id for block in self._blocks[at]]
+        block_id: int = self._blocks[at].block_id
+        return block_id

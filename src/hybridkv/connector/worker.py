@@ -16,7 +16,7 @@ from hybridkv.connector.cuda import CudaCopier
 from hybridkv.connector.layout import block_views, worker_layout
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport, WorkerLayout
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.plans import CopyOp
+from hybridkv.core.plans import CopyOp, SlotRef
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
 
@@ -46,6 +46,9 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
+        self._expected: StepPlan | None = None
+        self._storing: dict[int, set[int]] = {}
+        """Places of the objects that are not reported yet, by the number of their run."""
         self._counters: Counter[str] = Counter()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -68,14 +71,20 @@ class WorkerSide:
         """Copy out what the plan says; the blocks are the engine's again when this returns."""
         if not plan.stores:
             return
+        self._expect(plan)
         copier = self._copier(plan.boot)
         if copier is None:
-            self._counters["stores_unattached"] += len(plan.stores)
-            for op in plan.stores:
-                self._stored(op, False)
+            self._counters["stores_unattached"] += sum(run.objects for run in plan.stores.values())
+            self._give_up(plan)
             return
         started = time.perf_counter()
-        copier.store(plan.stores, self._stored)
+        ops: list[CopyOp] = []
+        places: dict[SlotRef, tuple[int, int]] = {}
+        for number, run in plan.stores.items():
+            for place, op in enumerate(run.ops()):
+                ops.append(op)
+                places[op.slot] = (number, place)
+        copier.store(ops, lambda op, stored: self._stored(*places[op.slot], stored))
         self._counters["store_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
 
     def fail_all(self, plan: StepPlan) -> None:
@@ -86,9 +95,9 @@ class WorkerSide:
             self._failed |= lost
 
     def fail_stores(self, plan: StepPlan) -> None:
-        """After a fault in `start_stores`: no store of the plan happened."""
-        for op in plan.stores:
-            self._stored(op, False)
+        """After a fault in `start_stores`: what was not stored before it is not."""
+        self._expect(plan)
+        self._give_up(plan)
 
     def collect(self) -> tuple[set[str], set[str]]:
         """(finished, failed) requests since the last call; failed ones are in both."""
@@ -140,17 +149,34 @@ class WorkerSide:
             done(HybridKVError("this worker is not attached to the daemon's arena"))
         else:
             try:
-                copier.load(load.ops, done)
+                copier.load([op for run in load.runs for op in run.ops()], done)
             except Exception as error:
                 logger.exception("hybridkv: a load failed")
                 done(HybridKVError(str(error)))
 
-    def _stored(self, op: CopyOp, stored: bool) -> None:
-        name = (op.slot.offset, op.slot.generation)
+    def _expect(self, plan: StepPlan) -> None:
+        """Every object of the plan is to be reported, once."""
         with self._lock:
-            self._report.done[name] = 1
+            if self._expected is not plan:
+                self._expected = plan
+                self._storing.update((number, set(range(run.objects))) for number, run in plan.stores.items())
+
+    def _give_up(self, plan: StepPlan) -> None:
+        for number in plan.stores:
+            for place in list(self._storing.get(number, ())):
+                self._stored(number, place, False)
+
+    def _stored(self, number: int, place: int, stored: bool) -> None:
+        with self._lock:
+            waiting = self._storing.get(number)
+            if waiting is None or place not in waiting:
+                return
+            waiting.remove(place)
             if not stored:
-                self._report.unstored.add(name)
+                self._report.unstored.setdefault(number, set()).add(place)
+            if not waiting:
+                del self._storing[number]
+                self._report.done[number] = {self._part.rank}
 
     def _copier(self, boot: str) -> Copier | None:
         return self._copiers[boot][1] if boot in self._copiers else None

@@ -13,6 +13,7 @@ What a restore at boundary B needs of a group is the block range ``[skipped(B) /
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hybridkv.core.geometry import Geometry, Group, Kind
 
@@ -21,6 +22,18 @@ def needed_blocks(group: Group, boundary: int) -> range:
     """Block positions of `group` that a restore at `boundary` (a multiple of its block) reads."""
     end = boundary // group.tokens_per_block
     return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
+
+
+def held_blocks(geometry: Geometry, tokens: int, step_tokens: int) -> int:
+    """The most engine blocks, over all groups, that a request of `tokens` tokens holds before it has run once.
+
+    Groups with a window let go of what is behind it, but one step's tokens may be added before that.
+    """
+    total = 0
+    for group in geometry.groups:
+        read = tokens if group.kind is Kind.FULL else group.window_tokens + group.extra_retained_tokens
+        total += -(-min(tokens, read + step_tokens) // group.tokens_per_block) + 1
+    return total
 
 
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
@@ -43,11 +56,20 @@ def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
-def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
+@lru_cache(maxsize=4096)
+def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
+    """Stored blocks per object over one period: chunk k has ``counts[k % len(counts)]``, the last ones of the chunk.
+
+    The period is one chunk but for chunked local attention, where it is that of the attention chunk.
+    """
     local = group.kind is Kind.CHUNKED_LOCAL
     period = math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens if local else 1
-    return tuple(sorted({part_bytes(geometry, group, chunk) for chunk in range(period)} - {0}))
+    return tuple(len(stored_blocks(geometry, group, chunk)) for chunk in range(period))
+
+
+def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
+    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
+    return tuple(sorted({count * group.block_bytes for count in stored_counts(geometry, group)} - {0}))
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
@@ -68,6 +90,15 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
             break
         chunks = below
     return chunks
+
+
+def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tuple[Group, int]]:
+    """(group, its first missing chunk) of every group that keeps a hit of `chunks` chunks from being."""
+    lacks: list[tuple[Group, int]] = []
+    for group, mask in zip(geometry.groups, masks, strict=True):
+        missing = [chunk for chunk in needed_chunks(geometry, group, chunks) if not mask[chunk : chunk + 1].count(1)]
+        lacks += [(group, missing[0])] if missing else []
+    return lacks
 
 
 def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:

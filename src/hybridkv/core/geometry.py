@@ -57,6 +57,10 @@ class Group:
         if self.extra_retained_tokens < 0 or (self.extra_retained_tokens and self.kind is not Kind.SLIDING):
             raise GeometryError(f"group {self.gid}: extra_retained_tokens={self.extra_retained_tokens}")
 
+    def __hash__(self) -> int:
+        """Cheap, because rules are cached by group; equality compares everything."""
+        return hash((self.gid, self.kind, self.tokens_per_block))
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group, on one rank."""
@@ -104,6 +108,10 @@ class Geometry:
                     f"hybrid_chunk_size={self.chunk_tokens} is not a multiple of {what} of {unit} tokens; "
                     f"{max(lcm, -(-self.chunk_tokens // lcm) * lcm)} works"
                 )
+
+    def __hash__(self) -> int:
+        """Cheap, because rules are cached by geometry; equality compares everything."""
+        return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""

@@ -7,7 +7,7 @@ engine's prefix-chained block hash at the end of the chunk; it covers the tokens
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 HASH_BYTES = 32
 """Length of a chunk hash and of a namespace fingerprint."""
@@ -19,6 +19,9 @@ def fingerprint(facts: Mapping[str, object]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def normalise_hash(block_hash: bytes) -> bytes:
-    """A chunk hash of exactly HASH_BYTES from an engine's block hash of another length."""
-    return block_hash if len(block_hash) == HASH_BYTES else hashlib.sha256(block_hash).digest()
+def pack_hashes(block_hashes: Sequence[bytes]) -> bytes:
+    """Chunk hashes of exactly HASH_BYTES each, one after the other, from an engine's block hashes of any length."""
+    packed = b"".join(block_hashes)
+    if not block_hashes or (len(block_hashes[0]) == HASH_BYTES and len(packed) == len(block_hashes) * HASH_BYTES):
+        return packed  # One engine's hashes all have one length.
+    return b"".join(one if len(one) == HASH_BYTES else hashlib.sha256(one).digest() for one in block_hashes)

@@ -4,14 +4,19 @@ An object's payload is one part per rank, each ``[layer of the group][stored blo
 
     slot      |header|checksums| part of rank 0            | part of rank 1 ...
     part                       | layer 0: b0 b1 | layer 1: b0 b1 | ...
+
+The scheduler plans *runs*, objects of consecutive chunks of one group, so that what a step costs it hardly grows with
+the length of the prompt; the workers take them apart into the copies of single objects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, count, groupby
 
-from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_blocks
+from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_counts
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import U64, unpack_u64
 
 NULL_BLOCK = 0
 """The engine's null block: never stored, never loaded into."""
@@ -46,19 +51,69 @@ class CopyOp:
     blocks: tuple[int, ...]
 
 
-def plan_store(geometry: Geometry, group_index: int, chunk: int, table: Sequence[int], slot: SlotRef) -> CopyOp | None:
-    """The copy of one attention object out of a block table, or None while the table does not hold all of it.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Objects of one size of consecutive chunks of one group, and the engine's blocks that hold them, in order."""
 
-    `table[i]` is the block id at position i, NULL_BLOCK where the engine keeps nothing: an object with such a hole
-    is never stored (a null block's bytes under a valid key are a lie).
+    group_index: int
+    first_chunk: int
+    count: int
+    """Stored blocks in each object."""
+    blocks: Sequence[int]
+
+    @property
+    def objects(self) -> int:
+        """How many objects these are."""
+        return len(self.blocks) // self.count
+
+    def head(self, objects: int) -> "Span":
+        """The first `objects` of them."""
+        return Span(self.group_index, self.first_chunk, self.count, self.blocks[: objects * self.count])
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """A span and its slots: one offset and one generation for each object (core.packed)."""
+
+    span: Span
+    offsets: bytes
+    generations: bytes
+    skipped: int = 0
+    """Stored blocks at the start of the first object that are not copied; `span.blocks` does not have them."""
+
+    @property
+    def objects(self) -> int:
+        """How many objects these are."""
+        return len(self.offsets) // U64
+
+    def ops(self) -> Iterator[CopyOp]:
+        """The copies of the single objects."""
+        span = self.span
+        at, first = 0, self.skipped
+        slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
+        for chunk, slot in enumerate(slots, span.first_chunk):
+            stop = at + span.count - first
+            yield CopyOp(SlotRef(*slot), span.group_index, chunk, span.count, first, tuple(span.blocks[at:stop]))
+            at, first = stop, 0
+
+
+def storable_spans(
+    geometry: Geometry, group_index: int, chunks: range, mask: bytes, table: Sequence[int]
+) -> tuple[list[Span], int]:
+    """What of `chunks` can be stored out of a block table, and how many objects cannot for a hole.
+
+    `mask` has a 1 for each chunk whose object is known to be stored. `table[i]` is the block id at position i,
+    NULL_BLOCK where the engine keeps nothing: an object with such a hole is never stored (a null block's bytes under a
+    valid key are a lie).
     """
-    positions = stored_blocks(geometry, geometry.groups[group_index], chunk)
-    if not positions or positions.stop > len(table):
-        return None
-    blocks = tuple(table[positions.start : positions.stop])
-    if NULL_BLOCK in blocks:
-        return None
-    return CopyOp(slot, group_index, chunk, len(blocks), 0, blocks)
+    spans: list[Span] = []
+    holes = 0
+    for absent in _absent(mask, chunks):
+        for span in _spans(geometry, group_index, absent, table):
+            whole = list(_without_holes(span))
+            spans += whole
+            holes += span.objects - sum(part.objects for part in whole)
+    return spans, holes
 
 
 def plan_load(
@@ -66,34 +121,100 @@ def plan_load(
     hit_chunks: int,
     local_tokens: int,
     tables: Sequence[Sequence[int]],
-    slots: Sequence[Sequence[SlotRef]],
-) -> tuple[CopyOp, ...]:
+    offsets: bytes,
+    generations: bytes,
+) -> tuple[CopyRun, ...]:
     """The copies that restore a hit of `hit_chunks` chunks behind a local hit of `local_tokens` tokens.
 
-    `tables[i]` is the block table and `slots[i]` the slots of the chunks `needed_chunks` names, for
-    `geometry.groups[i]`. Blocks of the local hit are shared with other requests and never written (C34)::
+    `tables[i]` is the block table of `geometry.groups[i]`; `offsets` and `generations` name the slots of the chunks
+    that `needed_chunks` gives, group by group. Blocks of the local hit are shared with other requests and never
+    written (C34)::
 
         table    [local hit ....|needed by the hit ....)
                  0              max(L // bs, skipped)   T // bs
 
     Raises PlanError where the engine's table lacks a block that the hit needs.
     """
-    ops: list[CopyOp] = []
+    runs: list[CopyRun] = []
     boundary = hit_chunks * geometry.chunk_tokens
-    for index, group in enumerate(geometry.groups):
-        chunks = needed_chunks(geometry, group, hit_chunks)
-        if len(slots[index]) != len(chunks):
-            raise PlanError(f"group {group.gid}: {len(slots[index])} slots for {len(chunks)} chunks")
+    needs = [needed_chunks(geometry, group, hit_chunks) for group in geometry.groups]
+    slots = sum(map(len, needs))
+    if len(offsets) != slots * U64 or len(generations) != slots * U64:
+        raise PlanError(f"{len(offsets) // U64} slots for the {slots} objects of a hit of {hit_chunks} chunks")
+    at = 0
+    for index, (group, chunks) in enumerate(zip(geometry.groups, needs, strict=True)):
         needed = needed_blocks(group, boundary)
         start = max(needed.start, local_tokens // group.tokens_per_block)
-        table = tables[index]
-        for chunk, slot in zip(chunks, slots[index], strict=True):
-            stored = stored_blocks(geometry, group, chunk)
-            first = max(stored.start, start)
-            if first >= stored.stop:
-                continue
-            blocks = tuple(table[first : stored.stop])
-            if len(blocks) != stored.stop - first or NULL_BLOCK in blocks:
-                raise PlanError(f"group {group.gid}: the engine has no block for chunk {chunk} of the hit")
-            ops.append(CopyOp(slot, index, chunk, len(stored), first - stored.start, blocks))
-    return tuple(ops)
+        first = max(chunks.start, start // geometry.blocks_per_chunk(group))
+        if first < chunks.stop and len(tables[index]) < needed.stop:
+            raise PlanError(f"group {group.gid}: the engine has no block for the end of the hit")
+        for span in _spans(geometry, index, range(first, chunks.stop), tables[index]):
+            end = (span.first_chunk + 1) * geometry.blocks_per_chunk(group)
+            skipped = max(0, start - (end - span.count))
+            slot = (at + span.first_chunk - chunks.start) * U64
+            size = span.objects * U64
+            if NULL_BLOCK in span.blocks[skipped:]:
+                raise PlanError(f"group {group.gid}: the engine has no block for a chunk of the hit")
+            cut = Span(index, span.first_chunk, span.count, span.blocks[skipped:]) if skipped else span
+            runs.append(CopyRun(cut, offsets[slot : slot + size], generations[slot : slot + size], skipped))
+        at += len(chunks)
+    return tuple(runs)
+
+
+def _spans(geometry: Geometry, group_index: int, chunks: range, table: Sequence[int]) -> Iterator[Span]:
+    """The objects of `chunks` in runs of one size, with their blocks (the last `count` positions of each chunk)."""
+    group = geometry.groups[group_index]
+    per_chunk = geometry.blocks_per_chunk(group)
+    counts = stored_counts(geometry, group)
+    for blocks_of_each, same in _runs(counts, chunks):
+        start, stop = same.start * per_chunk, same.stop * per_chunk
+        if blocks_of_each == per_chunk:
+            yield Span(group_index, same.start, blocks_of_each, table[start:stop])
+        elif blocks_of_each:
+            ends = range(start + per_chunk, stop + 1, per_chunk)
+            blocks = [block for end in ends for block in table[end - blocks_of_each : end]]
+            yield Span(group_index, same.start, blocks_of_each, blocks)
+
+
+def _runs(counts: Sequence[int], chunks: range) -> Iterator[tuple[int, range]]:
+    """(stored blocks, chunks that have so many) in order."""
+    if len(counts) == 1:
+        if chunks:
+            yield counts[0], chunks
+        return
+    start = chunks.start
+    for blocks, same in groupby(counts[chunk % len(counts)] for chunk in chunks):
+        stop = start + sum(1 for _ in same)
+        yield blocks, range(start, stop)
+        start = stop
+
+
+def _absent(mask: bytes, chunks: range) -> Iterator[range]:
+    """The parts of `chunks` where the mask has no 1."""
+    start = chunks.start
+    while start < chunks.stop:
+        if start < len(mask) and mask[start]:
+            absent = mask.find(0, start)
+            start = len(mask) if absent < 0 else absent
+            continue
+        present = mask.find(1, start)
+        stop = chunks.stop if present < 0 else min(present, chunks.stop)
+        yield range(start, stop)
+        start = stop
+
+
+def _without_holes(span: Span) -> Iterator[Span]:
+    """The parts of a span whose objects have all their blocks."""
+    blocks, size = span.blocks, span.count
+    at = 0
+    while at < span.objects:
+        try:
+            hole = blocks.index(NULL_BLOCK, at * size)
+        except ValueError:
+            hole = len(blocks)
+        whole = hole // size
+        if whole > at:
+            yield Span(span.group_index, span.first_chunk + at, size, blocks[at * size : whole * size])
+        # The next object that may be whole starts at or after the next block that is none.
+        block = next(compress(count(hole), blocks[hole:]), len(blocks))
+        at = max(whole + 1, -(-block // size))

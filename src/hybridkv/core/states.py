@@ -46,7 +46,7 @@ def stored_states(geometry: Geometry, group: Group, rule: StateRule, prompt_toke
     """How many states of `group` a prompt of `prompt_tokens` leaves in the cache: those that stand on chunk ends."""
     unit, chunk, period = geometry.alignment_tokens, geometry.chunk_tokens, rule.period_tokens(group)
     ends = {max(0, prompt_tokens - 1) // unit * unit}
-    if period and rule.keeps(group, prompt_tokens):
+    if rule.keeps(group, prompt_tokens):
         ends.add(prompt_tokens)
     every = math.lcm(period, chunk) if period else 0
     inner = prompt_tokens // every if every else 0

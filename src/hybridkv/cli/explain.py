@@ -1,0 +1,41 @@
+"""`hybridkv explain REQUEST_ID`: what was looked up for a request, found, chosen and loaded, or why not."""
+
+import argparse
+import json
+import os
+
+from hybridkv.client.control import Control
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.paths import check_socket_path, default_socket
+
+
+class UnknownRequestError(HybridKVError):
+    """The daemon was not told of this request."""
+
+    exit_status = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `explain`."""
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="as the engine names it in its answers and logs")
+    parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the daemon and print."""
+    with Control(check_socket_path(arguments.socket, "socket")) as control:
+        explained = control.explain(arguments.request_id)
+    if not explained.facts:
+        latest = ", ".join(explained.latest) or "none"
+        raise UnknownRequestError(
+            f"no request {arguments.request_id!r} ended lately (an engine tells of a request when it ends); "
+            f"the latest are: {latest}"
+        )
+    if arguments.json:
+        print(json.dumps({"request": arguments.request_id, **explained.facts}, indent=2))
+        return 0
+    width = max(map(len, explained.facts))
+    for name, fact in explained.facts.items():
+        print(f"{name:<{width}}  {fact}")
+    return 0

@@ -1,0 +1,51 @@
+"""What `hybridkv explain` knows: how the last requests fared, and what each identity is made of. Bounded, in memory."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+REQUESTS_MAX = 10_000
+IDENTITIES_MAX = 256
+
+
+class History:
+    """The last REQUESTS_MAX requests and IDENTITIES_MAX identities that engines told of."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, tuple[bytes, Mapping[str, str]]] = OrderedDict()
+        self._identities: OrderedDict[bytes, Mapping[str, str]] = OrderedDict()
+
+    def told(self, request_id: str, identity: bytes, facts: Mapping[str, str]) -> None:
+        """A request ended; a later one of the same id takes its place."""
+        self._requests[request_id] = identity, facts
+        self._requests.move_to_end(request_id)
+        if len(self._requests) > REQUESTS_MAX:
+            self._requests.popitem(last=False)
+
+    def described(self, identity: bytes, facts: Mapping[str, str]) -> None:
+        """What went into an identity."""
+        self._identities[identity] = facts
+        self._identities.move_to_end(identity)
+        if len(self._identities) > IDENTITIES_MAX:
+            self._identities.popitem(last=False)
+
+    def request(self, request_id: str) -> tuple[bytes, Mapping[str, str]] | None:
+        """(identity, facts) of a request; vLLM may have appended to the id that it shows to clients."""
+        if request_id in self._requests or not request_id:
+            return self._requests.get(request_id)
+        longer = (name for name in reversed(self._requests) if name.startswith(f"{request_id}-"))
+        return self._requests.get(next(longer, ""))
+
+    @property
+    def latest(self) -> list[str]:
+        """Request ids, the last one first."""
+        return list(reversed(self._requests))
+
+    def differences(self, one: bytes, other: bytes) -> dict[str, tuple[str, str]]:
+        """Facts in which two identities differ, (one's, other's); empty where one of them is not known."""
+        mine, theirs = self._identities.get(one), self._identities.get(other)
+        if mine is None or theirs is None:
+            return {}
+        names = sorted({*mine, *theirs})
+        return {
+            name: (mine.get(name, ""), theirs.get(name, "")) for name in names if mine.get(name) != theirs.get(name)
+        }

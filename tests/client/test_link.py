@@ -1,0 +1,55 @@
+"""A link and a socket whose other end the test holds."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.control import Control, DaemonUnreachableError
+from hybridkv.client.link import Link
+from hybridkv.wire.codec import Frames, decode_request
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+from tests.conftest import DEADLINE_SECONDS
+
+OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
+NEW = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32)
+
+
+def greeting(listener: socket.socket, opened: list[socket.socket]) -> Hello:
+    opened.append(listener.accept()[0])
+    (body,) = Frames().feed(opened[-1].recv(1 << 16))
+    hello = decode_request(body)
+    assert isinstance(hello, Hello)
+    return hello
+
+
+def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_with(tmp_path: Path) -> None:
+    """Else the daemon would take lookups and stores of new weights for those of the old ones."""
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(5)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+        link.poll(0.0)
+        assert greeting(listener, opened).namespace == OLD.namespace
+        link.greet_with(NEW)
+        link.poll(0.0)
+        assert greeting(listener, opened).namespace == NEW.namespace
+        link.close()
+    for sock in opened:
+        sock.close()
+
+
+def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:
+    socket_path = str(tmp_path / "d.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(socket_path)
+        listening.listen()
+        with pytest.raises(DaemonUnreachableError), Control(socket_path, 0.05):
+            pass
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.settimeout(DEADLINE_SECONDS)
+            while accepted.recv(4096):
+                pass

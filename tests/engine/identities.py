@@ -1,0 +1,104 @@
+"""Engines that differ in one thing each, one after the other in this process, all on one daemon.
+
+Run as `python -m tests.engine.identities SOCKET NAME...`; prints {"name": ..., "loaded": tokens} for every name, in
+order. An engine that loads has the identity of one that stored before it.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+from hybridkv.cli.runner import make_engine
+from hybridkv.testing.models import bundled_arguments, bundled_models
+from tests.engine.support import prompt
+
+TOKENS = 3 * 256 + 20
+REQUEST_SECONDS = 120.0
+
+BASE = "base"
+CHANGES: dict[str, dict[str, Any]] = {
+    BASE: {},
+    "same, asked for twice": {},
+    "cache_salt": {"salt": "tenant-7"},
+    "weights (seed)": {"arguments": ["--seed=1"]},
+    "weights (contents)": {"environment": {"HYBRIDKV_WIDEN": "7:0.08"}},
+    "weights_identity": {"extra": {"weights_identity": "another"}},
+    "config (RoPE)": {"arguments": ['--hf-overrides={"rope_parameters":{"rope_type":"default","rope_theta":5000.0}}']},
+    "dtype": {"arguments": ["--dtype=bfloat16"]},
+    "KV dtype": {"arguments": ["--kv-cache-dtype=fp8"]},
+    "block size": {"arguments": ["--block-size=256"]},
+    "chunk": {"extra": {"hybrid_chunk_size": 256}},
+    "hash algorithm": {"arguments": ["--prefix-caching-hash-algo=sha256_cbor"]},
+    "own hashes": {"arguments": ["--prefix-caching-hash-algo=xxhash"]},
+    "own hashes, other salt": {"arguments": ["--prefix-caching-hash-algo=xxhash"], "salt": "tenant-7"},
+    "own hashes, again": {"arguments": ["--prefix-caching-hash-algo=xxhash"]},
+    "nothing": {},
+}
+
+
+def tokens_loaded(
+    socket_path: str,
+    arguments: list[str] | None = None,
+    extra: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    salt: str | None = None,
+) -> int:
+    """Tokens that a new engine takes from outside for the one prompt that all of them get."""
+    transfer = {
+        "kv_connector": "HybridKVConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 5000, **(extra or {})},
+    }
+    before = dict(os.environ)
+    os.environ.update(environment or {})
+    engine = make_engine(
+        [
+            f"--model={bundled_models()['qwen3']}",
+            *bundled_arguments("qwen3"),
+            *(arguments or ()),
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ]
+    )
+    try:
+        core: Any = engine.engine_core.engine_core
+        request: dict[str, Any] = {"prompt_token_ids": prompt(1, TOKENS)}
+        if salt is not None:
+            request["cache_salt"] = salt
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=2)
+        engine.add_request("r", request, sampling)
+        deadline = time.monotonic() + REQUEST_SECONDS
+        while engine.has_unfinished_requests():
+            engine.step()
+            assert time.monotonic() < deadline, "the request is never answered"
+        return int(core.scheduler.connector.counters.get("tokens_loaded", 0))
+    finally:
+        engine.engine_core.shutdown()
+        del engine
+        with contextlib.suppress(UnboundLocalError):
+            del core
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def main() -> None:
+    """One engine per name."""
+    socket_path, *names = sys.argv[1:]
+    for name in names:
+        loaded = tokens_loaded(socket_path, **CHANGES[name])
+        print(json.dumps({"name": name, "loaded": loaded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The identity matrix (testing anchors, 10): every single change is a miss, and no change is a hit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from hybridkv.cli.engine import ENGINE_ENVIRONMENT
+from hybridkv.connector.hashing import OwnChain, hash_facts
+from hybridkv.connector.identity import weights_identity
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.testing.models import BUNDLED_ENVIRONMENT
+from tests.engine.identities import BASE, CHANGES, TOKENS
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+HITS = {
+    "same, asked for twice": TOKENS // 128 * 128,
+    "nothing": TOKENS // 128 * 128,
+    "own hashes, again": TOKENS // 128 * 128,
+}
+
+
+def loaded(daemon: DaemonProcess, *names: str, hash_seed: str | None = None) -> dict[str, int]:
+    environment = {**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment.pop("PYTHONHASHSEED", None)
+    if hash_seed is not None:
+        environment["PYTHONHASHSEED"] = hash_seed
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.engine.identities", daemon.socket_path, *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    lines = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line["loaded"] for line in lines}
+
+
+def test_every_single_change_is_a_miss_and_no_change_is_a_hit(daemon: DaemonProcess) -> None:
+    """Also across restarts: every line is an engine of its own. PYTHONHASHSEED is unset here."""
+    assert loaded(daemon, *CHANGES) == {name: HITS.get(name, 0) for name in CHANGES}
+
+
+def test_a_set_pythonhashseed_is_part_of_the_identity_and_needed_by_nobody(daemon: DaemonProcess) -> None:
+    assert loaded(daemon, BASE, "own hashes", hash_seed=None) == {BASE: 0, "own hashes": 0}
+    with_seed = loaded(daemon, BASE, "nothing", "own hashes", hash_seed="0")
+    assert with_seed[BASE] == 0, "vLLM's own hashes start from the seed"
+    assert with_seed["nothing"] == HITS["nothing"], "the same seed again"
+    assert with_seed["own hashes"] == HITS["nothing"], "ours need none"
+    assert loaded(daemon, "nothing", hash_seed="0") == {"nothing": HITS["nothing"]}, "across a restart"
+    assert loaded(daemon, "nothing", hash_seed="1") == {"nothing": 0}
+
+
+def test_the_weights_files_are_part_of_the_identity(tmp_path: Path) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(tmp_path), revision=None, seed=0),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(4 << 20))
+    (tmp_path / "config.json").write_text("{}")
+    first = weights_identity(config)
+    assert weights_identity(config) == first
+    (tmp_path / "README.md").write_text("not a weight")
+    assert weights_identity(config) == first
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    second = weights_identity(config)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(b"\x01")
+    third = weights_identity(config)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert len({first, second, third, weights_identity(config)}) == 4
+
+
+def test_engines_that_hash_differently_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    unset = hash_facts("sha256")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    facts = [unset, hash_facts("sha256"), hash_facts("sha256_cbor"), hash_facts("xxhash")]
+    assert len({tuple(one) for one in facts}) == 4
+    assert hash_facts("xxhash") == hash_facts("xxhash_cbor"), "our hashes, whatever the engine's are"
+
+
+def request(tokens: list[int], salt: str | None = None, image: str | None = None, at: int = 10) -> Request:
+    features = None
+    if image is not None:
+        features = [MultiModalFeatureSpec(None, "image", image, PlaceholderRange(at, 20))]
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=features, cache_salt=salt)
+
+
+def test_our_own_names_cover_tokens_order_salt_and_images() -> None:
+    tokens = list(range(1, 33)) * 8
+    base = OwnChain(request(tokens), 64).names(0, 4)
+    assert len(base) == 4 * HASH_BYTES
+    grown = OwnChain(request(tokens), 64)
+    assert b"".join(grown.names(at, 1) for at in range(4)) == base, "the same however they are asked for"
+    others = [
+        request([9, *tokens[1:]]),
+        request(tokens, salt="a"),
+        request(tokens, salt="b"),
+        request(tokens, image="i"),
+        request(tokens, image="j"),
+        request(tokens, image="i", at=11),
+    ]
+    names = [base, *(OwnChain(other, 64).names(0, 4) for other in others)]
+    assert len({name[:HASH_BYTES] for name in names}) == len(names)
+    assert len({name[-HASH_BYTES:] for name in names}) == len(names), "a change in the first chunk changes all"
+    late = OwnChain(request([*tokens[:-1], 9]), 64).names(0, 4)
+    assert late[: 3 * HASH_BYTES] == base[: 3 * HASH_BYTES]
+    assert late[3 * HASH_BYTES :] != base[3 * HASH_BYTES :]

@@ -1,0 +1,126 @@
+"""The real daemon processes that the seeds of one process share, and the clock that the connector sees."""
+
+import os
+import random
+import select
+import signal
+import time
+from pathlib import Path
+
+from hybridkv.client.control import Control
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.slots import checksum_offset, payload_offset
+from hybridkv.testing.daemon import DaemonProcess
+from tests.conftest import DEADLINE_SECONDS
+
+ARENAS = {"roomy": "16MiB", "tight": "1MiB"}
+
+
+class Clock:
+    """Stands in for the module `time`: moves only when the simulation says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def perf_counter(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+class Node:
+    """One daemon: it can be killed, stopped, cleared, and its arena tampered with."""
+
+    def __init__(self, directory: Path, arena: str) -> None:
+        self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ARENAS[arena])
+        self._control: Control | None = None
+        self.stopped = False
+        self.spoilt: set[tuple[int, int]] = set()
+        """(offset, generation) of slots whose bytes were changed from outside."""
+
+    @property
+    def socket_path(self) -> str:
+        """Where it listens."""
+        return self._daemon.socket_path
+
+    @property
+    def control(self) -> Control:
+        """A connection of our own, made anew after a kill."""
+        if self._daemon.process is None:
+            self._daemon.start()
+        if self._control is None:
+            self._control = Control(self.socket_path, DEADLINE_SECONDS)
+            self._control.__enter__()
+            self._until("bytes_reserved", self._control.stats().values["bytes_arena"])
+        return self._control
+
+    def fresh(self) -> None:
+        """Whatever earlier seeds left is gone; raises AssertionError where something is held by nobody."""
+        for name in ("sessions", "leases", "bytes_writing"):
+            self._until(name, 0)
+        self.control.clear()
+        self._until("bytes_committed", 0)
+        self.spoilt.clear()
+
+    def kill(self) -> None:
+        """End it with -9 and start another."""
+        self.resume()
+        self._daemon.kill()
+        if self._control is not None:
+            self._control.__exit__()
+            self._control = None
+        self._daemon.start()
+        self.spoilt.clear()
+        assert self.control
+
+    def stop(self) -> None:
+        """Stop it; returns when the kernel has."""
+        assert self._daemon.process is not None
+        self._daemon.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._daemon.process.pid, os.WSTOPPED)
+        self.stopped = True
+
+    def resume(self) -> None:
+        """Let it go on."""
+        if self.stopped:
+            assert self._daemon.process is not None
+            self._daemon.process.send_signal(signal.SIGCONT)
+            self.stopped = False
+
+    def flip(self, rng: random.Random, count: int) -> int:
+        """Change a bit of some committed slots: payload, checksum, or generation; returns how many."""
+        welcome = self.control.welcome
+        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        slots = list(committed_slots(arena.memory))
+        chosen = rng.sample(slots, min(count, len(slots)))
+        for offset, header in chosen:
+            rank = rng.randrange(header.ranks)
+            payload = offset + payload_offset(header.ranks) + rank * header.part_bytes
+            at = rng.choice((payload + rng.randrange(header.part_bytes), offset + checksum_offset(rank) + 3))
+            arena.memory[at] ^= 1 << rng.randrange(1, 8)
+            self.spoilt.add((offset, header.generation))
+        arena.close()
+        return len(chosen)
+
+    def close(self) -> None:
+        """End it."""
+        self.resume()
+        if self._control is not None:
+            self._control.__exit__()
+        self._daemon.__exit__()
+
+    def _until(self, name: str, wanted: float) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (value := self.control.stats().values[name]) != wanted:
+            assert time.monotonic() < deadline, f"the daemon's {name} stays at {value}"
+
+
+def wait_readable(descriptors: list[int], deadline: float) -> None:
+    """Return when one of them can be read; raises AssertionError past the deadline."""
+    left = deadline - time.monotonic()
+    assert left > 0, "the daemon does not answer"
+    select.select(descriptors, [], [], left)

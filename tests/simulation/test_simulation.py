@@ -1,0 +1,60 @@
+"""The simulation on fixed seeds and on fresh ones, whose base it prints; `python -m tests.simulation` runs more."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.__main__ import RESULT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+BEHAVIOURS = (
+    *("hit_external", "hit_mixed", "hit_mixed_unaligned", "hit_local_equal", "hit_local_longer"),
+    *("hit_whole_prompt", "hit_resumed", "prompt_short", "prompt_boundary", "preemptions", "failed_loads"),
+    *("abort_waiting_prefetching", "abort_running_ready", "repeated_reports", "lookups_late_answer", "shed"),
+    *("reset", "flush", "forget", "identity", "clear", "stop", "cut", "kill", "flip", "harm_between"),
+    *("intermission_engine", "intermission_daemon", "blocks_audited", "objects_audited"),
+)
+"""What the seeds of one run must have come to."""
+
+
+def simulate(seeds: str) -> tuple[Counter[str], Counter[str]]:
+    """(layouts, counts) of a run on all cores, which must not fail."""
+    jobs = len(os.sched_getaffinity(0))
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", "--seeds", seeds, "--jobs", str(jobs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    print(said.stdout)
+    assert said.returncode == 0, said.stdout[-5000:]
+    results = [json.loads(line.removeprefix(RESULT)) for line in said.stdout.splitlines() if line.startswith(RESULT)]
+    assert len(results) == jobs
+    layouts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for result in results:
+        layouts.update(result["layouts"])
+        counts.update(result["counts"])
+    return layouts, counts
+
+
+@pytest.mark.parametrize("seeds", ["0:250", "fresh:250"])
+def test_no_position_is_computed_from_other_bytes_and_nothing_is_kept(seeds: str) -> None:
+    """Every layout and every behaviour, of which each seed draws some."""
+    layouts, counts = simulate(seeds)
+    assert len(layouts) > 25, layouts
+    never = [name for name in BEHAVIOURS if not counts[name]]
+    assert not never, f"no seed came to {never}"
+
+
+@pytest.mark.slow
+def test_thousands_of_seeds() -> None:
+    simulate("fresh:4000")

@@ -1,0 +1,462 @@
+"""One seed: engines, a daemon, random requests, and all that can go wrong; an AssertionError is a lie or a stall."""
+
+import dataclasses
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.request import Request
+
+from hybridkv.core.coverage import stored_blocks
+from hybridkv.core.geometry import Geometry, Kind
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.slots import SlotHeader, payload_offset
+from tests.simulation.engine import CLOCK, Chance, Engine, Shape
+from tests.simulation.layouts import LAYOUTS, Layout
+from tests.simulation.node import ARENAS, Node
+from tests.simulation.oracle import Content, GroupWords
+
+STEPS_MAX = 4000
+FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut", "shed")
+FAULT_RATE = 0.3
+"""How often a seed has each of the faults at all, so that seeds differ."""
+KILL_RATE = 0.05
+"""A daemon takes a third of a second to start, so few seeds kill it."""
+STUCK_STEPS = 500
+VOCABULARY = range(2, 2000)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a seed decided before it began."""
+
+    shape: Shape
+    arena: str
+    faults: frozenset[str]
+    requests: int
+    engines: int
+    rate: float
+    fault_rate: float
+    step_seconds: float
+    intermission: str
+    """What is lost once half of the requests are answered: "engine" (its own cache), "daemon" or "nothing"."""
+    lag: int
+    """Steps by which the workers' reports come late."""
+
+
+def draw(rng: random.Random, layout: Layout | None) -> Draw:
+    """Sizes around what the layout makes interesting."""
+    if layout is None:
+        names = sorted(LAYOUTS)
+        layout = LAYOUTS[rng.choices(names, [LAYOUTS[name].weight for name in names])[0]]
+    unit = layout.unit
+    chunk = unit * rng.choice((1, 1, 2, 3)) if unit < 256 else unit
+    derived = rng.random() < 0.15 and unit >= 32
+    if derived:
+        chunk = -(-128 // unit) * unit
+    max_model_len = chunk * (rng.choice((4, 6, 9)) if unit < 256 else rng.choice((3, 4))) + rng.randrange(unit)
+    budget = rng.choice((unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk)))
+    budget = max(16, budget, *(member.block for member in layout.members if member.is_recurrent))
+    needed = layout.blocks_for(max_model_len, budget)
+    sparse = any(member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members)
+    ranks = 2 if rng.random() < 0.15 else 1
+    faults = frozenset(fault for fault in FAULTS if rng.random() < FAULT_RATE)
+    if rng.random() < KILL_RATE:
+        faults |= {"kill"}
+    settings: dict[str, object] = {
+        "lookup_timeout_ms": rng.choice((20, 100, 1000)),
+        "store_generated": rng.random() < 0.8,
+        "checksum": rng.choice(("on", "paranoid") if "flip" in faults else ("on", "off", "paranoid")),
+        "weights_identity": "simulated",
+    }
+    if not derived:
+        settings["hybrid_chunk_size"] = chunk
+    shape = Shape(
+        layout=layout,
+        num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0))) + 2 + 2 * len(layout.members),
+        max_model_len=max_model_len,
+        budget=budget,
+        max_seqs=rng.choice((2, 4, 8)),
+        retention=rng.choice((0, 0, None, unit, 3 * unit)) if sparse else rng.choice((0, None)),
+        ranks=ranks,
+        packed=rng.random() < 0.5,
+        settings=settings,
+    )
+    return Draw(
+        shape=shape,
+        arena=rng.choice(tuple(ARENAS)),
+        faults=faults,
+        requests=rng.randrange(10, 19),
+        engines=2 if rng.random() < 0.25 else 1,
+        rate=rng.choice((0.15, 0.4, 1.0)),
+        fault_rate=rng.choice((0.02, 0.08, 0.2)),
+        step_seconds=rng.choice((0.002, 0.005, 0.03)),
+        intermission=rng.choice(("engine", "engine", "engine", "daemon", "nothing")),
+        lag=rng.choice((0, 0, 0, 1, 4)),
+    )
+
+
+@dataclass
+class Site:
+    """An engine of this world and what its bytes depend on."""
+
+    engine: Engine
+    salt: int = 0
+    names: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
+    """Block hash to the tokens it names, with the present weights."""
+    progress: tuple[int, int] = (0, 0)
+    """Tokens computed so far, and since which step."""
+    done: list[list[int]] = field(default_factory=list)
+    """All tokens of some answered requests, for the next turn."""
+
+
+class World:
+    """The daemons of one process, and `run`, which is one seed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._nodes = {arena: Node(directory, arena) for arena in ARENAS}
+        self._seeds = 0
+
+    def close(self) -> None:
+        """End the daemons."""
+        for node in self._nodes.values():
+            node.close()
+
+    def run(self, seed: int, layout: Layout | None = None) -> dict[str, Any]:
+        """Every count of one seed."""
+        rng = random.Random(seed)
+        drawn = draw(rng, layout)
+        node = self._nodes[drawn.arena]
+        node.fresh()
+        self._seeds += 1
+        life = _Life(rng, drawn, node, f"s{self._seeds}")
+        try:
+            life.live()
+        finally:
+            node.resume()
+            for site in life.sites:
+                site.engine.close()
+        return {"seed": seed, "layout": drawn.shape.layout.name, "arena": drawn.arena, **life.totals()}
+
+
+class _Life:
+    """One seed, from its first request to its audits."""
+
+    def __init__(self, rng: random.Random, drawn: Draw, node: Node, name: str) -> None:
+        self._rng = rng
+        self._drawn = drawn
+        self._node = node
+        self.counts: Counter[str] = Counter()
+        self.sites: list[Site] = []
+        self._names: dict[tuple[bytes, bytes], tuple[Content, int]] = {}
+        """(namespace, block hash) to the tokens it names."""
+        for number in range(drawn.engines):
+            shape = drawn.shape
+            if number:
+                shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20), packed=shape.packed)
+            chance = Chance(self._late, self._shed, self._repeat, self._between)
+            self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
+        self._geometry: Geometry = self.sites[0].engine.geometry
+        chunk = self._geometry.chunk_tokens
+        self._room = drawn.shape.max_model_len - 2
+        self._stems = [rng.choices(VOCABULARY, k=rng.randrange(1, self._room)) for _ in range(3)]
+        self._stems.append(rng.choices(VOCABULARY, k=self._room // chunk * chunk))
+        self._resume_at = 0
+        self._requests = 0
+
+    def live(self) -> None:
+        """Random requests and faults until all are answered, then the audits."""
+        drawn, rng = self._drawn, self._rng
+        idle, due = 0, drawn.requests // 2
+        for step in range(STEPS_MAX):
+            CLOCK.now += drawn.step_seconds
+            if self._requests < due and rng.random() < drawn.rate:
+                self._add(rng.choice(self.sites))
+            if self._node.stopped and step >= self._resume_at:
+                self._node.resume()
+            if rng.random() < drawn.fault_rate:
+                self._fault(step)
+            for site in self.sites:
+                self._step(site)
+                self._check_progress(site, step)
+            busy = any(s.engine.scheduler.has_requests() or not s.engine.quiet() for s in self.sites)
+            idle = 0 if busy or self._requests < due else idle + 1
+            if idle == 2 and due == drawn.requests:
+                break
+            if idle == 2:
+                due = drawn.requests
+                self._intermission()
+        else:
+            raise AssertionError(f"requests wait for ever: {[s.engine.scheduler.requests for s in self.sites]}")
+        self.counts["steps"] = step
+        self._node.resume()
+        self._audit()
+
+    def totals(self) -> dict[str, int]:
+        """Counts of the seed and of its engines."""
+        totals = Counter(self.counts)
+        for site in self.sites:
+            totals.update(site.engine.counts)
+            for name in ("loads", "tokens_loaded", "objects_stored", "plan_failed", "lookups_late_answer", "losses"):
+                totals[name] += int(site.engine.connector.counters.get(name, 0))
+        return dict(totals)
+
+    # What happens
+
+    def _late(self) -> int:
+        return self._rng.choice((0, 0, 1, 3, 7)) if "late" in self._drawn.faults else 0
+
+    def _repeat(self) -> int:
+        rng = self._rng
+        return rng.choice((1, 2, 6)) if "repeat" in self._drawn.faults and rng.random() < 0.2 else 0
+
+    def _shed(self) -> bool:
+        shed = "shed" in self._drawn.faults and self._rng.random() < 0.2
+        self.counts["shed"] += shed
+        return shed
+
+    def _between(self) -> None:
+        rng, faults = self._rng, sorted(self._drawn.faults & {"flip", "clear", "kill", "cut"})
+        if faults and rng.random() < self._drawn.fault_rate / 4 and not self._node.stopped:
+            self._harm(rng.choice(faults), rng.choice(self.sites), 0)
+            self.counts["harm_between"] += 1
+
+    def _add(self, site: Site) -> None:
+        rng, chunk = self._rng, self._geometry.chunk_tokens
+        stem = rng.choice([*self._stems, *site.done[-3:]])
+        cut = rng.choice(("any", "any", "boundary", "boundary", "before", "after", "whole", "whole", "whole", "short"))
+        boundary = rng.randrange(len(stem) // chunk + 1) * chunk
+        kept = {
+            "any": rng.randrange(1, len(stem) + 1),
+            "boundary": boundary,
+            "before": boundary - 1,
+            "after": boundary + 1,
+            "whole": len(stem),
+            "short": rng.randrange(1, chunk + 1),
+        }[cut]
+        prompt = stem[: max(0, kept)]
+        if rng.random() < 0.3 or not prompt:
+            prompt = prompt + rng.choices(VOCABULARY, k=rng.choice((1, 5, chunk // 2 + 1, chunk)))
+        prompt = prompt[: self._room]
+        self._requests += 1
+        generated = rng.choice((1, 1, 2, 5, min(self._geometry.hash_tokens + 1, 40), min(chunk + 3, 40)))
+        salt = rng.choice(("a", "b")) if rng.random() < 0.1 else None
+        request = Request(
+            f"r{self._requests}",
+            prompt,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=generated),
+            None,
+            block_hasher=site.engine.hasher,
+            cache_salt=salt,
+        )
+        site.engine.add(request, _salt(site, request))
+        self.counts["requests"] += 1
+        self.counts[f"prompt_{cut}"] += 1
+
+    def _fault(self, step: int) -> None:
+        if not self._drawn.faults:
+            return
+        what = self._rng.choice(sorted(self._drawn.faults))
+        site = self._rng.choice(self.sites)
+        scheduler = site.engine.scheduler
+        if what == "abort":
+            self._abort(site)
+        elif what == "reset":
+            self.counts[what] += bool(scheduler.reset_prefix_cache())
+        elif what == "identity":
+            self._new_weights(site)
+        elif what == "forget":
+            scheduler.reset_prefix_cache(reset_connector=True)
+            self._rename(site)
+            self.counts[what] += 1
+        elif what == "flush":
+            if not site.engine.loading():
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+                self.counts[what] += 1
+        else:
+            self._harm(what, site, step)
+
+    def _harm(self, what: str, site: Site, step: int) -> None:
+        """To the daemon, or to the way there."""
+        node, rng = self._node, self._rng
+        if not node.stopped:
+            # So that what the daemon has seen by then does not depend on the machine's speed.
+            for other in self.sites:
+                other.engine.barrier()
+        if what == "cut":
+            site.engine.cut()
+            self.counts[what] += 1
+        elif what == "flip":
+            self.counts[what] += node.flip(rng, rng.choice((3, 30)))
+        elif not node.stopped and what in ("clear", "stop", "kill"):
+            if what == "clear":
+                node.control.clear()
+            elif what == "stop":
+                node.stop()
+                self._resume_at = step + rng.randrange(1, 60)
+            else:
+                node.kill()
+            self.counts[what] += 1
+
+    def _intermission(self) -> None:
+        """Nothing runs, so that what is cached can be lost on one side alone."""
+        what = self._drawn.intermission
+        if what == "engine":
+            for site in self.sites:
+                assert site.engine.scheduler.reset_prefix_cache()
+        elif what == "daemon" and not self._node.stopped:
+            self._clear()
+        self.counts[f"intermission_{what}"] += 1
+
+    def _clear(self) -> None:
+        for site in self.sites:
+            site.engine.barrier()
+        self._node.control.clear()
+
+    def _abort(self, site: Site) -> None:
+        """Of the requests in the state that few are in."""
+        by_state: dict[str, list[str]] = {}
+        for name, traced in site.engine.traced.items():
+            tracked = site.engine.side._requests.get(name)
+            state = f"{traced.request.status.name.lower()}_{tracked.state if tracked else 'untracked'}"
+            by_state.setdefault(state, []).append(name)
+        if by_state:
+            state = self._rng.choice(sorted(by_state))
+            site.engine.abort(self._rng.choice(by_state[state]))
+            self.counts[f"abort_{state}"] += 1
+
+    def _new_weights(self, site: Site) -> None:
+        """As an update of the weights: all that was computed is computed again, and is other bytes."""
+        engine = site.engine
+        if engine.loading():
+            return
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        site.salt = self._rng.getrandbits(40) | 1
+        for traced in engine.traced.values():
+            traced.forget(_salt(site, traced.request))
+        site.names.clear()
+        self._rename(site)
+        self.counts["identity"] += 1
+
+    def _step(self, site: Site) -> None:
+        if not self._node.stopped:
+            site.engine.settle()
+        self._name(site)
+        traced = dict(site.engine.traced)
+        for name in site.engine.step():
+            site.done.append(list(traced[name].request.all_token_ids)[: self._room])
+            self.counts["answered"] += 1
+
+    def _check_progress(self, site: Site, step: int) -> None:
+        """The engine takes blocks back from running requests only: loads that fill its pool would wait for ever."""
+        engine = site.engine
+        if engine.counts["tokens"] != site.progress[0]:
+            site.progress = engine.counts["tokens"], step
+        holding = len(engine.scheduler.kv_holding_waiting)
+        stuck = step - site.progress[1] > STUCK_STEPS and engine.quiet() and not engine.scheduler.running
+        assert not (stuck and holding > 1), f"{holding} requests hold the blocks that each of them needs to run"
+
+    # What must hold
+
+    def _rename(self, site: Site) -> None:
+        for traced in site.engine.traced.values():
+            traced.named = 0
+
+    def _name(self, site: Site) -> None:
+        namespace = site.engine.side._link._hello.namespace
+        unit = site.engine.hash_tokens
+        for traced in site.engine.traced.values():
+            hashes = traced.request.block_hashes
+            for index in range(traced.named, len(hashes)):
+                named = traced.content, (index + 1) * unit
+                self._names[namespace, bytes(hashes[index])] = site.names[bytes(hashes[index])] = named
+            traced.named = len(hashes)
+
+    def _audit(self) -> None:
+        """Nothing is held, nothing faulted, and neither the engine nor the daemon keeps a lie."""
+        for site in self.sites:
+            engine = site.engine
+            side = engine.side
+            free, blocks = engine.pool.get_num_free_blocks(), engine.pool.num_gpu_blocks
+            assert free == blocks - 1, f"{blocks - 1 - free} blocks of the engine are never given back"
+            assert not side._requests, f"requests are tracked for ever: {list(side._requests)}"
+            assert not side._by_lease, f"leases are tracked for ever: {list(side._by_lease)}"
+            assert not side._stores._storing, f"stores are never settled: {list(side._stores._storing)}"
+            for connector in (engine.connector, *(rank.connector for rank in engine.ranks)):
+                faults = {name: count for name, count in connector.counters.items() if name.startswith("fault_")}
+                assert not faults, f"hooks faulted: {faults}"
+            refused = [name for name in engine.connector.counters if name.startswith("refused_")]
+            assert not refused, f"the daemon refused: {refused}"
+            engine.barrier()
+            self._audit_engine(site)
+        leases = self._node.control.stats().values["leases"]
+        # What a connection held that was cut is kept until the engine's workers are gone too, as nobody knows whether
+        # they still copy; `Node.fresh` sees that it then is not.
+        assert not leases or self.counts["cut"], f"{leases} leases are kept"
+        self._audit_arena()
+
+    def _audit_engine(self, site: Site) -> None:
+        """Each block that a later request could hit in the engine holds what its hash says."""
+        for rank in site.engine.ranks:
+            groups = {words.group.gid: words for words in rank.oracle.groups}
+            for block in site.engine.pool.blocks:
+                words = groups.get(get_group_id(block.block_hash)) if block.block_hash is not None else None
+                if words is None:
+                    continue
+                boundary = block.block_hash_num_tokens
+                content, named = site.names[bytes(get_block_hash(block.block_hash))]
+                assert named == boundary, f"block {block.block_id} is named for {named} tokens and holds {boundary}"
+                holds = rank.oracle.holds(words, block.block_id, content, boundary)
+                assert holds, f"block {block.block_id} of group {words.group.gid} at {boundary} is cached and wrong"
+                self.counts["blocks_audited"] += 1
+
+    def _audit_arena(self) -> None:
+        """Each object that a later lookup could find holds what its name says."""
+        welcome = self._node.control.welcome
+        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        try:
+            for offset, header in committed_slots(arena.memory):
+                if (offset, header.generation) in self._node.spoilt:
+                    continue
+                named = self._names.get((header.namespace, header.chunk_hash))
+                assert named is not None, f"the object at {offset} has a name that nothing was computed for"
+                start = offset + payload_offset(header.ranks)
+                for rank in range(header.ranks):
+                    part = arena.memory[start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes]
+                    self._audit_part(header, rank, np.frombuffer(part, np.int64).copy(), *named)
+                self.counts["objects_audited"] += 1
+        finally:
+            arena.close()
+
+    def _audit_part(self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int) -> None:
+        words = next(w for w in self.sites[0].engine.ranks[rank].oracle.groups if w.group.gid == header.gid)
+        chunk, rest = divmod(boundary, self._geometry.chunk_tokens)
+        assert not rest, f"an object of group {header.gid} ends inside a chunk, at {boundary}"
+        group = words.group
+        positions = stored_blocks(self._geometry, group, chunk - 1)
+        expected = _stored(words, content.upto(boundary), positions)
+        assert np.array_equal(part, expected), f"the object of group {group.gid}, rank {rank}, at {boundary} is wrong"
+
+
+def _stored(words: GroupWords, content: Any, positions: range) -> Any:
+    """The words of one rank's part of an object."""
+    size = words.group.tokens_per_block
+    if words.group.kind is Kind.RECURRENT:
+        cells = content[positions.stop * size - 1 :][:1]
+    else:
+        cells = content[positions.start * size : positions.stop * size]
+    layers = []
+    for layer, view in enumerate(words.layers):
+        layers.append(np.broadcast_to(words.mixed(layer, cells), (len(cells), view.shape[2])).ravel())
+    return np.concatenate(layers)
+
+
+def _salt(site: Site, request: Request) -> int:
+    """What the bytes of a request depend on besides its tokens."""
+    return site.salt + {None: 0, "a": 1 << 50, "b": 1 << 51}[request.cache_salt]
