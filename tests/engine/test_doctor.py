@@ -74,9 +74,8 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"decode_context_parallel_size": 2}, "FAIL", "--decode-context-parallel-size 1 works"),
         ({"prefill_context_parallel_size": 2}, "FAIL", "--prefill-context-parallel-size 1 works"),
         ({"nnodes": 2}, "FAIL", "--nnodes 1 works"),
-        ({"speculative_config": object()}, "FAIL", "without --speculative-config works"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "FAIL", "without --speculative-config works"),
         ({"calculate_kv_scales": True}, "FAIL", "without --calculate-kv-scales works"),
-        ({"prefix_caching_hash_algo": "xxhash"}, "FAIL", "--prefix-caching-hash-algo sha256 works"),
         ({"disable_hybrid_kv_cache_manager": True}, "warn", "--no-disable-hybrid-kv-cache-manager works"),
         ({"kv_load_failure_policy": "fail"}, "warn", '"kv_load_failure_policy":"recompute"'),
     ],
@@ -126,21 +125,23 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"server": f"unix://{tmp_path}/none.sock", "hybrid_chunk_size": 200},
+        "kv_connector_extra_config": {
+            "server": f"unix://{tmp_path}/none.sock",
+            "hybrid_chunk_size": 200,
+            "ram": "100TiB",
+        },
     }
     status, said = doctor(
         str(bundled_models()["qwen3next"]),
         "--skip-tokenizer-init",
         "--max-model-len=4096",
-        "--speculative-config",
-        '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}',
         "--port=8001",
         "--kv-transfer-config",
         json.dumps(transfer),
     )
     assert status == 1
     checks = {check["check"]: check for check in said["checks"]}
-    assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {"speculative decoding", "chunk"}
+    assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {"chunk", "memory"}
     assert checks["chunk"]["what"].startswith("hybrid_chunk_size=200 is not a multiple of")
     assert {"kv_load_failure_policy", "daemon"} <= {n for n, check in checks.items() if check["verdict"] == "warn"}
 

@@ -17,7 +17,7 @@ from hybridkv.cli.preview import PREVIEW_ENVIRONMENT, Answer
 from hybridkv.client.control import Control
 from hybridkv.core.plan import stored_parts
 from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import BUNDLED_ENVIRONMENT, bundled_arguments, bundled_models
+from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
 from tests.engine.support import engine, prompt, stats, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -65,9 +65,12 @@ QWEN3_NEXT_80B = {
 
 
 LOOK = """
-import msgspec, sys
+import json, msgspec, os, sys
 from hybridkv.cli.previewer import look
-answers = [look(words.split("\\n")) for words in sys.argv[2:]]
+answers = []
+for environment, words in json.loads(sys.argv[2]):
+    os.environ.update(environment)
+    answers.append(look(words))
 open(sys.argv[1], "wb").write(msgspec.json.encode(answers))
 """
 
@@ -78,9 +81,12 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
     out = tmp_path_factory.mktemp("promises") / "answers.json"
 
     def ask() -> dict[str, Answer]:
-        words = ["\n".join([str(bundled_models()[m]), *bundled_arguments(m), *more]) for m, more in MODELS.items()]
-        environment = {**PREVIEW_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT}
-        subprocess.run([sys.executable, "-c", LOOK, str(out), *words], check=True, env=environment)
+        asked = [
+            (bundled_environment(model), [str(bundled_models()[model]), *bundled_arguments(model), *more])
+            for model, more in MODELS.items()
+        ]
+        environment = {**PREVIEW_ENVIRONMENT, **os.environ, **bundled_environment("gemma4")}
+        subprocess.run([sys.executable, "-c", LOOK, str(out), json.dumps(asked)], check=True, env=environment)
         return dict(zip(MODELS, msgspec.json.decode(out.read_bytes(), type=list[Answer]), strict=True))
 
     with ThreadPoolExecutor() as pool:

@@ -29,7 +29,7 @@ from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.states import StateRule
 from hybridkv.shm.arena import default_ram_bytes
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.testing.models import BUNDLED_ENVIRONMENT, bundled_arguments, bundled_models
+from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
@@ -74,7 +74,7 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> tuple[Plan, lis
     bundled = bundled_models().get(arguments.model or "")
     words = [*bundled_arguments(arguments.model), *arguments.vllm_arguments] if bundled else arguments.vllm_arguments
     model = [] if arguments.model is None else [str(bundled or arguments.model)]
-    answer = look([*model, *serve_arguments(words)], BUNDLED_ENVIRONMENT if bundled else None)
+    answer = look([*model, *serve_arguments(words)], bundled_environment(arguments.model) if bundled else None)
     findings = [
         finding
         for finding in answer.findings
