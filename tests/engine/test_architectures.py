@@ -40,7 +40,7 @@ def test_every_arm(model: str) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(model, marks=[] if model in ("falconh1", "qwen35") else [pytest.mark.slow]) for model in MODELS],
+    [pytest.param(model, marks=[] if model == "falconh1" else [pytest.mark.slow]) for model in MODELS],
 )
 def test_every_arm_with_prefill_in_parts(model: str) -> None:
     status, proof = verify("--model", model, "--", f"--max-num-batched-tokens={IN_PART.get(model, 192)}")
