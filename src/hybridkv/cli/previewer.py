@@ -4,6 +4,7 @@ The answer goes as JSON to the descriptor named by the first argument; everythin
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -43,6 +44,9 @@ _FACTS_SHOWN = ("weights", "dtype", "kv_dtype", "quantization", "parallel", "lay
 
 def look(arguments: list[str]) -> Answer:
     """Everything that can be known of an engine before it is served."""
+    if "HYBRIDKV_SHIMS" in os.environ:
+        # Of a bundled model: as the engine's process does, before vLLM asks the platform.
+        importlib.import_module("hybridkv.testing.shims")
     answer = Answer()
     parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(arguments)
     if parsed.model_tag is not None:

@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
     resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
@@ -49,6 +50,7 @@ class EnginePreview:
     """What an engine of this configuration would register."""
 
     kv_cache_config: KVCacheConfig
+    """As the scheduler role gets it."""
     layouts: Mapping[int, WorkerLayout]
     """By rank; every rank has the same."""
 
@@ -56,15 +58,16 @@ class EnginePreview:
 def preview_engine(vllm_config: Any) -> EnginePreview:
     """Build the model without memory and let vLLM lay out its cache. Once per process: layers register by name."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    if vllm_config.parallel_config.worker_extension_cls:
-        # A worker imports it before it builds the model, and the import may change what is built.
-        importlib.import_module(vllm_config.parallel_config.worker_extension_cls.rpartition(".")[0])
+    for name in (vllm_config.parallel_config.worker_cls, vllm_config.parallel_config.worker_extension_cls):
+        if isinstance(name, str) and "." in name:
+            # A worker imports them before it builds the model, and the imports change what can be built.
+            importlib.import_module(name.rpartition(".")[0])
     with _pretended_ranks(vllm_config, ranks):
         _build_model(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
-            config = _kv_cache_config(vllm_config)
-            layout = _worker_layout(vllm_config, config)
+            worker_config, config = _kv_cache_configs(vllm_config)
+            layout = _worker_layout(vllm_config, worker_config)
     return EnginePreview(config, dict.fromkeys(range(ranks), layout))
 
 
@@ -135,8 +138,8 @@ def _build_model(vllm_config: Any) -> None:
         initialize_model(vllm_config=vllm_config, model_config=model_config)
 
 
-def _kv_cache_config(vllm_config: Any) -> KVCacheConfig:
-    """The steps of vLLM's EngineCore from layer specs to a KVCacheConfig, for one worker with memory to spare."""
+def _kv_cache_configs(vllm_config: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """A worker's and the scheduler's, by the steps of vLLM's EngineCore, for one worker with memory to spare."""
     register_all_kvcache_specs(vllm_config)
     cache = vllm_config.cache_config
     specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
@@ -144,14 +147,14 @@ def _kv_cache_config(vllm_config: Any) -> KVCacheConfig:
     layout = resolve_kv_cache_layout(vllm_config, [supported], list(specs.values()))
     (config,) = get_kv_cache_configs(vllm_config, [specs], [_PRETENDED_MEMORY_BYTES])
     config.kv_cache_layout = layout.name
+    made = generate_scheduler_kv_cache_config([config])
     sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups if group.kv_cache_spec.prefix_cacheable]
     cache.block_size = min(sizes or [group.kv_cache_spec.block_size for group in config.kv_cache_groups])
-    scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
-    config.hash_block_size = hash_block
-    config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-        config, vllm_config, scheduler_block, hash_block
-    )
-    return config
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(made, vllm_config)
+    alignment = resolve_cache_hit_alignment_tokens(made, vllm_config, scheduler_block, hash_block)
+    for each in (config, made):
+        each.hash_block_size, each.cache_hit_alignment_tokens = hash_block, alignment
+    return config, made
 
 
 def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> WorkerLayout:
