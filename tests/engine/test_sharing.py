@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,44 +45,46 @@ def test_two_engines_at_the_same_time_share_one_daemon(daemon: DaemonProcess, tm
 def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Every request is answered, and right; when the daemon is back, hits are back, without an engine restart."""
     prompts = [prompt(seed, 2 * 256 + 100 + seed) for seed in range(4)]
-    with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 200}) as running:
-        alone = {index: running.run(p, max_tokens=6)[0] for index, p in enumerate(prompts)}
-        again = {}
-        for index, p in enumerate(prompts):
+    with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 1000}) as running:
+
+        def fresh(text: list[int]) -> dict[str, Any]:
             running.reset()
-            again[index] = running.run(p, max_tokens=6)[0]
-            assert again[index]["cached_tokens"] == 512
+            (result,) = running.run(text, max_tokens=6)
+            return result
+
+        alone = [fresh(text) for text in prompts]
+        again = [fresh(text) for text in prompts]
+        assert [result["cached_tokens"] for result in again] == [512] * 4
 
         assert daemon.process is not None
         daemon.process.send_signal(signal.SIGSTOP)
-        for index, p in enumerate(prompts):
-            running.reset()
-            (result,) = running.run(p, max_tokens=6)
+        for index, text in enumerate(prompts):
+            result = fresh(text)
             assert result["cached_tokens"] == 0, "a daemon that hangs is a miss"
             assert answer(result) == answer(alone[index])
         daemon.process.send_signal(signal.SIGCONT)
 
+        until(lambda: fresh(prompts[0])["cached_tokens"] == 512, "the engine asks again after the pause")
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
         running.begin({"do": "run", "prompts": prompts, "max_tokens": 60})
-        until(lambda: stats(daemon.socket_path)["lookups"] > lookups, "the engine asks again after the pause")
+        until(lambda: stats(daemon.socket_path)["lookups"] > lookups, "the engine asks the daemon that dies")
         daemon.kill()
         results = running.end()
         assert [len(result["tokens"]) for result in results] == [60] * 4
         assert all(result["finish_reason"] == "length" for result in results)
 
         daemon.start()
-        until(
-            lambda: running.run(prompt(9, 20), max_tokens=1) != [] and stats(daemon.socket_path)["sessions"] == 1,
-            "back",
-        )
-        for index, p in enumerate(prompts):
-            running.reset()
-            assert answer(running.run(p, max_tokens=6)[0]) == answer(alone[index])
-            running.reset()
-            (result,) = running.run(p, max_tokens=6)
-            assert result["cached_tokens"] == 512, "hits are back"
-            assert answer(result) == answer(again[index])
+        for index, text in enumerate(prompts):
+
+            def hits(index: int = index, text: list[int] = text) -> bool:
+                # What comes before the worker and the write slots are there is not stored; each answer must be right.
+                result = fresh(text)
+                right = alone if result["cached_tokens"] == 0 else again
+                assert answer(result) == answer(right[index])
+                return bool(result["cached_tokens"] == 512)
+
+            until(hits, "hits are back")
 
 
 def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path: Path) -> None:

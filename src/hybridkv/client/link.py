@@ -104,6 +104,7 @@ class Link:
         elif self._sock is not None:
             self.refusal = reply.message if isinstance(reply, Error) else f"unexpected greeting {type(reply).__name__}"
             self._lose(self.refusal, now)
+            self._retry_at = now + HELLO_SECONDS
 
     def _connect(self, now: float) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -143,10 +144,9 @@ class Link:
         with contextlib.suppress(OSError):
             self._sock.close()
         self._sock = None
-        greeted = self.welcome is not None
         self.welcome = None
         self._out.clear()
-        self._retry_at = now + (RECONNECT_SECONDS if greeted else HELLO_SECONDS)
+        self._retry_at = now + RECONNECT_SECONDS
         self._on_loss(why)
 
 
