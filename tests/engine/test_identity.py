@@ -82,6 +82,28 @@ def test_the_weights_files_are_part_of_the_identity(tmp_path: Path) -> None:
     assert len({first, second, third, weights_identity(config)}) == 4
 
 
+def test_a_fine_tune_that_changes_one_byte_of_a_large_file_is_another_identity(tmp_path: Path) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(tmp_path), revision=None, seed=0),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(4 << 20))
+    os.utime(weights, ns=(1, 1))
+    seen = {weights_identity(config)}
+    for at in (0, 100_000, 4 * 65_536 + 70_000, (4 << 20) - 1):
+        with weights.open("r+b") as file:
+            file.seek(at)
+            file.write(b"\x01")
+        seen.add(weights_identity(config))
+    assert len(seen) == 5
+    weights.rename(tmp_path / ("0" * 64))
+    weights.symlink_to("0" * 64)
+    named = weights_identity(config)
+    os.utime(weights, ns=(2, 2))
+    assert weights_identity(config) == named, "a hub's blob is named by its content"
+
+
 def test_engines_that_hash_differently_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     unset = hash_facts("sha256")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from hybridkv.core.settings import Settings
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
+_BLOB = re.compile("[0-9a-f]{64}")
+"""Name of a large file in a hub's cache."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
@@ -81,7 +84,7 @@ def weights_identity(vllm_config: Any) -> str:
     for path in sorted(directory.rglob("*")):
         if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
             digest.update(f"{path.relative_to(directory)}:{path.stat().st_size}\n".encode())
-            digest.update(_sample(path))
+            digest.update(_content(path))
     return f"files:{digest.hexdigest()}:{load.load_format}"
 
 
@@ -94,15 +97,20 @@ def _weights_directory(model: Any) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _sample(path: Path) -> bytes:
-    """Evenly spread pieces of a file; all of it where it is small."""
-    size = path.stat().st_size
-    step = max(1, size // _SAMPLES)
+def _content(path: Path) -> bytes:
+    """What stands for a file's content: the name of a hub's blob, which is its hash; all bytes of a small file; else
+    evenly spread pieces with the time of its last change, because a fine-tune may have changed what is between them.
+    """
+    blob = path.resolve().name
+    if path.is_symlink() and _BLOB.fullmatch(blob):
+        return blob.encode()
+    status = path.stat()
+    size = status.st_size
     with path.open("rb") as file:
         if size <= _SAMPLES * _SAMPLE_BYTES:
             return file.read()
-        pieces = []
-        for at in (*range(0, size - _SAMPLE_BYTES, step), size - _SAMPLE_BYTES):
+        pieces = [str(status.st_mtime_ns).encode()]
+        for at in (*range(0, size - _SAMPLE_BYTES, size // _SAMPLES), size - _SAMPLE_BYTES):
             file.seek(at)
             pieces.append(file.read(_SAMPLE_BYTES))
     return b"".join(pieces)
