@@ -6,11 +6,23 @@ K = Kind
 
 
 def make(
-    alignment: int, hashing: int, *groups: tuple[Kind, int, int], chunk: int | None = None, ranks: int = 1
+    alignment: int,
+    hashing: int,
+    *groups: tuple[Kind, int, int],
+    chunk: int | None = None,
+    ranks: int = 1,
+    replicated: tuple[int, ...] = (),
 ) -> Geometry:
     """A geometry from (kind, tokens per block, window); two layers of 96 and 32 bytes a token's worth each."""
     made = tuple(
-        Group(gid, kind, block, (3 * block, block) if kind is not K.RECURRENT else (512, 64), window)
+        Group(
+            gid,
+            kind,
+            block,
+            (3 * block, block) if kind is not K.RECURRENT else (512, 64),
+            window,
+            replicated=gid in replicated,
+        )
         for gid, (kind, block, window) in enumerate(groups)
     )
     return Geometry(made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks)
@@ -36,4 +48,5 @@ LAYOUTS = {
     "gpu_blocks": make(16, 16, (K.SLIDING, 16, 100), (K.FULL, 16, 0)),
     "odd_window": make(32, 16, (K.SLIDING, 32, 33), (K.CHUNKED_LOCAL, 16, 80), (K.FULL, 16, 0), chunk=96),
     "two_ranks": make(128, 128, (K.FULL, 128, 0), (K.SLIDING, 128, 256), ranks=2),
+    "two_ranks_mla": make(128, 128, (K.FULL, 128, 0), (K.SLIDING, 128, 256), ranks=2, replicated=(0,)),
 }

@@ -62,16 +62,21 @@ def arena() -> Iterator[Arena]:
 class Rig:
     """Copiers of every rank over one arena, and slots in it."""
 
-    def __init__(self, arena: Arena, ranks: Sequence[Sequence[torch.Tensor]], checksum: str) -> None:
+    def __init__(
+        self, arena: Arena, ranks: Sequence[Sequence[torch.Tensor]], checksum: str, shared: bool = False
+    ) -> None:
         self.arena = arena
         self.ranks = ranks
         self.part_bytes = sum(view[0].numel() * view.element_size() for view in ranks[0])
-        self.checksum = checksum
+        self.parts = [
+            PartLayout(rank, len(ranks), checksum, frozenset({0} if shared else ())) for rank in range(len(ranks))
+        ]
+        self.slot_parts = 1 if shared else len(ranks)
         self.copiers = [self.copier(rank, views) for rank, views in enumerate(ranks)]
         self.next = 0
 
     def copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
-        part = PartLayout(rank, len(self.ranks), self.checksum)
+        part = self.parts[rank]
         if views[0].is_cuda:
             made = CudaCopier(self.arena, [views], part)
             made.pin(ARENA)
@@ -80,22 +85,23 @@ class Rig:
 
     def slot(self, count: int) -> SlotRef:
         ref = SlotRef(self.next, 1000 + self.next)
-        header = SlotHeader(SlotState.WRITING, ref.generation, len(self.ranks), count * self.part_bytes)
+        header = SlotHeader(SlotState.WRITING, ref.generation, self.slot_parts, count * self.part_bytes)
         self.arena.memory[ref.offset : ref.offset + HEADER_BYTES] = header.pack()
-        self.next += slot_bytes(count * self.part_bytes, len(self.ranks))
+        self.next += slot_bytes(count * self.part_bytes, self.slot_parts)
         return ref
 
     def store(self, ops: Sequence[CopyOp]) -> list[bool]:
         outcomes: list[bool] = []
-        for copier in self.copiers:
+        for copier, part in zip(self.copiers, self.parts, strict=True):
+            mine = [op for op in ops if part.writes(op)]
             left = threading.Semaphore(0)
 
             def done(op: CopyOp, stored: bool, left: threading.Semaphore = left) -> None:
                 outcomes.append(stored)
                 left.release()
 
-            copier.store(ops, done)
-            assert all(left.acquire(timeout=DONE_SECONDS) for _ in ops)
+            copier.store(mine, done)
+            assert all(left.acquire(timeout=DONE_SECONDS) for _ in mine)
         return outcomes
 
     def load(self, rank: int, ops: Sequence[CopyOp]) -> HybridKVError | None:
@@ -113,6 +119,26 @@ class Rig:
     def close(self) -> None:
         for copier in self.copiers:
             copier.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> None:
+    """Each object has one part, which one rank writes and every rank loads."""
+    views = [LAYOUTS["LBNHC"](device) for _ in range(2)]
+    for mine, others in zip(*views, strict=True):
+        others.copy_(mine)
+    rig = Rig(arena, views, "on", shared=True)
+    before = [view.clone() for view in views[0]]
+    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    assert [[part.writes(op) for op in ops] for part in rig.parts] == [[True, False] * 2, [False, True] * 2]
+    assert rig.store(ops) == [True] * 4
+    for rank in range(2):
+        for view in views[rank]:
+            view.zero_()
+        assert rig.load(rank, ops) is None
+        for view, old in zip(views[rank], before, strict=True):
+            assert torch.equal(view[1:5], old[1:5])
+    rig.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

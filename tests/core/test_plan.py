@@ -19,7 +19,7 @@ from hybridkv.core.plan import (
     make_plan,
     room_finding,
     state_findings,
-    stored_parts,
+    stored_shapes,
     stored_token_bytes,
 )
 from hybridkv.core.sizes import parse_size
@@ -101,14 +101,15 @@ def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -
 @given(names, rules, st.integers(0, 9000))
 def test_objects_of_a_prompt_are_counted_one_by_one(name: str, rule: StateRule, tokens: int) -> None:
     geometry = LAYOUTS[name]
-    expected: Counter[int] = Counter()
+    expected: Counter[tuple[int, int]] = Counter()
     for group in geometry.groups:
+        parts = 1 if group.replicated else geometry.ranks
         if group.kind is Kind.RECURRENT:
-            expected[group.block_bytes] += stored_states(geometry, group, rule, tokens)
+            expected[group.block_bytes, parts] += stored_states(geometry, group, rule, tokens)
         else:
-            expected.update(part_bytes(geometry, group, chunk) for chunk in range(geometry.whole_chunks(tokens)))
-    del expected[0]
-    assert stored_parts(geometry, rule, tokens) == +expected
+            sizes = [part_bytes(geometry, group, chunk) for chunk in range(geometry.whole_chunks(tokens))]
+            expected.update((size, parts) for size in sizes if size)
+    assert stored_shapes(geometry, rule, tokens) == +expected
 
 
 def test_a_prompt_of_qwen3next_in_steps_of_600() -> None:
@@ -130,6 +131,16 @@ def test_totals_count_every_rank_and_the_slots_themselves() -> None:
     assert totals.prompt_bytes == 32 * sum(slot_bytes(group.block_bytes, 2) for group in geometry.groups)
     assert totals.ram_prompts == (1 << 30) / totals.prompt_bytes
     assert totals.ram_tokens == (1 << 30) * 4096 // totals.prompt_bytes
+
+
+def test_what_all_ranks_share_is_stored_once() -> None:
+    geometry = LAYOUTS["two_ranks_mla"]
+    shared, own = geometry.groups
+    totals = plan_of(geometry).totals
+    assert totals is not None
+    assert totals.token_bytes == 2 * (shared.block_bytes + own.block_bytes) / 128, "the engine keeps it on both"
+    assert totals.stored_token_bytes == (shared.block_bytes + 2 * own.block_bytes) / 128
+    assert totals.prompt_bytes == 32 * (slot_bytes(shared.block_bytes, 1) + slot_bytes(own.block_bytes, 2))
 
 
 def test_windows_smaller_than_a_chunk_save_what_no_hit_reads() -> None:

@@ -156,7 +156,7 @@ class Simulation:
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         slots = list(committed_slots(arena.memory))
         for offset, header in rng.sample(slots, min(3, len(slots))):
-            at = offset + payload_offset(header.ranks) + rng.randrange(header.part_bytes)
+            at = offset + payload_offset(header.parts) + rng.randrange(header.part_bytes)
             arena.memory[at] ^= 1 << rng.randrange(8)
         arena.close()
 

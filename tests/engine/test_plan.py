@@ -15,7 +15,7 @@ import pytest
 from hybridkv.cli.plan import preview_of
 from hybridkv.cli.preview import PREVIEW_ENVIRONMENT, Answer
 from hybridkv.client.control import Control
-from hybridkv.core.plan import stored_parts
+from hybridkv.core.plan import stored_shapes
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
 from tests.engine.support import engine, prompt, stats, until
@@ -118,7 +118,7 @@ def test_a_plan_is_what_the_engine_registers(
         assert served.namespace.hex() == promised.identity
         if model == "qwen3next":
             running.run(prompt(1, 1500), max_tokens=1)
-            objects = sum(stored_parts(geometry, promised.preview.states, 1500).values())
+            objects = sum(stored_shapes(geometry, promised.preview.states, 1500).values())
             assert objects == 5 + 3 * 3, "five chunks of full attention; states at 512, 1024 and 1280 in three groups"
             until(lambda: stats(daemon.socket_path)["objects"] == objects, "the planned objects are stored")
 

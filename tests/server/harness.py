@@ -38,8 +38,8 @@ def engine(
     return daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry)))
 
 
-def grant(daemon: Daemon, connection: int, part_bytes: int, count: int) -> list[tuple[int, int]]:
-    granted = daemon.handle(connection, Want(9, part_bytes, count))
+def grant(daemon: Daemon, connection: int, part_bytes: int, count: int, parts: int = 1) -> list[tuple[int, int]]:
+    granted = daemon.handle(connection, Want(9, part_bytes, parts, count))
     assert isinstance(granted, Granted), granted
     return list(zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True))
 

@@ -236,7 +236,7 @@ def test_unused_slots_can_be_given_back() -> None:
     [
         (Hello(1, 1, "engine", "e"), "hello_twice"),
         (Lookup(1, 1, b"short"), "hashes"),
-        (Want(1, 12345, 1), "part_bytes"),
+        (Want(1, 12345, 1, 1), "part_bytes"),
         (Abandon(b"123", b"123"), "packed"),
         (Abandon(pack_u64([1]), b""), "packed"),
     ],

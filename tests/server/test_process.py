@@ -51,7 +51,7 @@ def store(control: Control, count: int) -> None:
     stored = 0
     while stored < count:
         assert time.monotonic() < deadline
-        granted = control.call(Want(2, PART, count - stored))
+        granted = control.call(Want(2, PART, 1, count - stored))
         assert isinstance(granted, Granted)
         more = len(unpack_u64(granted.offsets))
         names = b"".join(bytes([stored + number]) * 32 for number in range(more))

@@ -158,7 +158,8 @@ class Rank:
                 layers.append(view.numpy()[:, 0])
             if gid in kv_config.prefix_cacheable_group_ids:
                 spec = kv_config.kv_cache_groups[gid].kv_cache_spec
-                groups.append(GroupWords(group_geometry(gid, spec, (WORD,)), layers, rank))
+                group = group_geometry(gid, spec, (WORD,))
+                groups.append(GroupWords(group, layers, 0 if group.replicated else rank))
         self.scratch = [gid for gid, member in enumerate(layout.members) if member.what == "scratch"]
         self.oracle = Oracle(groups)
         self.connector = HybridKVConnector(config, KVConnectorRole.WORKER, kv_config)

@@ -50,7 +50,7 @@ class Member:
             "head_size": words,
             "dtype": torch.float32,
         }
-        latent = {**attention, "head_size": 2 * words, "head_size_v": 0}
+        latent = {**attention, "head_size": 2 * words, "head_size_v": 0, "max_tp_shards": 1}
         match self.what:
             case "full":
                 return FullAttentionSpec(**attention)
@@ -63,7 +63,7 @@ class Member:
             case "chunked":
                 return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=self.window)
             case "scratch":
-                return CircularBufferSpec(**latent)
+                return CircularBufferSpec(**{**attention, "head_size": 2 * words, "head_size_v": 0})
             case "recurrent":
                 shapes, dtypes = ((words,),), (torch.int64,)
                 return MambaSpec(block_size=self.block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")

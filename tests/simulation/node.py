@@ -98,8 +98,8 @@ class Node:
         slots = list(committed_slots(arena.memory))
         chosen = rng.sample(slots, min(count, len(slots)))
         for offset, header in chosen:
-            rank = rng.randrange(header.ranks)
-            payload = offset + payload_offset(header.ranks) + rank * header.part_bytes
+            rank = rng.randrange(header.parts)
+            payload = offset + payload_offset(header.parts) + rank * header.part_bytes
             at = rng.choice((payload + rng.randrange(header.part_bytes), offset + checksum_offset(rank) + 3))
             arena.memory[at] ^= 1 << rng.randrange(1, 8)
             self.spoilt.add((offset, header.generation))

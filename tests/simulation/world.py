@@ -426,8 +426,8 @@ class _Life:
                     continue
                 named = self._names.get((header.namespace, header.chunk_hash))
                 assert named is not None, f"the object at {offset} has a name that nothing was computed for"
-                start = offset + payload_offset(header.ranks)
-                for rank in range(header.ranks):
+                start = offset + payload_offset(header.parts)
+                for rank in range(header.parts):
                     part = arena.memory[start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes]
                     self._audit_part(header, rank, np.frombuffer(part, np.int64).copy(), *named)
                 self.counts["objects_audited"] += 1

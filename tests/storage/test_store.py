@@ -9,6 +9,7 @@ from hybridkv.shm.slots import HEADER_BYTES, SlotState, slot_bytes, unpack_heade
 from hybridkv.storage.store import Namespace, Slot, Store
 
 SIZES = (100, 5000, 9000)
+SHAPES = [(size, parts) for size in SIZES for parts in (1, 2)]
 ARENA = 40 * 4096
 
 
@@ -24,16 +25,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.memory = memoryview(bytearray(ARENA))
         self.store = Store(self.memory, first_generation=1000)
         self.store.extents.grow(reserved * 4096)
-        self.namespaces = [
-            Namespace(bytes([n]) * 32, (0, 4), 1, (frozenset(SIZES), frozenset(SIZES))) for n in range(2)
-        ]
+        self.namespaces = [Namespace(bytes([n]) * 32, (0, 4), (frozenset(SHAPES), frozenset(SHAPES))) for n in range(2)]
         self.writing: list[Slot] = []
         self.pinned: list[list[Slot]] = []
         self.generations: set[int] = set()
 
-    @rule(size=st.sampled_from(SIZES), count=st.integers(0, 8))
-    def grant(self, size: int, count: int) -> None:
-        slots = self.store.grant(size, 1, count)
+    @rule(shape=st.sampled_from(SHAPES), count=st.integers(0, 8))
+    def grant(self, shape: tuple[int, int], count: int) -> None:
+        slots = self.store.grant(shape, count)
         assert len(slots) <= count
         for slot in slots:
             assert slot.generation not in self.generations, "a generation is given once"
@@ -126,26 +125,26 @@ def test_suffixes_go_before_prefixes() -> None:
     """Of one prompt, what only a longer hit needs is evicted first."""
     store = Store(memoryview(bytearray(4 * 8192)))
     store.extents.grow(4 * 8192)
-    space = Namespace(bytes(32), (0,), 1, (frozenset({5000}),))
+    space = Namespace(bytes(32), (0,), (frozenset({(5000, 1)}),))
     assert slot_bytes(5000, 1) == 8192
-    slots = store.grant(5000, 1, 4)
+    slots = store.grant((5000, 1), 4)
     for number, slot in enumerate(slots):
         store.commit(slot, space, 0, key(number))
     store.pin(slots)
     store.unpin(slots)
-    store.grant(5000, 1, 2)
+    store.grant((5000, 1), 2)
     assert sorted(space.entries) == [key(0), key(1)]
 
 
 def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
     store = Store(memoryview(bytearray(4 * 8192)))
     store.extents.grow(8192)
-    space = Namespace(bytes(32), (0,), 1, (frozenset({5000}),))
-    store.commit(store.grant(5000, 1, 1)[0], space, 0, key(0))
-    assert store.grant(5000, 1, 1) == []
+    space = Namespace(bytes(32), (0,), (frozenset({(5000, 1)}),))
+    store.commit(store.grant((5000, 1), 1)[0], space, 0, key(0))
+    assert store.grant((5000, 1), 1) == []
     assert store.evicted == 0
     store.extents.grow(2 * 8192)
-    assert len(store.grant(5000, 1, 1)) == 1
+    assert len(store.grant((5000, 1), 1)) == 1
     store.bound_bytes = 2 * 8192
-    assert len(store.grant(5000, 1, 1)) == 1, "no more pages will come, so the object goes"
+    assert len(store.grant((5000, 1), 1)) == 1, "no more pages will come, so the object goes"
     assert store.evicted == 1

@@ -51,7 +51,7 @@ def test_limits() -> None:
     with pytest.raises(WireError, match="over the limit"):
         Frames().feed((MESSAGE_BYTES_MAX + 1).to_bytes(4, "little"))
     with pytest.raises(WireError, match="Expected `int` <= "):
-        decode_request(msgspec.msgpack.encode(["want", 1, 1 << 62, 1]))
+        decode_request(msgspec.msgpack.encode(["want", 1, 1 << 62, 1, 1]))
     with pytest.raises(WireError, match="matching regex"):
         decode_request(msgspec.msgpack.encode(["hello", 1, 1, "root"]))
 

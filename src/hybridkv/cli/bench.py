@@ -140,7 +140,7 @@ def _fill(control: Control, group_index: int, hashes: bytes) -> None:
     part_bytes = 256
     done = 0
     while done < chunks:
-        granted = control.call(Want(7, part_bytes, chunks - done))
+        granted = control.call(Want(7, part_bytes, 1, chunks - done))
         assert isinstance(granted, Granted)
         count = len(unpack_u64(granted.offsets))
         control.tell(
@@ -204,7 +204,7 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
     with DaemonProcess(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
         slots: list[tuple[int, int]] = []
         while len(slots) < objects:
-            granted = control.call(Want(7, part_bytes, objects - len(slots)))
+            granted = control.call(Want(7, part_bytes, 1, objects - len(slots)))
             assert isinstance(granted, Granted)
             slots += zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True)
         measured = measure_path(

@@ -453,7 +453,7 @@ class Proof:
         wanted = [offset for offset, header in slots.items() if header.gid in full][:1] or list(slots)
         with self._arena() as arena:
             for offset in wanted:
-                arena.memory[offset + payload_offset(slots[offset].ranks) + _FLIP_AT] ^= _FLIP_BITS
+                arena.memory[offset + payload_offset(slots[offset].parts) + _FLIP_AT] ^= _FLIP_BITS
         self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
 
     @contextmanager

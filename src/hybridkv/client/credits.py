@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybridkv.core.coverage import SlotShape
 from hybridkv.core.packed import U64
 
 RETRY_SECONDS = 0.02
@@ -24,14 +25,14 @@ class _Pool:
 
 
 class Credits:
-    """Pools of write slots by part size, as packed arrays (core.packed). Refilled when half empty."""
+    """Pools of write slots by shape, as packed arrays (core.packed). Refilled when half empty."""
 
-    def __init__(self, targets: Mapping[int, int]) -> None:
-        self._pools = {size: _Pool(target) for size, target in targets.items()}
+    def __init__(self, targets: Mapping[SlotShape, int]) -> None:
+        self._pools = {shape: _Pool(target) for shape, target in targets.items()}
 
-    def take(self, part_bytes: int, count: int) -> tuple[bytes, bytes]:
-        """(offsets, generations) of at most `count` slots whose parts have `part_bytes` bytes; fewer: shed the rest."""
-        pool = self._pools.get(part_bytes)
+    def take(self, shape: SlotShape, count: int) -> tuple[bytes, bytes]:
+        """(offsets, generations) of at most `count` slots of `shape`; fewer: shed the rest."""
+        pool = self._pools.get(shape)
         if pool is None:
             return b"", b""
         cut = count * U64
@@ -39,18 +40,18 @@ class Credits:
         pool.offsets, pool.generations = pool.offsets[cut:], pool.generations[cut:]
         return taken
 
-    def wanted(self, now: float) -> list[tuple[int, int]]:
-        """(part_bytes, count) to ask the daemon for now; each is then taken as asked until `granted`."""
-        wanted: list[tuple[int, int]] = []
-        for size, pool in self._pools.items():
+    def wanted(self, now: float) -> list[tuple[SlotShape, int]]:
+        """(shape, count) to ask the daemon for now; each is then taken as asked until `granted`."""
+        wanted: list[tuple[SlotShape, int]] = []
+        for shape, pool in self._pools.items():
             if not pool.asked and now >= pool.retry_at and pool.count * 2 <= pool.target:
                 pool.asked = pool.target - pool.count
-                wanted.append((size, pool.asked))
+                wanted.append((shape, pool.asked))
         return wanted
 
-    def granted(self, part_bytes: int, offsets: bytes, generations: bytes, now: float) -> None:
+    def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
         """The daemon's answer, maybe shorter than asked for."""
-        pool = self._pools.get(part_bytes)
+        pool = self._pools.get(shape)
         if pool is None:
             return
         pool.offsets += offsets

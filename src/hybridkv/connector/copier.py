@@ -1,6 +1,6 @@
 """Copies between the engine's blocks and the arena's slots, on the CPU and through CUDA.
 
-One rank's part of an object is ``[layer][stored block][bytes of the block]`` (core.plans).  `store` fills a part and
+A part of an object is ``[layer][stored block][bytes of the block]`` (core.plans).  `store` fills a part and
 writes its checksum; `load` proves a part against its checksum and its slot's generation before it copies.
 """
 
@@ -55,15 +55,23 @@ class Copier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Where one rank's part of a slot stands."""
+    """Which part of a slot is one rank's, and where it stands."""
 
     rank: int
     ranks: int
     checksum: str
     """Settings.checksum."""
+    replicated: frozenset[int] = frozenset()
+    """Indices of the groups whose objects have one part that all ranks share."""
+
+    def writes(self, op: CopyOp) -> bool:
+        """Whether this rank stores the object, or its part of it; ranks take turns with what they share."""
+        return op.group_index not in self.replicated or op.chunk % self.ranks == self.rank
 
     def payload(self, op: CopyOp, part_bytes: int) -> int:
         """Byte offset in the arena of this rank's part."""
+        if op.group_index in self.replicated:
+            return op.slot.offset + payload_offset(1)
         return op.slot.offset + payload_offset(self.ranks) + self.rank * part_bytes
 
     def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
@@ -83,12 +91,12 @@ class PartLayout:
 
     def write_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Put the digest of this rank's part where readers look for it."""
-        at = op.slot.offset + checksum_offset(self.rank)
+        at = self._checksum(op)
         arena.memory[at : at + CHECKSUM_BYTES] = _signature(digest)
 
     def check_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Raise BadSlotError unless `digest` is what the writer signed."""
-        at = op.slot.offset + checksum_offset(self.rank)
+        at = self._checksum(op)
         if bytes(arena.memory[at : at + CHECKSUM_BYTES]) != _signature(digest):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
@@ -96,6 +104,9 @@ class PartLayout:
         """Before and after a copy: raise BadSlotError where the slot has changed hands."""
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
             raise BadSlotError(op, "it was given to another object")
+
+    def _checksum(self, op: CopyOp) -> int:
+        return op.slot.offset + checksum_offset(0 if op.group_index in self.replicated else self.rank)
 
     def _hash_part(self, arena: Arena, op: CopyOp, part_bytes: int) -> int:
         start = self.payload(op, part_bytes)

@@ -63,7 +63,12 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
         Kind.CHUNKED_LOCAL: lambda: first.attention_chunk_size,
     }.get(kind, lambda: 0)()
     extra = first.extra_retained_tokens if kind is Kind.SLIDING else 0
-    return Group(gid, kind, first.block_size, layer_bytes, window, extra)
+    return Group(gid, kind, first.block_size, layer_bytes, window, extra, is_replicated(spec))
+
+
+def is_replicated(spec: Any) -> bool:
+    """Whether vLLM declares that all tensor parallel ranks keep the same bytes of a group (requirements C5)."""
+    return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
 def build_geometry(config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None) -> Geometry:

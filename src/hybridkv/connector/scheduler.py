@@ -355,9 +355,12 @@ class SchedulerSide:
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
 
     def _load_bytes(self, runs: Sequence[CopyRun]) -> int:
-        groups = self._geometry.groups
-        copied = sum(len(run.span.blocks) * groups[run.span.group_index].block_bytes for run in runs)
-        return copied * self._geometry.ranks
+        geometry = self._geometry
+        groups = [geometry.groups[run.span.group_index] for run in runs]
+        return sum(
+            len(run.span.blocks) * group.block_bytes * geometry.parts(group)
+            for run, group in zip(runs, groups, strict=True)
+        )
 
     # The daemon
 
@@ -386,14 +389,14 @@ class SchedulerSide:
             self._take_found(reply, now)
         elif isinstance(reply, Granted):
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
-            self._stores.credits.granted(reply.part_bytes, reply.offsets, reply.generations, now)
+            self._stores.credits.granted((reply.part_bytes, reply.parts), reply.offsets, reply.generations, now)
         elif isinstance(reply, Error):
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
     def _refill(self, now: float) -> None:
-        for size, count in self._stores.credits.wanted(now):
-            self._send(Want(size, size, count), now)
+        for (part_bytes, parts), count in self._stores.credits.wanted(now):
+            self._send(Want(part_bytes, part_bytes, parts, count), now)
 
     def _send(self, message: Request, now: float) -> bool:
         sent = self._link.send(message, now)

@@ -3,6 +3,7 @@
 Decisions only: what must be sent to the daemon is returned.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from hybridkv.client.credits import Credits
 from hybridkv.connector.metadata import StepReport
 from hybridkv.connector.tracked import Tracked
-from hybridkv.core.coverage import part_sizes
+from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, pack_u64
@@ -26,7 +27,7 @@ class _Storing:
 
     run: CopyRun
     hashes: bytes
-    part_bytes: int
+    shape: SlotShape
     ranks_done: set[int] = field(default_factory=set)
     unstored: set[int] = field(default_factory=set)
     """Places in the run of objects that some rank did not write."""
@@ -114,9 +115,7 @@ class Stores:
         if ready:
             runs = [storing.run for storing in ready]
             self._counters["objects_stored"] += sum(run.objects for run in runs)
-            self._counters["bytes_stored"] += self._geometry.ranks * sum(
-                storing.part_bytes * storing.run.objects for storing in ready
-            )
+            self._counters["bytes_stored"] += sum(math.prod(storing.shape) * storing.run.objects for storing in ready)
             yield Commit(
                 b"".join(run.offsets for run in runs),
                 b"".join(run.generations for run in runs),
@@ -138,7 +137,7 @@ class Stores:
             if holes:
                 self._counters["stores_hole"] += holes
             for span in spans:
-                offsets, generations = self.credits.take(span.count * group.block_bytes, span.objects)
+                offsets, generations = self.credits.take(self._shape(span), span.objects)
                 taken = len(offsets) // U64
                 if taken:
                     yield CopyRun(span.head(taken), offsets, generations)
@@ -158,12 +157,13 @@ class Stores:
         chunk = boundary // self._geometry.chunk_tokens - 1
         if (index, chunk) in tracked.offered or _is_present(tracked, index, chunk):
             return
-        offsets, generations = self.credits.take(self._geometry.groups[index].block_bytes, 1)
+        span = Span(index, chunk, 1, (block,))
+        offsets, generations = self.credits.take(self._shape(span), 1)
         if not offsets:
             self._counters["stores_no_slot"] += 1
             return
         tracked.offered.add((index, chunk))
-        yield CopyRun(Span(index, chunk, 1, (block,)), offsets, generations)
+        yield CopyRun(span, offsets, generations)
 
     def _begin(self, tracked: Tracked, runs: list[CopyRun]) -> Iterator[tuple[int, CopyRun]]:
         hashes: dict[tuple[int, int], bytes] = {}
@@ -173,10 +173,13 @@ class Stores:
             if chunks not in hashes:
                 hashes[chunks] = tracked.chunk_hashes(self._geometry, *chunks)
             number = next(self._numbers)
-            part_bytes = span.count * self._geometry.groups[span.group_index].block_bytes
-            self._storing[number] = _Storing(run, hashes[chunks], part_bytes)
+            self._storing[number] = _Storing(run, hashes[chunks], self._shape(span))
             tracked.stored += run.objects
             yield number, run
+
+    def _shape(self, span: Span) -> SlotShape:
+        group = self._geometry.groups[span.group_index]
+        return span.count * group.block_bytes, self._geometry.parts(group)
 
 
 def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
@@ -187,16 +190,16 @@ def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
         return b"".join(packed[place * size : (place + 1) * size] for place in places)
 
     picked = CopyRun(run.span, cut(run.offsets, U64), cut(run.generations, U64))
-    return _Storing(picked, cut(storing.hashes, HASH_BYTES), storing.part_bytes)
+    return _Storing(picked, cut(storing.hashes, HASH_BYTES), storing.shape)
 
 
-def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[int, int]:
-    """Write slots to hold per part size: what two full steps can complete, of every group that has such parts."""
+def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[SlotShape, int]:
+    """Write slots to hold per shape: what two full steps can complete, of every group that has such objects."""
     chunks = 2 * -(-tokens_per_step // geometry.chunk_tokens) + 2
-    targets: Counter[int] = Counter()
+    targets: Counter[SlotShape] = Counter()
     for group in geometry.groups:
-        for size in part_sizes(geometry, group):
-            targets[size] += chunks if group.kind is not Kind.RECURRENT else max(4, chunks // 4)
+        for shape in slot_shapes(geometry, group):
+            targets[shape] += chunks if group.kind is not Kind.RECURRENT else max(4, chunks // 4)
     return dict(targets)
 
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from hybridkv.client.link import Link
 from hybridkv.connector.copier import BadSlotError, Copier, HostCopier, PartLayout
 from hybridkv.connector.cuda import CudaCopier
-from hybridkv.connector.layout import block_views, worker_layout
+from hybridkv.connector.layout import block_views, is_replicated, worker_layout
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport, WorkerLayout
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp, SlotRef
@@ -30,7 +30,9 @@ class WorkerSide:
         self, config: KVCacheConfig, socket_path: str, engine_id: str, rank: int, ranks: int, checksum: str
     ) -> None:
         self._config = config
-        self._part = PartLayout(rank, ranks, checksum)
+        cacheable = [config.kv_cache_groups[gid].kv_cache_spec for gid in config.prefix_cacheable_group_ids]
+        shared = frozenset(index for index, spec in enumerate(cacheable) if is_replicated(spec))
+        self._part = PartLayout(rank, ranks, checksum, shared)
         self._link = Link(socket_path, Hello(1, PROTOCOL_VERSION, "worker", engine_id), lambda why: None)
         self._views: dict[str, torch.Tensor] = {}
         self.layout: WorkerLayout | None = None
@@ -82,8 +84,11 @@ class WorkerSide:
         places: dict[SlotRef, tuple[int, int]] = {}
         for number, run in plan.stores.items():
             for place, op in enumerate(run.ops()):
-                ops.append(op)
-                places[op.slot] = (number, place)
+                if self._part.writes(op):
+                    ops.append(op)
+                    places[op.slot] = (number, place)
+                else:
+                    self._stored(number, place, True)
         copier.store(ops, lambda op, stored: self._stored(*places[op.slot], stored))
         self._counters["store_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
 

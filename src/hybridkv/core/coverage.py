@@ -17,6 +17,9 @@ from functools import lru_cache
 
 from hybridkv.core.geometry import Geometry, Group, Kind
 
+SlotShape = tuple[int, int]
+"""(bytes of one part, parts) of an object and of the slot that takes it."""
+
 
 def needed_blocks(group: Group, boundary: int) -> range:
     """Block positions of `group` that a restore at `boundary` (a multiple of its block) reads."""
@@ -52,7 +55,7 @@ def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
 
 
 def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
-    """Bytes of one rank's part of the object of (`group`, `chunk`); 0 where there is none."""
+    """Bytes of one part of the object of (`group`, `chunk`); 0 where there is none."""
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
@@ -70,6 +73,11 @@ def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
 def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
     """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
     return tuple(sorted({count * group.block_bytes for count in stored_counts(geometry, group)} - {0}))
+
+
+def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
+    """The shape of every object that a group may have."""
+    return tuple((size, geometry.parts(group)) for size in part_sizes(geometry, group))
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:

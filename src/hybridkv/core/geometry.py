@@ -45,6 +45,8 @@ class Group:
     """Sliding: the window; chunked local: the attention chunk; otherwise 0."""
     extra_retained_tokens: int = 0
     """Sliding only: tokens kept below the window for speculative modules."""
+    replicated: bool = False
+    """Whether all tensor parallel ranks keep the same bytes (MLA), so that one part of an object is all of it (C5)."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_block <= 0:
@@ -90,7 +92,7 @@ class Geometry:
     hash_tokens: int
     """Tokens covered by one of the engine's block hashes."""
     ranks: int = 1
-    """Worker ranks whose parts make up one object."""
+    """Worker ranks of the engine."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
@@ -112,6 +114,10 @@ class Geometry:
     def __hash__(self) -> int:
         """Cheap, because rules are cached by geometry; equality compares everything."""
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
+
+    def parts(self, group: Group) -> int:
+        """Parts that make up one object of `group`: one per rank, or a single one that all ranks share."""
+        return 1 if group.replicated else self.ranks
 
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hybridkv.core.coverage import part_bytes
+from hybridkv.core.coverage import SlotShape, part_bytes
 from hybridkv.core.findings import Finding, fail, ok, warn
 from hybridkv.core.geometry import Geometry, Group, Kind, common_block_tokens, derive_chunk_tokens
 from hybridkv.core.sizes import format_size
 from hybridkv.core.states import StateRule, recurrent_groups, stored_states
 
 SlotBytes = Callable[[int, int], int]
-"""Arena bytes of a slot from (bytes of one rank's part, ranks)."""
+"""Arena bytes of a slot from its shape (bytes of one part, parts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,25 +140,25 @@ def stored_token_bytes(geometry: Geometry, group: Group) -> Fraction:
     return Fraction(stored, chunks * geometry.chunk_tokens)
 
 
-def stored_parts(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Counter[int]:
-    """How many objects a prompt leaves in the cache, by the bytes of one rank's part."""
-    parts: Counter[int] = Counter()
+def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Counter[SlotShape]:
+    """How many objects of each shape a prompt leaves in the cache."""
+    shapes: Counter[SlotShape] = Counter()
     chunks = geometry.whole_chunks(prompt_tokens)
     for group in geometry.groups:
         if group.kind is Kind.RECURRENT:
-            parts[group.block_bytes] += stored_states(geometry, group, rule, prompt_tokens)
+            shapes[group.block_bytes, geometry.parts(group)] += stored_states(geometry, group, rule, prompt_tokens)
             continue
         period = period_chunks(geometry, group)
         for chunk in range(min(period, chunks)):
-            parts[part_bytes(geometry, group, chunk)] += -(-(chunks - chunk) // period)
-    del parts[0]
-    return +parts
+            if size := part_bytes(geometry, group, chunk):
+                shapes[size, geometry.parts(group)] += -(-(chunks - chunk) // period)
+    return +shapes
 
 
 def _totals(geometry: Geometry, preview: Preview, ram_bytes: int, slot_bytes: SlotBytes) -> Totals:
     tokens = preview.max_model_len
-    parts = stored_parts(geometry, preview.states, tokens)
-    prompt_bytes = sum(slot_bytes(size, geometry.ranks) * count for size, count in parts.items())
+    shapes = stored_shapes(geometry, preview.states, tokens)
+    prompt_bytes = sum(slot_bytes(*shape) * count for shape, count in shapes.items())
     chunk = geometry.chunk_tokens
     return Totals(
         chunk,
@@ -167,7 +167,7 @@ def _totals(geometry: Geometry, preview: Preview, ram_bytes: int, slot_bytes: Sl
         chunk,
         chunk + 1,
         float(sum(Fraction(group.block_bytes, group.tokens_per_block) for group in geometry.groups)) * geometry.ranks,
-        float(sum(stored_token_bytes(geometry, group) for group in geometry.groups)) * geometry.ranks,
+        float(sum(stored_token_bytes(geometry, group) * geometry.parts(group) for group in geometry.groups)),
         tokens,
         prompt_bytes,
         ram_bytes,

@@ -1,6 +1,7 @@
 """Copy plans: which block of which group goes to or comes from which place in the arena. Plain values.
 
-An object's payload is one part per rank, each ``[layer of the group][stored block][bytes of the block]``::
+An object's payload is one part per rank, or one that all ranks share (core.geometry), each
+``[layer of the group][stored block][bytes of the block]``::
 
     slot      |header|checksums| part of rank 0            | part of rank 1 ...
     part                       | layer 0: b0 b1 | layer 1: b0 b1 | ...

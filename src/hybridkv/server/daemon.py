@@ -8,7 +8,7 @@ worker may still be copying after its scheduler died (DESIGN section 7).
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_sizes
+from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
@@ -238,19 +238,23 @@ class Daemon:
         self.counters["loads_failed"] += release.failed
 
     def _want(self, session: Session, want: Want) -> Reply:
-        if not any(want.part_bytes in sizes for sizes in session.namespace.part_sizes):
-            raise RequestError("part_bytes", f"no group of this engine has parts of {want.part_bytes} bytes")
-        size = slot_bytes(want.part_bytes, session.geometry.ranks)
+        shape = want.part_bytes, want.parts
+        if not any(shape in shapes for shapes in session.namespace.shapes):
+            raise RequestError(
+                "part_bytes", f"no group of this engine has objects of {want.parts} parts of {want.part_bytes} bytes"
+            )
+        size = slot_bytes(*shape)
         room = min(
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(want.part_bytes, session.geometry.ranks, min(want.count, max(0, room) // size))
+        slots = self.store.grant(shape, min(want.count, max(0, room) // size))
         session.writing.update((slot.offset, slot) for slot in slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
             want.id,
             want.part_bytes,
+            want.parts,
             pack_u64([slot.offset for slot in slots]),
             pack_u64([slot.generation for slot in slots]),
             self.store.extents.limit_bytes,
@@ -268,11 +272,11 @@ class Daemon:
                 self.counters["commits_unknown"] += 1
                 continue
             group = groups[at]
-            if group >= len(session.geometry.groups) or slot.part_bytes not in session.namespace.part_sizes[group]:
-                raise RequestError("commit", f"a slot of {slot.part_bytes} bytes a part is no object of group {group}")
+            if group >= len(session.geometry.groups) or slot.shape not in session.namespace.shapes[group]:
+                raise RequestError("commit", f"a slot of (bytes, parts) {slot.shape} is no object of group {group}")
             del session.writing[slot.offset]
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-            size = slot.part_bytes * slot.ranks
+            size = slot.part_bytes * slot.parts
             if self.store.commit(slot, session.namespace, group, chunk_hash):
                 self.counters["objects_stored"] += 1
                 self.counters["bytes_stored"] += size
@@ -352,7 +356,7 @@ class Daemon:
 
     def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
         gids = tuple(group.gid for group in geometry.groups)
-        sizes = tuple(frozenset(part_sizes(geometry, group)) for group in geometry.groups)
+        shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         known = self._namespaces.get(identity)
         if known is None:
             if len(self._namespaces) >= NAMESPACES_MAX:
@@ -360,8 +364,8 @@ class Daemon:
                 self._namespaces = {
                     key: value for key, value in self._namespaces.items() if value.entries or key in used
                 }
-            known = self._namespaces[identity] = Namespace(identity, gids, geometry.ranks, sizes)
-        if (known.gids, known.ranks, known.part_sizes) != (gids, geometry.ranks, sizes):
+            known = self._namespaces[identity] = Namespace(identity, gids, shapes)
+        if (known.gids, known.shapes) != (gids, shapes):
             raise RequestError("identity", "this identity is in use with another geometry")
         return known
 

@@ -15,4 +15,4 @@ def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
             continue
         if header.state is SlotState.COMMITTED:
             yield at, header
-        at += slot_bytes(header.part_bytes, header.ranks)
+        at += slot_bytes(header.part_bytes, header.parts)

@@ -1,9 +1,9 @@
-"""The layout of a slot: a self-describing header, one checksum per rank, the payload.
+"""The layout of a slot: a self-describing header, one checksum per part, the payload.
 
-The daemon alone writes headers; workers write the payload and the checksum of their own part::
+The daemon alone writes headers; workers write their parts of the payload and their checksums::
 
-    0        128                 payload_offset(ranks)
-    |header  |checksum per rank  |payload: part of rank 0, part of rank 1 ...            | padding to SLOT_ALIGN
+    0        128                 payload_offset(parts)
+    |header  |checksum per part  |payload: part 0, part 1 ...                          | padding to SLOT_ALIGN
 """
 
 import struct
@@ -21,7 +21,7 @@ _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
 _VERSION = 1
 
-# magic, version, state, ranks, gid, generation, part bytes, namespace, chunk hash; then the CRC of all that
+# magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash; then the CRC of all that
 _HEADER = struct.Struct(f"<QHHHHQQ{HASH_BYTES}s{HASH_BYTES}s")
 _CRC = struct.Struct("<I")
 _GENERATION_OFFSET = 16
@@ -44,7 +44,7 @@ class SlotHeader:
 
     state: SlotState
     generation: int
-    ranks: int
+    parts: int
     part_bytes: int
     gid: int = 0
     namespace: bytes = bytes(HASH_BYTES)
@@ -56,7 +56,7 @@ class SlotHeader:
             _MAGIC,
             _VERSION,
             self.state,
-            self.ranks,
+            self.parts,
             self.gid,
             self.generation,
             self.part_bytes,
@@ -73,10 +73,10 @@ def unpack_header(raw: bytes) -> SlotHeader | None:
     body = raw[: _HEADER.size]
     if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(body):
         return None
-    magic, version, state, ranks, gid, generation, part_bytes, namespace, chunk_hash = _HEADER.unpack(body)
+    magic, version, state, parts, gid, generation, part_bytes, namespace, chunk_hash = _HEADER.unpack(body)
     if magic != _MAGIC or version != _VERSION or state not in tuple(SlotState):
         return None
-    return SlotHeader(SlotState(state), generation, ranks, part_bytes, gid, namespace, chunk_hash)
+    return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, namespace, chunk_hash)
 
 
 def read_generation(memory: memoryview, offset: int) -> int:
@@ -85,18 +85,18 @@ def read_generation(memory: memoryview, offset: int) -> int:
     return generation
 
 
-def payload_offset(ranks: int) -> int:
+def payload_offset(parts: int) -> int:
     """Bytes from the start of a slot to its payload."""
-    head = HEADER_BYTES + ranks * CHECKSUM_BYTES
+    head = HEADER_BYTES + parts * CHECKSUM_BYTES
     return -(-head // _PAYLOAD_ALIGN) * _PAYLOAD_ALIGN
 
 
-def checksum_offset(rank: int) -> int:
-    """Bytes from the start of a slot to the checksum of one rank's part."""
-    return HEADER_BYTES + rank * CHECKSUM_BYTES
+def checksum_offset(part: int) -> int:
+    """Bytes from the start of a slot to the checksum of one part."""
+    return HEADER_BYTES + part * CHECKSUM_BYTES
 
 
-def slot_bytes(part_bytes: int, ranks: int) -> int:
+def slot_bytes(part_bytes: int, parts: int) -> int:
     """Bytes of the arena that one slot takes."""
-    size = payload_offset(ranks) + part_bytes * ranks
+    size = payload_offset(parts) + part_bytes * parts
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN

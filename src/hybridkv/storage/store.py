@@ -6,6 +6,7 @@ Writes headers into the arena's memory and nothing else; it never touches payloa
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from hybridkv.core.coverage import SlotShape
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 from hybridkv.storage.extents import Extents
 
@@ -20,15 +21,14 @@ class Slot:
         "namespace",
         "offset",
         "part_bytes",
+        "parts",
         "pins",
-        "ranks",
         "state",
     )
 
-    def __init__(self, offset: int, part_bytes: int, ranks: int, generation: int) -> None:
+    def __init__(self, offset: int, shape: SlotShape, generation: int) -> None:
         self.offset = offset
-        self.part_bytes = part_bytes
-        self.ranks = ranks
+        self.part_bytes, self.parts = shape
         self.generation = generation
         self.state = SlotState.WRITING
         self.pins = 0
@@ -37,24 +37,26 @@ class Slot:
         self.group_index = 0
 
     @property
+    def shape(self) -> SlotShape:
+        """See core.coverage."""
+        return self.part_bytes, self.parts
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the arena that the slot takes."""
-        return slot_bytes(self.part_bytes, self.ranks)
+        return slot_bytes(self.part_bytes, self.parts)
 
 
 class Namespace:
     """All objects of one identity. `entries[chunk hash][group index]` is the slot, or None."""
 
-    __slots__ = ("entries", "gids", "identity", "part_sizes", "ranks")
+    __slots__ = ("entries", "gids", "identity", "shapes")
 
-    def __init__(
-        self, identity: bytes, gids: tuple[int, ...], ranks: int, part_sizes: tuple[frozenset[int], ...]
-    ) -> None:
+    def __init__(self, identity: bytes, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
         self.identity = identity
         self.gids = gids
-        self.ranks = ranks
-        self.part_sizes = part_sizes
-        """Per group, the part sizes that an object of it may have."""
+        self.shapes = shapes
+        """Per group, those that an object of it may have."""
         self.entries: dict[bytes, list[Slot | None]] = {}
 
 
@@ -96,9 +98,9 @@ class Store:
         slot = self._slots.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
-    def grant(self, part_bytes: int, ranks: int, count: int) -> list[Slot]:
+    def grant(self, shape: SlotShape, count: int) -> list[Slot]:
         """Up to `count` slots to write into, evicting what was used least recently."""
-        size = slot_bytes(part_bytes, ranks)
+        size = slot_bytes(*shape)
         granted: list[Slot] = []
         while len(granted) < count:
             offset = self.extents.allocate(size)
@@ -109,7 +111,7 @@ class Store:
                 self.drop(next(iter(self._lru.values())))
                 continue
             self._generation += 1
-            slot = Slot(offset, part_bytes, ranks, self._generation)
+            slot = Slot(offset, shape, self._generation)
             self._slots[offset] = slot
             self._writing_bytes += size
             self._write_header(slot)
@@ -208,13 +210,13 @@ class Store:
         self.extents.free(slot.offset, slot.size_bytes)
 
     def _write_header(self, slot: Slot) -> None:
-        header = SlotHeader(slot.state, slot.generation, slot.ranks, slot.part_bytes)
+        header = SlotHeader(slot.state, slot.generation, slot.parts, slot.part_bytes)
         if slot.namespace is not None:
             gid = slot.namespace.gids[slot.group_index]
             header = SlotHeader(
                 slot.state,
                 slot.generation,
-                slot.ranks,
+                slot.parts,
                 slot.part_bytes,
                 gid,
                 slot.namespace.identity,

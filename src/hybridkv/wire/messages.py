@@ -39,6 +39,7 @@ class WireGroup(Struct, frozen=True, array_like=True):
     block_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
     window_tokens: Annotated[int, Meta(ge=0, le=1 << 30)]
     extra_retained_tokens: Annotated[int, Meta(ge=0, le=1 << 30)]
+    replicated: bool
 
 
 class WireGeometry(Struct, frozen=True, array_like=True):
@@ -114,10 +115,11 @@ class Release(_Message, frozen=True, tag="release"):
 
 
 class Want(_Message, frozen=True, tag="want"):
-    """Ask for write slots ahead of need: `count` slots whose parts have `part_bytes` bytes."""
+    """Ask for write slots ahead of need: `count` slots of `parts` parts that have `part_bytes` bytes each."""
 
     id: Count
     part_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
+    parts: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
     count: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
 
 
@@ -210,6 +212,7 @@ class Granted(_Message, frozen=True, tag="granted"):
 
     id: Count
     part_bytes: Count
+    parts: Count
     offsets: Packed
     generations: Packed
     reserved_bytes: Count
@@ -270,6 +273,7 @@ def geometry_to_wire(geometry: Geometry) -> WireGeometry:
                 group.block_bytes,
                 group.window_tokens,
                 group.extra_retained_tokens,
+                group.replicated,
             )
             for group in geometry.groups
         ],
@@ -291,6 +295,7 @@ def geometry_from_wire(wire: WireGeometry) -> Geometry:
                 (group.block_bytes,),
                 group.window_tokens,
                 group.extra_retained_tokens,
+                group.replicated,
             )
             for group in wire.groups
         ),
