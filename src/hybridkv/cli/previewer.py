@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.triton_utils import triton
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -47,6 +48,9 @@ def look(arguments: list[str]) -> Answer:
     if "HYBRIDKV_SHIMS" in os.environ:
         # Of a bundled model: as the engine's process does, before vLLM asks the platform.
         importlib.import_module("hybridkv.testing.shims")
+    if not hasattr(triton, "set_allocator"):
+        # vLLM's stand-in where there is no Triton backend; some models ask for it while they are built.
+        triton.set_allocator = lambda allocate: None
     answer = Answer()
     parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(arguments)
     if parsed.model_tag is not None:

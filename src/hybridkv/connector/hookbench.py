@@ -6,7 +6,7 @@ The scheduler side, its link and the daemon are the real ones, and so are vLLM's
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -49,11 +49,16 @@ def measure_hooks(
             "hook": hook,
             "calls": len(times),
             "p50_us": round(statistics.median(times) * 1e6, 1),
-            "p99_us": round(sorted(times)[len(times) * 99 // 100] * 1e6, 1),
+            "p99_us": round(_p99(times) * 1e6, 1),
             "max_us": round(max(times) * 1e6, 1),
+            "cpu_p99_us": round(_p99(bench.cpu_times[hook]) * 1e6, 1),
         }
         for hook, times in bench.times.items()
     ]
+
+
+def _p99(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) * 99 // 100]
 
 
 class _Bench:
@@ -62,6 +67,8 @@ class _Bench:
         self._step_tokens = step_tokens
         self._hasher = get_request_block_hasher(geometry.hash_tokens, sha256)
         self.times: dict[str, list[float]] = defaultdict(list)
+        self.cpu_times: dict[str, list[float]] = defaultdict(list)
+        """Without what the thread waited for a core."""
         counters: Counter[str] = Counter()
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
         self.side = SchedulerSide(settings, geometry, namespace, "bench", socket_path, step_tokens, counters, 1 << 30)
@@ -169,7 +176,9 @@ class _Bench:
         return KVCacheBlocks(tuple(tables))
 
     def _timed(self, hook: str, work: Callable[[], Result]) -> Result:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         result = work()
-        self.times[hook].append(time.perf_counter() - started)
+        cpu_ended, ended = time.thread_time(), time.perf_counter()
+        self.times[hook].append(ended - started)
+        self.cpu_times[hook].append(cpu_ended - cpu_started)
         return result
