@@ -75,9 +75,11 @@ class Engine:
         """The engine's process id."""
         return self._process.pid
 
-    def run(self, *prompts: list[int], max_tokens: int, starve: bool = False) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; with `starve` requests are preempted (see hybridkv.cli.runner)."""
-        command = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "starve": starve}
+    def run(
+        self, *prompts: list[int], max_tokens: int, starve: bool = False, adapter: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Generate for all prompts at once; see hybridkv.cli.runner."""
+        command = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "starve": starve, "adapter": adapter}
         answer: list[dict[str, Any]] = self.ask(command)
         return answer
 

@@ -9,12 +9,18 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
+
+if "HYBRIDKV_SHIMS" in os.environ:
+    # Here, because spawned workers of several ranks import this module too, before they import a model.
+    importlib.import_module("hybridkv.testing.shims")
 
 LOGPROBS = 5
 STEP_SECONDS_MAX = 600.0
@@ -22,8 +28,6 @@ STEP_SECONDS_MAX = 600.0
 
 def make_engine(arguments: list[str]) -> LLMEngine:
     """An engine from vLLM's own command line arguments."""
-    if "HYBRIDKV_SHIMS" in os.environ:
-        importlib.import_module("hybridkv.testing.shims")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(arguments)))
 
@@ -34,6 +38,7 @@ class Runner:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._requests = 0
+        self._adapters: dict[str, int] = {}
 
     def info(self) -> dict[str, Any]:
         """What prompts must know about the model."""
@@ -43,8 +48,12 @@ class Runner:
             "vocab_size": model.get_vocab_size(),
         }
 
-    def run(self, prompts: list[list[int]], max_tokens: int, starve: bool) -> list[dict[str, Any]]:
+    def run(
+        self, prompts: list[list[int]], max_tokens: int, starve: bool = False, adapter: str | None = None
+    ) -> list[dict[str, Any]]:
         """Generate for all prompts at once; tokens, exact log-probabilities, cached tokens, times in seconds.
+
+        `adapter` is the directory of a LoRA adapter.
 
         With `starve` the block pool is empty from the first tokens on, until nothing runs any more: a request that
         needs a block is preempted, and comes back to a pool in which its own old blocks are gone.
@@ -52,13 +61,17 @@ class Runner:
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=max_tokens, logprobs=LOGPROBS
         )
+        lora = None
+        if adapter is not None:
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            lora = LoRARequest(Path(adapter).name, number, adapter)
         results: dict[str, dict[str, Any]] = {}
         started = time.perf_counter()
         for prompt in prompts:
             self._requests += 1
             request_id = f"verify-{self._requests}"
             results[request_id] = {"ttft_seconds": None}
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
         slowest_decode = 0.0
         pool = _Pool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
@@ -138,7 +151,7 @@ def main() -> None:
         for line in sys.stdin:
             command = json.loads(line)
             if command["do"] == "run":
-                answer(runner.run(command["prompts"], command["max_tokens"], command.get("starve", False)))
+                answer(runner.run(**{key: value for key, value in command.items() if key != "do"}))
             else:
                 answer(runner.reset(command["connector"]))
 

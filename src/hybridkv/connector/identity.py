@@ -50,6 +50,7 @@ def identity_facts(
             bool(getattr(parallel, "enable_expert_parallel", False)),
         ],
         "attention": _plain(getattr(vllm_config, "attention_config", None)),
+        "lora": vllm_config.lora_config is not None,
         "layout": str(kv_cache_config.kv_cache_layout),
         "speculative": getattr(vllm_config.speculative_config, "method", None),
         "groups": [

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
+from hybridkv.connector.adapters import Adapters, engine_start_ns
 from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
@@ -54,7 +55,9 @@ RESPAWN_SECONDS = 5.0
 
 
 DECLINES = {
-    "lookups_unhashable": "requests with a LoRA adapter or with prompt embeddings are not served yet",
+    "lookups_unhashable": "requests with prompt embeddings are not served: the engine's hashes do not name them",
+    "lookups_adapter": "the LoRA adapter's weights are not known for sure",
+    "lookups_late_adapter": "the LoRA adapter's files were not read in time",
     "lookups_too_short": "the prompt has no whole chunk before its last token",
     "lookups_unwanted": "the request asked not to use cached prefixes",
     "lookups_no_daemon": "no daemon was connected",
@@ -91,6 +94,7 @@ class SchedulerSide:
         self._held: dict[str, int] = {}
         """Blocks, at most, of the requests that have blocks for a load and did not run since."""
         self._own_hashes = own_hashes
+        self._adapters = Adapters(engine_start_ns())
         self._about = describe(facts or {})
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters
@@ -120,14 +124,15 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request: send its lookup."""
-        if request.lora_request is not None or request.prompt_embeds is not None:
-            # The engine's hash covers an adapter's name and path, not its weights: such requests are left alone.
+        if request.prompt_embeds is not None:
             self._decline(Tracked(request), "lookups_unhashable", tell=True)
             return
+        now = time.monotonic()
         chain = OwnChain(request, self._geometry.chunk_tokens) if self._own_hashes else None
-        tracked = Tracked(request, chain, next_chunk=[0] * len(self._geometry.groups))
+        adapter = self._adapters.of(request.lora_request, now) if request.lora_request is not None else None
+        tracked = Tracked(request, chain, adapter, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
-        self._ask(tracked, time.monotonic())
+        self._ask(tracked, now)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the cache can load; None = ask again in the next step."""
@@ -144,7 +149,11 @@ class SchedulerSide:
         if tracked.state is not State.PREFETCHING:
             return 0
         if tracked.found is None:
-            return self._unanswered(tracked, now)
+            if not tracked.sent and tracked.adapter is not None:
+                self._look_up(tracked, now)
+            if tracked.state is not State.PREFETCHING:
+                return 0
+            return self._unanswered(tracked, now, waiting_for="answer" if tracked.is_named() else "adapter")
         if not self._workers_attached():
             return self._unanswered(tracked, now, waiting_for="workers")
         tokens = tracked.found.chunks * self._geometry.chunk_tokens
@@ -264,14 +273,22 @@ class SchedulerSide:
     # Lookups
 
     def _ask(self, tracked: Tracked, now: float) -> None:
-        request = tracked.request
-        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
         tracked.found = None
         tracked.sent = False
         tracked.deadline = now + min(self._settings.lookup_timeout_ms / 1e3, self._settings.load_timeout_seconds)
+        self._look_up(tracked, now)
+
+    def _look_up(self, tracked: Tracked, now: float) -> None:
+        request, adapter = tracked.request, tracked.adapter
+        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
         if not chunks or getattr(request, "skip_reading_prefix_cache", False):
             self._decline(tracked, "lookups_too_short" if not chunks else "lookups_unwanted")
             self._advance(tracked, Event.SETTLED)
+            return
+        if not tracked.is_named():
+            if adapter is not None and adapter.refused:
+                self._decline(tracked, "lookups_adapter", why=adapter.refused)
+                self._advance(tracked, Event.SETTLED)
             return
         self._poll(now)
         if self._link.welcome is None or not self._breaker.allows(now):
@@ -288,7 +305,8 @@ class SchedulerSide:
         self._counters["lookups"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
-        if tracked.sent and now < tracked.deadline + (ROOM_SECONDS if waiting_for == "room" else 0.0):
+        waits = tracked.sent or waiting_for == "adapter"
+        if waits and now < tracked.deadline + (ROOM_SECONDS if waiting_for == "room" else 0.0):
             return None
         self._decline(tracked, f"lookups_late_{waiting_for}")
         if waiting_for == "answer":
@@ -426,10 +444,10 @@ class SchedulerSide:
 
     # Small things
 
-    def _decline(self, tracked: Tracked, reason: str, tell: bool = False) -> None:
-        """Count why a request is not served, and remember it for whoever asks."""
+    def _decline(self, tracked: Tracked, reason: str, tell: bool = False, why: str = "") -> None:
+        """Count why a request is not served, and remember it, or more exactly `why`, for whoever asks."""
         self._counters[reason] += 1
-        tracked.why = DECLINES[reason]
+        tracked.why = why or DECLINES[reason]
         if tell:
             self._tell(tracked)
 

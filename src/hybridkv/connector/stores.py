@@ -67,7 +67,7 @@ class Stores:
         offers = state.boundary_state_offloads if self._recurrent_groups else {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = requests.get(request_id)
-            if tracked is None or not tracked.storable:
+            if tracked is None or not tracked.storable or not tracked.is_named():
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)

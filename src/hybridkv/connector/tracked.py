@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+from hybridkv.connector.adapters import Adapter
 from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import pack_hashes
+from hybridkv.core.keys import masked, pack_hashes
 from hybridkv.core.requests import State
 from hybridkv.wire.messages import Found
 
@@ -19,6 +20,10 @@ class Tracked:
     request: Any
     chain: OwnChain | None = None
     """Names its chunks where the engine's hashes cannot."""
+    adapter: Adapter | None = None
+    """Its LoRA adapter; without an identity its chunks have no names (yet)."""
+    mask: bytes = b""
+    """What the adapter adds to their names, once it is known."""
     state: State = State.PREFETCHING
     lease: int = 0
     deadline: float = 0.0
@@ -48,13 +53,23 @@ class Tracked:
     offered: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states that are stored already."""
 
+    def is_named(self) -> bool:
+        """Whether its chunks have names now: always, but for adapters that are not read yet, or changed."""
+        if self.adapter is None:
+            return True
+        identity = self.adapter.identity
+        self.mask = self.mask or identity or b""
+        return identity is not None
+
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
-        """The names of the prefixes that end with `count` chunks from `first` on, HASH_BYTES each."""
+        """Names of the prefixes that end with `count` chunks from `first` on, HASH_BYTES each; see `is_named`."""
         if self.chain is not None:
-            return self.chain.names(first, count)
-        step = geometry.chunk_tokens // geometry.hash_tokens
-        hashes = self.request.block_hashes[geometry.hash_index(first) : geometry.hash_index(first + count) : step]
-        return pack_hashes(hashes)
+            names = self.chain.names(first, count)
+        else:
+            step = geometry.chunk_tokens // geometry.hash_tokens
+            hashes = self.request.block_hashes[geometry.hash_index(first) : geometry.hash_index(first + count) : step]
+            names = pack_hashes(hashes)
+        return masked(names, self.mask) if self.mask else names
 
 
 class BlockTable(Sequence[int]):
