@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hybridkv.cli.main import main
@@ -28,6 +30,7 @@ from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
+    Drained,
     Error,
     Found,
     Granted,
@@ -42,6 +45,7 @@ from tests.layouts import LAYOUTS
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
+WORKER = Hello(1, PROTOCOL_VERSION, "worker", "test")
 HELLO = Hello(1, PROTOCOL_VERSION, "engine", "test", b"n" * 32, geometry_to_wire(QWEN3))
 
 
@@ -83,25 +87,140 @@ def test_only_the_owner_may_touch_socket_and_arena(daemon: DaemonProcess) -> Non
         assert path.stat().st_uid == os.geteuid()
 
 
-def test_the_arena_goes_with_the_daemon(daemon: DaemonProcess) -> None:
+def write_slots(engine: Control) -> Sequence[int]:
+    """Some; a young daemon has none yet."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        granted = engine.call(Want(2, PART, 1, 5))
+        assert isinstance(granted, Granted)
+        if granted.offsets:
+            return unpack_u64(granted.offsets)
+    raise AssertionError("no write slots")
+
+
+def names(count: int) -> bytes:
+    return b"".join(bytes([number]) * 32 for number in range(count))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+
+
+def test_an_interrupted_daemon_takes_its_arena_with_it(daemon: DaemonProcess) -> None:
     with Control(daemon.socket_path) as control:
         arena = Path(control.welcome.arena_path)
-    assert daemon.stop() == 0
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert not arena.exists()
     assert not Path(daemon.socket_path).exists()
     with pytest.raises(ArenaGoneError):
         attach_arena(arena, 64 << 20)
 
 
-def test_a_killed_daemon_is_replaced_and_its_arena_removed(daemon: DaemonProcess) -> None:
-    with Control(daemon.socket_path) as control:
-        old = control.welcome
-    daemon.kill()
-    assert Path(old.arena_path).exists()
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str) -> None:
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+        old = engine.welcome
+        arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+        stored = list(committed_slots(arena.memory))
+        arena.close()
+    if how == "stop":
+        daemon.stop()
+    else:
+        daemon.kill()
     daemon.start()
     with Control(daemon.socket_path) as control:
         assert control.welcome.boot != old.boot
-    assert not Path(old.arena_path).exists()
+        assert control.welcome.arena_path == old.arena_path
+        values = control.stats().values
+        assert (values["objects"], values["bytes_writing"], values["sessions"]) == (3, 0, 0)
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        found = engine.call(Lookup(3, 1, names(4)))
+        assert isinstance(found, Found)
+        assert found.chunks == 3
+        assert sorted(unpack_u64(found.offsets)) == sorted(offset for offset, _ in stored)
+        more = engine.call(Want(2, PART, 1, 5))
+        assert isinstance(more, Granted)
+        assert not set(unpack_u64(more.offsets)) & {offset for offset, _ in stored}
+        assert min(unpack_u64(more.generations)) > max(header.generation for _, header in stored)
+
+
+def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        old = engine.welcome
+    daemon.kill()
+    with DaemonProcess(daemon.socket_path, "64MiB", fresh=True), Control(daemon.socket_path) as control:
+        assert control.stats().values["objects"] == 0
+        assert not Path(old.arena_path).exists()
+
+
+@pytest.mark.parametrize("at", ["superblock", "size"])
+def test_an_arena_of_another_size_or_version_is_not_taken_over(daemon: DaemonProcess, at: str) -> None:
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        old = engine.welcome
+    daemon.kill()
+    if at == "size":
+        os.truncate(old.arena_path, old.arena_bytes - 4096)
+    else:
+        arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+        arena.memory[old.arena_bytes - 4096] ^= 1
+        arena.close()
+    daemon.start()
+    with Control(daemon.socket_path) as control:
+        assert control.welcome.arena_path != old.arena_path
+        assert not Path(old.arena_path).exists()
+        assert control.stats().values["objects"] == 0
+
+
+def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonProcess) -> None:
+    """Until it says that it copies nothing any more for what its engine was before."""
+    with (
+        Control(daemon.socket_path, hello=WORKER),
+        Control(daemon.socket_path, hello=HELLO) as engine,
+    ):
+        held = set(write_slots(engine))
+        daemon.kill()
+    daemon.start()
+    with Control(daemon.socket_path, hello=msgspec.structs.replace(HELLO, session=1)) as engine:
+        assert engine.stats().values["bytes_held"] > 0
+        again = engine.call(Want(2, PART, 1, 1000))
+        assert isinstance(again, Granted)
+        assert not held & set(unpack_u64(again.offsets))
+        with Control(daemon.socket_path, hello=WORKER) as worker:
+            worker.tell(Drained(1))
+            assert worker.stats().values["bytes_held"] > 0, "that was the greeting before"
+            worker.tell(Drained(2))
+            assert worker.stats().values["bytes_held"] == 0
+
+
+def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess) -> None:
+    """Over a restart of the daemon as well; the worker's closed socket alone frees nothing."""
+    code = (
+        "import sys; from hybridkv.client.control import Control; from tests.server.test_process import WORKER\n"
+        "with Control(sys.argv[1], hello=WORKER): print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, daemon.socket_path]
+    for restart in (False, True):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"ready\n"
+            with Control(daemon.socket_path, hello=HELLO) as engine:
+                write_slots(engine)
+            if restart:
+                daemon.kill()
+                daemon.start()
+            with Control(daemon.socket_path) as control:
+                assert control.stats().values["bytes_writing"] > 0
+                worker.kill()
+                until(lambda control=control: control.stats().values["bytes_writing"] == 0)  # type: ignore[misc]
+                assert control.stats().values["sessions"] == 0
 
 
 def test_there_is_one_daemon_per_socket(daemon: DaemonProcess) -> None:

@@ -74,7 +74,7 @@ def host_findings(answer: Answer) -> Iterator[Finding]:
     arena_bytes: int | None = None
     try:
         with Control(socket_path, DAEMON_SECONDS) as control:
-            arena_bytes, pid = control.welcome.arena_bytes, control.welcome.pid
+            arena_bytes, pid = control.welcome.slots_bytes, control.welcome.pid
     except DaemonRefusedError as error:
         yield fail("daemon", str(error), 'another "server" works, like "unix:///tmp/hybridkv/daemon.sock"')
     except DaemonUnreachableError as error:

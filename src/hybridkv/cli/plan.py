@@ -89,7 +89,7 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> tuple[Plan, lis
 def _running(socket_path: str, ram_bytes: int | None) -> Iterator[tuple[Plan, list[Finding]]]:
     """The plans of a daemon's engines, for its own memory unless another one is asked for."""
     with Control(socket_path) as control:
-        engines, arena_bytes = control.engines(), control.welcome.arena_bytes
+        engines, arena_bytes = control.engines(), control.welcome.slots_bytes
     if not engines:
         raise HybridKVError(
             f"no engine is connected to {socket_path}; --model DIR_OR_NAME plans one that is not running"

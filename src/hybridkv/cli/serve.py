@@ -26,11 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="loopback port of /metrics; a free one where it is taken; -1: none (default: %(default)s)",
     )
+    parser.add_argument(
+        "--fresh", action="store_true", help="start empty, even where a daemon that ended left its cache in memory"
+    )
     parser.add_argument("--log-file", metavar="FILE", help='where to log; "auto": beside the socket')
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, after which the next daemon goes on with the cache, or SIGINT (Ctrl-C), which frees it."""
     socket_path = Path(check_socket_path(arguments.socket, "socket"))
     ram_bytes = default_ram_bytes() if arguments.ram is None else parse_size(arguments.ram, "ram")
     log_file = arguments.log_file
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         log_file = str(socket_path.with_suffix(".log"))
     logging.basicConfig(level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        serve(ServeOptions(socket_path, ram_bytes, arguments.metrics_port))
+        serve(ServeOptions(socket_path, ram_bytes, arguments.metrics_port, arguments.fresh))
     except AlreadyServedError as error:
         logging.getLogger("hybridkv.daemon").warning("%s", error)
         return EXIT_ALREADY_SERVED

@@ -7,6 +7,8 @@ import socket
 import struct
 from collections.abc import Callable
 
+import msgspec
+
 from hybridkv.wire.codec import Frames, WireError, decode_reply, encode
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Request, Welcome
 
@@ -28,6 +30,8 @@ class Link:
         self._socket_path = socket_path
         self._hello = hello
         self._on_loss = on_loss
+        self.greetings = 0
+        """How often the daemon was greeted; an engine tells it, see wire.messages.Hello."""
         self._sock: socket.socket | None = None
         self._frames = Frames()
         self._out = bytearray()
@@ -88,9 +92,12 @@ class Link:
             self._sock.close()
             self._sock = None
 
-    def close(self) -> None:
-        """End the connection for good."""
+    def close(self, farewell: Request | None = None) -> None:
+        """End the connection for good, with a last word if there is room for it."""
         if self._sock is not None:
+            if farewell is not None and self.welcome is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.send(bytes(self._out) + encode(farewell))
             self._sock.close()
             self._sock = None
         self.welcome = None
@@ -122,7 +129,9 @@ class Link:
             return
         self._sock = sock
         self._frames = Frames()
-        self._out = bytearray(encode(self._hello))
+        self.greetings += 1
+        numbered = msgspec.structs.replace(self._hello, session=self._hello.session + self.greetings)
+        self._out = bytearray(encode(numbered))
         self._hello_deadline = now + HELLO_SECONDS
         self._flush(now)
 

@@ -56,9 +56,9 @@ class CudaCopier:
         """Register the arena's pages below `reserved_bytes` with CUDA, so that copies run at full speed."""
 
         def register() -> None:
-            stop = reserved_bytes if reserved_bytes == self._arena.size_bytes else reserved_bytes - PIN_STEP_BYTES + 1
+            stop = reserved_bytes if reserved_bytes == self._arena.slots_bytes else reserved_bytes - PIN_STEP_BYTES + 1
             for at in range(len(self._pinned) * PIN_STEP_BYTES, stop, PIN_STEP_BYTES):
-                size = min(PIN_STEP_BYTES, self._arena.size_bytes - at)
+                size = min(PIN_STEP_BYTES, self._arena.slots_bytes - at)
                 status = int(torch.cuda.cudart().cudaHostRegister(self._arena.address + at, size, 0))
                 if status != 0:
                     logger.warning("hybridkv: pinning the arena failed (CUDA error %d); copies are slower", status)

@@ -207,7 +207,7 @@ class SchedulerSide:
             else:
                 plan.failed.append(tracked.request.request_id)
             self._advance(tracked, Event.PLANNED)
-        plan.boot, plan.reserved_bytes = self._boot, self._reserved_bytes
+        plan.boot, plan.session, plan.reserved_bytes = self._boot, self._link.greetings, self._reserved_bytes
         if self._link.welcome is not None:
             if self._workers_attached():
                 plan.stores = self._stores.planned(output, self._requests)

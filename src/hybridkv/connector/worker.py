@@ -1,6 +1,7 @@
 """The worker role: maps the arena, copies what the plan says, reports. It decides nothing."""
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport, WorkerLa
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp, SlotRef
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, Welcome
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -52,6 +53,14 @@ class WorkerSide:
         self._storing: dict[int, set[int]] = {}
         """Places of the objects that are not reported yet, by the number of their run."""
         self._counters: Counter[str] = Counter()
+        self._loading: set[str] = set()
+        """Requests whose load is running."""
+        self._session = 0
+        """The engine's greeting that the present plans are for."""
+        self._draining: set[int | str] = set()
+        """Runs and loads that were running when it came."""
+        self._told = (0, 0)
+        """(greeting of this worker, greeting of the engine) at which the daemon was told that those are over."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors; raises GeometryError where one is not understood."""
@@ -123,22 +132,24 @@ class WorkerSide:
 
     def close(self) -> None:
         """Let go of the arena and of the daemon."""
-        self._link.close()
         self._boot = ""
-        for _, copier in self._copiers.values():
+        for copier in {id(copier): copier for _, copier in self._copiers.values()}.values():
             copier.close()
         self._copiers.clear()
+        self._link.close(Drained(NEVER))
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
         started = time.perf_counter()
         ended = threading.Event()
         self._begun.add(request_id)
+        self._loading.add(request_id)
 
         def done(error: HybridKVError | None) -> None:
             with self._lock:
                 if ended.is_set():
                     return
                 ended.set()
+                self._loading.discard(request_id)
                 self._finished.add(request_id)
                 self._counters["load_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
                 if error is None:
@@ -188,18 +199,20 @@ class WorkerSide:
 
     def _attach(self, plan: StepPlan) -> None:
         """Follow the daemon: greet it, map its arena, never waiting."""
-        self._link.poll(time.monotonic())
+        now = time.monotonic()
+        self._link.poll(now)
+        self._tell_drained(plan.session, now)
         welcome = self._link.welcome
-        if welcome is not None and welcome.boot != self._boot:
+        if welcome is not None and welcome.boot != self._boot and self._keep_arena(welcome):
+            self._boot = welcome.boot
+        elif welcome is not None and welcome.boot != self._boot:
             try:
-                arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+                arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes, welcome.slots_bytes)
             except HybridKVError as error:
                 self._counters["attach_failed"] += 1
                 logger.warning("hybridkv: %s", error)
                 return
-            for boot in [boot for boot in self._copiers if boot != self._boot]:
-                # Beside the step: a copier may have copies to finish and gigabytes to unpin.
-                threading.Thread(target=self._copiers.pop(boot)[1].close, daemon=True).start()
+            self._let_go()
             names = [self._config.kv_cache_groups[gid].layer_names for gid in self._config.prefix_cacheable_group_ids]
             groups = [[self._views[name] for name in group] for group in names]
             make = CudaCopier if groups[0][0].device.type == "cuda" else HostCopier
@@ -208,6 +221,40 @@ class WorkerSide:
             self._populated_bytes = 0
         if plan.boot == self._boot and plan.reserved_bytes > self._populated_bytes:
             self._populate(plan.reserved_bytes)
+
+    def _keep_arena(self, welcome: Welcome) -> bool:
+        """Whether another life of the daemon took over the arena that is mapped already."""
+        if self._boot not in self._copiers:
+            return False
+        arena, copier = self._copiers[self._boot]
+        try:
+            status = os.stat(welcome.arena_path)
+        except OSError:
+            return False
+        if arena.inode != (status.st_dev, status.st_ino) or arena.size_bytes != welcome.arena_bytes:
+            return False
+        self._let_go()
+        self._copiers[welcome.boot] = (arena, copier)
+        return True
+
+    def _let_go(self) -> None:
+        """Keep only the present arena."""
+        for boot in [boot for boot in self._copiers if boot != self._boot]:
+            _, copier = self._copiers.pop(boot)
+            if not any(copier is other for _, other in self._copiers.values()):
+                # Beside the step: it may have copies to finish and gigabytes to unpin.
+                threading.Thread(target=copier.close, daemon=True).start()
+
+    def _tell_drained(self, session: int, now: float) -> None:
+        """As soon as nothing runs that was planned before the engine's present greeting, the daemon hears of it."""
+        with self._lock:
+            running: set[int | str] = {*self._storing, *self._loading}
+        if session != self._session:
+            self._session, self._draining = session, running
+        self._draining &= running
+        told = self._link.greetings, self._session
+        if not self._draining and self._session and told != self._told and self._link.send(Drained(session), now):
+            self._told = told
 
     def _populate(self, reserved_bytes: int) -> None:
         """Map new pages ahead of their first use; beside the step, because it takes longer than one."""

@@ -1,12 +1,17 @@
 """What the daemon decides: requests in, replies out. No socket, clock, thread or file.
 
-A *session* is one engine: its scheduler's connection and its workers' connections.  What it holds (write slots and
-read leases) ends with its processes, never with a timer: only when all of its connections are gone, because a
-worker may still be copying after its scheduler died (DESIGN section 7).
+A *session* is one greeting of an engine's scheduler.  What it holds (write slots and read leases) ends with processes,
+never with a timer: a session whose scheduler is gone ends when each of the engine's worker processes is gone as well,
+or says that it copies nothing for it any more, because a worker may still be copying after its scheduler died (DESIGN
+section 7).
 """
 
+import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
@@ -15,6 +20,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.history import History
 from hybridkv.shm.slots import SlotState, slot_bytes
+from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -24,6 +30,7 @@ from hybridkv.wire.messages import (
     Condemn,
     Describe,
     Done,
+    Drained,
     Engines,
     Error,
     Explain,
@@ -64,14 +71,23 @@ class RequestError(HybridKVError):
         self.code = code
 
 
+class Process(NamedTuple):
+    """A client's process; `started` tells it from a later one of the same id. pid 0: in another pid namespace."""
+
+    pid: int
+    started: int
+
+
 @dataclass(eq=False)
 class Session:
-    """One engine: who is connected, and what it holds."""
+    """One greeting of an engine, and what it holds."""
 
     engine_id: str
     geometry: Geometry
     namespace: Namespace
     engine_connection: int | None
+    number: int = 0
+    """Of the engine's greetings."""
     model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
@@ -86,6 +102,7 @@ class Session:
 class Connection:
     """One accepted socket, named by a number."""
 
+    process: Process
     role: str = ""
     engine_id: str = ""
     session: Session | None = None
@@ -98,27 +115,61 @@ class Daemon:
         self.store = store
         self.boot = boot
         self._arena_path = arena_path
-        self._arena_bytes = arena_bytes
+        self._arena_bytes = len(store)
+        self._file_bytes = arena_bytes
         self._pid = pid
         self._connections: dict[int, Connection] = {}
         self._sessions: list[Session] = []
+        self._workers: dict[bytes, dict[Process, int]] = {}
+        """Per engine (by its tag) every process that may copy for it, and the session before which it is drained."""
+        self._held: dict[bytes, list[Slot]] = {}
+        """Write slots of an earlier life of the daemon, by the tag of the engine that may still write into them."""
         self._namespaces: dict[bytes, Namespace] = {}
         self._history = History()
         self.counters: Counter[str] = Counter()
 
     # Events
 
-    def connect(self, connection_id: int) -> None:
-        """A socket was accepted."""
-        self._connections[connection_id] = Connection()
+    def recover(self, processes: Iterable[WorkerProcess]) -> None:
+        """Take over what an earlier daemon left in the arena; `processes` are those of its workers that still live."""
+        self._namespaces, writing = self.store.recover()
+        for tag, pid, started in processes:
+            self._workers.setdefault(tag, {})[Process(pid, started)] = 0
+        for slot in writing:
+            self._held.setdefault(slot.owner, []).append(slot)
+        for tag in list(self._held):
+            self._retire(tag)
+        self.counters["objects_recovered"] = self.store.objects
+
+    def connect(self, connection_id: int, process: Process | None = None) -> None:
+        """A socket was accepted; without a process its end is that of the connection."""
+        self._connections[connection_id] = Connection(process or Process(0, connection_id))
 
     def disconnect(self, connection_id: int) -> None:
-        """A socket is closed; the session ends with its last connection."""
+        """A socket is closed. Its process may still copy."""
         connection = self._connections.pop(connection_id)
         for session in self._sessions:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
-        self._end_sessions(connection.engine_id)
+        if not connection.process.pid:
+            self.gone(connection.process)
+        elif connection.engine_id:
+            self._retire(tag_of(connection.engine_id))
+
+    def gone(self, process: Process) -> None:
+        """A process has ended."""
+        for tag in [tag for tag, workers in self._workers.items() if process in workers]:
+            del self._workers[tag][process]
+            if process.pid:
+                self.store.trailer.forget(WorkerProcess(tag, *process))
+            if not self._workers[tag]:
+                del self._workers[tag]
+        for tag in {*self._held, *(tag_of(session.engine_id) for session in self._sessions)}:
+            self._retire(tag)
+
+    def processes(self) -> set[Process]:
+        """Every process whose end must be told."""
+        return {process for workers in self._workers.values() for process in workers if process.pid}
 
     def handle(self, connection_id: int, request: Request) -> Reply | None:
         """The reply to one request; None for one-way messages."""
@@ -148,6 +199,8 @@ class Daemon:
                 return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
                 return Done(request.id, self.store.clear())
+            case Drained():
+                self._drained(connection, request)
             case Identify():
                 session = _session_of(connection)
                 session.namespace = self._namespace(request.namespace, session.geometry)
@@ -192,11 +245,18 @@ class Daemon:
             if len(self._sessions) >= SESSIONS_MAX:
                 raise RequestError("sessions", f"there are {SESSIONS_MAX} sessions already")
             namespace = self._namespace(hello.namespace, geometry)
-            session = Session(hello.engine_id, geometry, namespace, connection_id, hello.model)
+            session = Session(hello.engine_id, geometry, namespace, connection_id, hello.session, hello.model)
             self._sessions.append(session)
             connection.session = session
+        elif hello.role == "worker":
+            tag = tag_of(hello.engine_id)
+            self._workers.setdefault(tag, {}).setdefault(connection.process, 0)
+            if connection.process.pid:
+                self.store.trailer.remember(WorkerProcess(tag, *connection.process))
         connection.role, connection.engine_id = hello.role, hello.engine_id
-        return Welcome(hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._arena_bytes, self._pid)
+        return Welcome(
+            hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self._arena_bytes, self._pid
+        )
 
     def _lookup(self, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:
@@ -248,7 +308,7 @@ class Daemon:
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(shape, min(want.count, max(0, room) // size))
+        slots = self.store.grant(shape, min(want.count, max(0, room) // size), tag_of(session.engine_id))
         session.writing.update((slot.offset, slot) for slot in slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
@@ -331,6 +391,7 @@ class Daemon:
             "objects": float(self.store.objects),
             "bytes_committed": float(self.store.committed_bytes),
             "bytes_writing": float(self.store.writing_bytes),
+            "bytes_held": float(sum(slot.size_bytes for slots in self._held.values() for slot in slots)),
             "bytes_reserved": float(self.store.extents.limit_bytes),
             "bytes_arena": float(self._arena_bytes),
             "evicted": float(self.store.evicted),
@@ -352,12 +413,16 @@ class Daemon:
             writing |= set(session.writing.values())
         for slot, count in pins.items():
             assert slot.pins == count
-        assert sum(slot.size_bytes for slot in writing) == self.store.writing_bytes
+        held = {slot for slots in self._held.values() for slot in slots}
+        assert not held & writing
+        assert sum(slot.size_bytes for slot in held | writing) == self.store.writing_bytes
 
     def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         known = self._namespaces.get(identity)
+        if known is not None and known.is_recovered:
+            self.store.regroup(known, gids, shapes)
         if known is None:
             if len(self._namespaces) >= NAMESPACES_MAX:
                 used = {session.namespace.identity for session in self._sessions}
@@ -369,16 +434,38 @@ class Daemon:
             raise RequestError("identity", "this identity is in use with another geometry")
         return known
 
-    def _end_sessions(self, engine_id: str) -> None:
-        if any(connection.engine_id == engine_id for connection in self._connections.values()):
-            return
-        for session in [session for session in self._sessions if session.engine_id == engine_id]:
+    def _drained(self, connection: Connection, drained: Drained) -> None:
+        tag = tag_of(connection.engine_id)
+        workers = self._workers.get(tag, {})
+        if connection.role != "worker" or connection.process not in workers:
+            raise RequestError("role", f"a connection of role {connection.role!r} copies nothing")
+        workers[connection.process] = max(workers[connection.process], drained.session)
+        self._retire(tag)
+
+    def _retire(self, tag: bytes) -> None:
+        """End what an engine held in earlier sessions and lives of the daemon, if none of its workers can touch it."""
+        drained = min(self._workers.get(tag, {}).values(), default=None)
+        sessions = [session for session in self._sessions if tag_of(session.engine_id) == tag]
+        # Greetings are counted by the engine, so every one of this life is later than those of an earlier one.
+        present = max((session.number for session in sessions), default=0)
+        if drained is None or 0 < present <= drained:
+            for slot in self._held.pop(tag, ()):
+                self.store.free(slot)
+        for session in sessions:
+            if session.engine_connection is not None or (drained is not None and drained <= session.number):
+                continue
             for slots in session.leases.values():
                 self.store.unpin(slots)
             for slot in session.writing.values():
                 self.store.free(slot)
             self._sessions.remove(session)
             self.counters["sessions_ended"] += 1
+
+
+@lru_cache(maxsize=SESSIONS_MAX)
+def tag_of(engine_id: str) -> bytes:
+    """An engine's name in the arena, HASH_BYTES."""
+    return hashlib.sha256(engine_id.encode()).digest()
 
 
 def _wire_engine(session: Session) -> WireEngine:

@@ -3,12 +3,12 @@
 import contextlib
 import logging
 import os
-import secrets
 import selectors
 import signal
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections import deque
 from concurrent.futures import Future
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.sizes import format_size
-from hybridkv.server.daemon import Daemon
+from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
-from hybridkv.server.place import arena_path, listen, make_private_directory, remove_stale_arenas, take_lock
-from hybridkv.shm.arena import Arena, check_ram, create_arena, is_no_space
+from hybridkv.server.place import arena_path, listen, make_private_directory, stale_arenas, take_lock
+from hybridkv.shm.arena import Arena, ArenaGoneError, attach_arena, check_ram, create_arena, is_no_space
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Reply, Report
@@ -31,7 +33,7 @@ RECEIVE_BYTES = 1 << 18
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
 GENERATION_BITS = 32
-"""Room for the slots of one life; the bits above are random, so that no two lives give the same generation."""
+"""Room for the slots of one life; the bits above are its start in seconds, so that later lives give later ones."""
 VALUES_TIMEOUT_SECONDS = 5.0
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
@@ -44,14 +46,17 @@ class ServeOptions(NamedTuple):
     socket_path: Path
     ram_bytes: int
     metrics_port: int
+    fresh: bool = False
+    """Start with an empty cache, even where an earlier daemon left one."""
 
 
 class _Peer:
     """One accepted socket and its buffers."""
 
-    def __init__(self, sock: socket.socket, number: int) -> None:
+    def __init__(self, sock: socket.socket, number: int, process: Process | None) -> None:
         self.sock = sock
         self.number = number
+        self.process = process
         self.frames = Frames()
         self.out = bytearray()
         self.closing = False
@@ -61,18 +66,15 @@ class Server:
     """Owns the sockets and the arena; runs until `stop`."""
 
     def __init__(self, options: ServeOptions) -> None:
-        check_ram(options.ram_bytes, "ram")
         make_private_directory(options.socket_path.parent, "socket")
         self._lock_fd = take_lock(options.socket_path)
         self._socket_path = options.socket_path
-        self._listener = listen(options.socket_path, "socket")
-        remove_stale_arenas(options.socket_path)
         boot = uuid.uuid4().hex
-        path = arena_path(options.socket_path, boot)
-        size = options.ram_bytes >> 12 << 12
-        self._arena: Arena = create_arena(path, size)
-        store = Store(self._arena.memory, first_generation=secrets.randbits(62 - GENERATION_BITS) << GENERATION_BITS)
-        self.daemon = Daemon(store, boot, str(path), size, os.getpid())
+        size = options.ram_bytes // SLOT_ALIGN * SLOT_ALIGN
+        self._arena, self._trailer, warm = _arena(options, size, boot)
+        self._listener = listen(options.socket_path, "socket")
+        store = Store(self._arena.memory[:size], time.time_ns() // 10**9 << GENERATION_BITS, self._trailer)
+        self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid())
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
@@ -83,10 +85,14 @@ class Server:
         self._numbers = 0
         self._asked: deque[Future[dict[str, float]]] = deque()
         self._running = True
-        self._reserved = 0
+        self._keeps_arena = True
+        self._pidfds: dict[Process, int] = {}
+        if warm:
+            self._recover()
+        self._reserved = store.extents.limit_bytes
         self._reserve_failed = False
         self._reserve_wanted = threading.Condition()
-        self._reserve_goal = min(RESERVE_AHEAD_BYTES, size)
+        self._reserve_goal = min(self._reserved + RESERVE_AHEAD_BYTES, size)
         self._reserver = threading.Thread(target=self._reserve, name="reserve", daemon=True)
         self._reserver.start()
         self.metrics_url = ""
@@ -95,7 +101,7 @@ class Server:
         logger.info("serving %s, ram %s, metrics %s", options.socket_path, format_size(size), self.metrics_url)
 
     def run(self) -> None:
-        """Serve until `stop`; then remove the socket and the arena."""
+        """Serve until `stop`; then remove the socket."""
         try:
             while self._running:
                 for key, events in self._selector.select():
@@ -106,8 +112,9 @@ class Server:
         finally:
             self._close()
 
-    def stop(self) -> None:
-        """End `run`; safe from signal handlers and other threads."""
+    def stop(self, keep_arena: bool) -> None:
+        """End `run`; safe from signal handlers and other threads. The arena is kept for the next daemon, or not."""
+        self._keeps_arena = keep_arena
         self._running = False
         self._wake()
 
@@ -117,6 +124,8 @@ class Server:
         elif fileobj is self._wake_read:
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
+        elif isinstance(fileobj, int):
+            self._process_ended(fileobj)
         else:
             peer = self._peers.get(fileobj)  # type: ignore[call-overload]  # a socket, as registered
             if peer is None:
@@ -133,12 +142,13 @@ class Server:
             return
         sock.setblocking(False)
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        uid = struct.unpack("3i", raw)[1]
+        pid, uid, _ = struct.unpack("3i", raw)
         self._numbers += 1
-        peer = _Peer(sock, self._numbers)
+        process = process_of(pid)
+        peer = _Peer(sock, self._numbers, process if process is not None and self._watch(process) else None)
         self._peers[sock] = peer
         self._selector.register(sock, selectors.EVENT_READ)
-        self.daemon.connect(peer.number)
+        self.daemon.connect(peer.number, peer.process)
         if uid != os.geteuid():
             message = f"this daemon belongs to user id {os.geteuid()} and serves nobody else; start your own"
             self._send(peer, self.daemon.refuse(0, "other_user", message), last=True)
@@ -197,6 +207,51 @@ class Server:
         self._selector.unregister(peer.sock)
         peer.sock.close()
         self.daemon.disconnect(peer.number)
+        if peer.process is not None:
+            self._unwatch(peer.process)
+
+    # Processes are watched through descriptors, since a closed socket does not tell that nobody copies any more.
+
+    def _watch(self, process: Process) -> bool:
+        """Whether the end of a process will be noticed."""
+        if process in self._pidfds:
+            return True
+        try:
+            fd = os.pidfd_open(process.pid)
+        except OSError:
+            return False
+        if process_of(process.pid) != process:
+            os.close(fd)
+            return False
+        self._pidfds[process] = fd
+        self._selector.register(fd, selectors.EVENT_READ)
+        return True
+
+    def _unwatch(self, process: Process) -> None:
+        """Unless somebody still needs to know of its end."""
+        used = any(peer.process == process for peer in self._peers.values()) or process in self.daemon.processes()
+        if not used and process in self._pidfds:
+            fd = self._pidfds.pop(process)
+            self._selector.unregister(fd)
+            os.close(fd)
+
+    def _process_ended(self, fd: int) -> None:
+        for process in [process for process, known in self._pidfds.items() if known == fd]:
+            for peer in [peer for peer in self._peers.values() if peer.process == process]:
+                self._drop(peer)
+            self.daemon.gone(process)
+            self._unwatch(process)
+
+    def _recover(self) -> None:
+        living = []
+        for known in self._trailer.processes():
+            if self._watch(Process(known.pid, known.started)):
+                living.append(known)
+            else:
+                self._trailer.forget(known)
+        self.daemon.recover(living)
+        store = self.daemon.store
+        logger.info("took over %d objects, %s", store.objects, format_size(store.committed_bytes))
 
     def _values(self) -> dict[str, float]:
         """The daemon's values, taken by the loop on behalf of the metrics thread."""
@@ -228,7 +283,7 @@ class Server:
     def _adopt_reserved(self) -> None:
         extents = self.daemon.store.extents
         if self._reserved > extents.limit_bytes:
-            extents.grow(self._reserved)
+            self.daemon.store.grow(self._reserved)
         if self._reserve_failed:
             self.daemon.store.bound_bytes = extents.limit_bytes
         used = extents.limit_bytes - extents.free_bytes
@@ -249,20 +304,65 @@ class Server:
         self._reserver.join()
         for peer in list(self._peers.values()):
             self._drop(peer)
+        for fd in self._pidfds.values():
+            os.close(fd)
         self._selector.close()
         self._listener.close()
         self._wake_read.close()
         self._wake_write.close()
         with contextlib.suppress(FileNotFoundError):
             self._socket_path.unlink()
-        self._arena.unlink()
+        if not self._keeps_arena:
+            self._arena.unlink()
         self._arena.close()
         os.close(self._lock_fd)
 
 
 def serve(options: ServeOptions) -> None:
-    """Run a daemon until SIGTERM or SIGINT."""
+    """Run a daemon until SIGTERM, which leaves the arena to the next one, or SIGINT, which removes it."""
     server = Server(options)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
+    signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
+    signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
     server.run()
+
+
+def _arena(options: ServeOptions, slots_bytes: int, boot: str) -> tuple[Arena, Trailer, bool]:
+    """The arena of an earlier daemon of this socket where one fits, else a new one; and whether it is an old one."""
+    chosen: tuple[Arena, Trailer] | None = None
+    for path in stale_arenas(options.socket_path):
+        if chosen is None and not options.fresh:
+            chosen = _take_over(path, slots_bytes)
+            if chosen is not None:
+                continue
+        path.unlink(missing_ok=True)
+    if chosen is not None:
+        return *chosen, True
+    check_ram(options.ram_bytes, "ram")
+    arena = create_arena(arena_path(options.socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
+    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
+    trailer.format()
+    return arena, trailer, False
+
+
+def _take_over(path: Path, slots_bytes: int) -> tuple[Arena, Trailer] | None:
+    try:
+        arena = attach_arena(path, slots_bytes + trailer_bytes(slots_bytes), slots_bytes, owner=True)
+    except (ArenaGoneError, BlockingIOError) as error:
+        logger.warning("%s is not taken over: %s", path.name, error)
+        return None
+    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
+    if trailer.is_ours:
+        return arena, trailer
+    logger.warning("%s is not taken over: it is of another version", path.name)
+    trailer.release()
+    arena.close()
+    return None
+
+
+def process_of(pid: int) -> Process | None:
+    """A living process of this pid namespace, with its start in clock ticks since boot."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return Process(pid, int(stat.rpartition(")")[2].split()[19]))

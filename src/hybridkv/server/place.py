@@ -85,11 +85,9 @@ def arena_path(socket_path: Path, boot: str) -> Path:
     return SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
 
 
-def remove_stale_arenas(socket_path: Path) -> None:
-    """Remove arenas that dead daemons of this socket left behind (the lock is held, so they are dead)."""
-    for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*"):
-        if path.lstat().st_uid == os.geteuid():
-            path.unlink(missing_ok=True)
+def stale_arenas(socket_path: Path) -> list[Path]:
+    """Arenas that dead daemons of this socket left behind (the caller holds the lock, so they are dead)."""
+    return [path for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*") if path.lstat().st_uid == os.geteuid()]
 
 
 def _arena_prefix(socket_path: Path) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -23,9 +24,14 @@ class ArenaGoneError(HybridKVError):
 class Arena:
     """A mapped arena. `memory` is valid until `close`, which fails quietly while views of it are alive."""
 
-    def __init__(self, path: Path, fd: int, size_bytes: int, owner: bool) -> None:
+    def __init__(self, path: Path, fd: int, size_bytes: int, slots_bytes: int, owner: bool) -> None:
         self.path = path
         self.size_bytes = size_bytes
+        self.slots_bytes = slots_bytes
+        """The rest is the daemon's (shm.trailer)."""
+        status = os.fstat(fd)
+        self.inode = status.st_dev, status.st_ino
+        """What tells the file from another one under its name."""
         self._fd: int | None = fd if owner else None
         self._map = mmap.mmap(fd, size_bytes)
         self.memory = memoryview(self._map)
@@ -62,15 +68,25 @@ class Arena:
             self.path.unlink()
 
 
-def create_arena(path: Path, size_bytes: int) -> Arena:
-    """A new sparse arena that only this user can open; raises FileExistsError where the name is taken."""
+def create_arena(path: Path, slots_bytes: int, more_bytes: int = 0) -> Arena:
+    """A new arena that only this user can open; raises FileExistsError where the name is taken.
+
+    It is sparse where the slots will be; `more_bytes` behind them exist at once, or OSError (ENOSPC) is raised.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    size_bytes = slots_bytes + more_bytes
     os.ftruncate(fd, size_bytes)
-    return Arena(path, fd, size_bytes, owner=True)
+    if more_bytes:
+        os.posix_fallocate(fd, slots_bytes, more_bytes)
+    return Arena(path, fd, size_bytes, slots_bytes, owner=True)
 
 
-def attach_arena(path: Path, size_bytes: int) -> Arena:
-    """Map a daemon's arena; raises ArenaGoneError unless it is a regular file of this user and of this size."""
+def attach_arena(path: Path, size_bytes: int, slots_bytes: int | None = None, owner: bool = False) -> Arena:
+    """Map a daemon's arena; raises ArenaGoneError unless it is a regular file of this user and of this size.
+
+    An `owner` is the next daemon: the file is locked, or BlockingIOError raised.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -79,9 +95,15 @@ def attach_arena(path: Path, size_bytes: int) -> Arena:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != size_bytes:
             raise ArenaGoneError(f"arena {path} is not this user's arena of {size_bytes} bytes")
-        return Arena(path, fd, size_bytes, owner=False)
-    finally:
+        if owner:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        arena = Arena(path, fd, size_bytes, size_bytes if slots_bytes is None else slots_bytes, owner)
+    except BaseException:
         os.close(fd)
+        raise
+    if not owner:
+        os.close(fd)
+    return arena
 
 
 def machine_memory_bytes() -> int:

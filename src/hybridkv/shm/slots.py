@@ -36,6 +36,8 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     COMMITTED = 2
+    DROPPED = 3
+    """No object any more; the slot is only kept for those who still read it."""
 
 
 @dataclass(frozen=True, slots=True)

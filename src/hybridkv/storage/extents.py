@@ -1,6 +1,7 @@
 """Free space of the arena: best fit, neighbours joined. Offsets and sizes are multiples of SLOT_ALIGN, in bytes."""
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from hybridkv.shm.slots import SLOT_ALIGN
 
@@ -21,6 +22,16 @@ class Extents:
         if limit_bytes > self.limit_bytes:
             start, self.limit_bytes = self.limit_bytes, limit_bytes
             self.free(start, limit_bytes - start)
+
+    def take_over(self, limit_bytes: int, used: Iterable[tuple[int, int]]) -> None:
+        """Start with what is between the (offset, size) of `used`, ascending, as free space of [0, limit_bytes)."""
+        assert not self.limit_bytes
+        self.limit_bytes = limit_bytes
+        end = 0
+        for offset, size in (*used, (limit_bytes, 0)):
+            if offset > end:
+                self._add(end, offset - end)
+            end = offset + size
 
     def allocate(self, size: int) -> int | None:
         """Offset of `size` bytes, or None where no run is long enough."""

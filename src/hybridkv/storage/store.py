@@ -1,13 +1,17 @@
 """The RAM tier: slots of the arena, the index over them, and what to evict.
 
-Writes headers into the arena's memory and nothing else; it never touches payload.
+Writes headers and the arena's trailer and nothing else; it never touches payload.  Each single write leaves an arena
+that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's header is
+whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from hybridkv.core.coverage import SlotShape
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.extents import Extents
 
 
@@ -20,6 +24,7 @@ class Slot:
         "group_index",
         "namespace",
         "offset",
+        "owner",
         "part_bytes",
         "parts",
         "pins",
@@ -32,6 +37,8 @@ class Slot:
         self.generation = generation
         self.state = SlotState.WRITING
         self.pins = 0
+        self.owner = b""
+        """Whoever may write into it, named as `grant` was told; HASH_BYTES."""
         self.namespace: Namespace | None = None
         self.chunk_hash = b""
         self.group_index = 0
@@ -50,7 +57,7 @@ class Slot:
 class Namespace:
     """All objects of one identity. `entries[chunk hash][group index]` is the slot, or None."""
 
-    __slots__ = ("entries", "gids", "identity", "shapes")
+    __slots__ = ("entries", "gids", "identity", "is_recovered", "shapes")
 
     def __init__(self, identity: bytes, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
         self.identity = identity
@@ -58,14 +65,20 @@ class Namespace:
         self.shapes = shapes
         """Per group, those that an object of it may have."""
         self.entries: dict[bytes, list[Slot | None]] = {}
+        self.is_recovered = False
+        """Whether its groups are only those that were found in the arena; see `Store.regroup`."""
 
 
 class Store:
     """Slots, index and least-recently-used order over one arena. The byte bound is the arena itself."""
 
-    def __init__(self, memory: memoryview, first_generation: int = 0) -> None:
-        """`first_generation` must be past all generations of earlier lives whose slots somebody may still name."""
+    def __init__(self, memory: memoryview, first_generation: int = 0, trailer: Trailer | None = None) -> None:
+        """`memory` is the arena's slots, `trailer` what is behind them (by default one that nobody takes over).
+
+        `first_generation` must be past all generations of earlier lives whose slots somebody may still name.
+        """
         self._memory = memory
+        self.trailer = trailer or Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
         self.bound_bytes = len(memory)
         """How far `extents` will grow. Nothing is evicted while pages below the bound are still being reserved."""
         self.extents = Extents()
@@ -77,6 +90,10 @@ class Store:
         self._committed_bytes = 0
         self.evicted = 0
         self.duplicates = 0
+
+    def __len__(self) -> int:
+        """Bytes of all slots that the arena has room for."""
+        return len(self._memory)
 
     @property
     def writing_bytes(self) -> int:
@@ -98,8 +115,86 @@ class Store:
         slot = self._slots.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
-    def grant(self, shape: SlotShape, count: int) -> list[Slot]:
-        """Up to `count` slots to write into, evicting what was used least recently."""
+    def recover(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
+        """Take over what an earlier daemon left: (namespaces by identity, slots that may still be written into).
+
+        To be called once, first.  Objects are found again in namespaces whose groups are those that were found; the
+        oldest is the least recently used.
+        """
+        limit = self.trailer.reserved_bytes
+        namespaces: dict[bytes, Namespace] = {}
+        writing: list[Slot] = []
+        objects: list[tuple[Slot, SlotHeader]] = []
+        used: list[tuple[int, int]] = []
+        end = 0
+        for offset, size in self.trailer.slots():
+            header = unpack_header(bytes(self._memory[offset : offset + HEADER_BYTES]))
+            sound = header is not None and slot_bytes(header.part_bytes, header.parts) == size
+            kept = header is not None and header.state in (SlotState.WRITING, SlotState.COMMITTED)
+            if header is None or not sound or not kept or offset < end or offset + size > limit:
+                self.trailer.clear(offset)
+                continue
+            slot = Slot(offset, (header.part_bytes, header.parts), header.generation)
+            slot.state = header.state
+            self._generation = max(self._generation, header.generation)
+            used.append((offset, size))
+            end = offset + size
+            self._slots[offset] = slot
+            if header.state is SlotState.WRITING:
+                slot.owner = header.namespace
+                self._writing_bytes += size
+                writing.append(slot)
+            else:
+                self._committed_bytes += size
+                objects.append((slot, header))
+        self.extents.take_over(limit, used)
+        gids: dict[bytes, set[int]] = {}
+        for _, header in objects:
+            gids.setdefault(header.namespace, set()).add(header.gid)
+        for identity, found in gids.items():
+            namespaces[identity] = Namespace(identity, tuple(sorted(found)), ())
+            namespaces[identity].is_recovered = True
+        for slot, header in sorted(objects, key=lambda found: found[0].generation):
+            namespace = namespaces[header.namespace]
+            index = namespace.gids.index(header.gid)
+            entry = namespace.entries.setdefault(header.chunk_hash, [None] * len(namespace.gids))
+            if entry[index] is not None:
+                self._committed_bytes -= slot.size_bytes
+                self._return(slot)
+                continue
+            entry[index] = slot
+            slot.namespace, slot.chunk_hash, slot.group_index = namespace, header.chunk_hash, index
+            self._lru[slot.offset] = slot
+        return namespaces, writing
+
+    def regroup(self, namespace: Namespace, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
+        """Give a recovered namespace the groups of its engine; objects that fit none of them are dropped."""
+        places = {gid: index for index, gid in enumerate(gids)}
+        for slots in list(namespace.entries.values()):
+            for slot in slots:
+                index = None if slot is None else places.get(namespace.gids[slot.group_index])
+                if slot is not None and (index is None or slot.shape not in shapes[index]):
+                    self.drop(slot)
+        for chunk_hash, slots in namespace.entries.items():
+            entry: list[Slot | None] = [None] * len(gids)
+            for slot in slots:
+                if slot is not None:
+                    index = places[namespace.gids[slot.group_index]]
+                    entry[index] = slot
+            namespace.entries[chunk_hash] = entry
+        for slots in namespace.entries.values():
+            for index, slot in enumerate(slots):
+                if slot is not None:
+                    slot.group_index = index
+        namespace.gids, namespace.shapes, namespace.is_recovered = gids, shapes, False
+
+    def grow(self, limit_bytes: int) -> None:
+        """Pages of the arena below `limit_bytes` exist now."""
+        self.extents.grow(limit_bytes)
+        self.trailer.reserved_bytes = self.extents.limit_bytes
+
+    def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
+        """Up to `count` slots for `owner` to write into, evicting what was used least recently."""
         size = slot_bytes(*shape)
         granted: list[Slot] = []
         while len(granted) < count:
@@ -112,9 +207,11 @@ class Store:
                 continue
             self._generation += 1
             slot = Slot(offset, shape, self._generation)
+            slot.owner = owner
             self._slots[offset] = slot
             self._writing_bytes += size
             self._write_header(slot)
+            self.trailer.put(offset, size)
             granted.append(slot)
         return granted
 
@@ -170,7 +267,9 @@ class Store:
             del slot.namespace.entries[slot.chunk_hash]
         slot.namespace = None
         self._lru.pop(slot.offset, None)
-        if not slot.pins:
+        if slot.pins:
+            self._write_header(slot)
+        else:
             self._committed_bytes -= slot.size_bytes
             self._return(slot)
 
@@ -197,6 +296,7 @@ class Store:
             assert listed == (offset in self._lru)
             if slot.namespace is not None:
                 assert slot.namespace.entries[slot.chunk_hash][slot.group_index] is slot
+        assert list(self.trailer.slots()) == sorted(taken)
         states = dict.fromkeys(SlotState, 0)
         for slot in self._slots.values():
             states[slot.state] += slot.size_bytes
@@ -204,13 +304,16 @@ class Store:
         assert states[SlotState.COMMITTED] == self._committed_bytes
 
     def _return(self, slot: Slot) -> None:
+        self.trailer.clear(slot.offset)
         slot.state = SlotState.FREE
         self._write_header(slot)
         del self._slots[slot.offset]
         self.extents.free(slot.offset, slot.size_bytes)
 
     def _write_header(self, slot: Slot) -> None:
-        header = SlotHeader(slot.state, slot.generation, slot.parts, slot.part_bytes)
+        state = SlotState.DROPPED if slot.state is SlotState.COMMITTED and slot.namespace is None else slot.state
+        owner = slot.owner or bytes(HASH_BYTES)
+        header = SlotHeader(state, slot.generation, slot.parts, slot.part_bytes, namespace=owner)
         if slot.namespace is not None:
             gid = slot.namespace.gids[slot.group_index]
             header = SlotHeader(

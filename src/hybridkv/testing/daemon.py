@@ -4,10 +4,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.spawn import daemon_command
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.server.place import stale_arenas
 
 START_SECONDS = 20.0
 STOP_SECONDS = 20.0
@@ -16,9 +18,9 @@ STOP_SECONDS = 20.0
 class DaemonProcess:
     """One daemon process at a time on one socket; it can be killed and started again. A context manager."""
 
-    def __init__(self, socket_path: str, ram: str, metrics_port: int = -1) -> None:
+    def __init__(self, socket_path: str, ram: str, metrics_port: int = -1, fresh: bool = False) -> None:
         self.socket_path = socket_path
-        self._options = ["--ram", ram, "--metrics-port", str(metrics_port)]
+        self._options = ["--ram", ram, "--metrics-port", str(metrics_port), *(["--fresh"] if fresh else [])]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "DaemonProcess":
@@ -28,7 +30,10 @@ class DaemonProcess:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
-            self.stop()
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(STOP_SECONDS)
+        for arena in stale_arenas(Path(self.socket_path)):
+            arena.unlink(missing_ok=True)
 
     def start(self) -> None:
         """Return when it answers; raises ConfigError with its own sentence where it cannot run."""
@@ -53,7 +58,7 @@ class DaemonProcess:
         self.process.wait()
 
     def stop(self) -> int:
-        """End it as a user would; returns its exit status."""
+        """End it as a service manager does; returns its exit status. The next one goes on with its cache."""
         assert self.process is not None
         self.process.terminate()
         return self.process.wait(STOP_SECONDS)

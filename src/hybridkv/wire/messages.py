@@ -88,6 +88,18 @@ class Hello(_Message, frozen=True, tag="hello"):
     namespace: Hash | None = None
     geometry: WireGeometry | None = None
     model: WireModel | None = None
+    session: Count = 0
+    """Of an engine: counts its greetings, so that workers can tell which one their work belongs to."""
+
+
+class Drained(_Message, frozen=True, tag="drained"):
+    """Of a worker: it copies nothing any more that was planned before its engine's greeting number `session`."""
+
+    session: Count
+
+
+NEVER = 1 << 53
+"""A greeting that no engine reaches: a worker that ends is drained for ever."""
 
 
 class Identify(_Message, frozen=True, tag="identify"):
@@ -193,6 +205,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     boot: Text
     arena_path: Annotated[str, Meta(max_length=4096)]
     arena_bytes: Count
+    """Of the whole file."""
+    slots_bytes: Count
+    """Of the part that slots may be in; the rest is the daemon's."""
     pid: Count
 
 
@@ -256,7 +271,7 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Engine = Hello | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
+Engine = Hello | Drained | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
 """What an engine says; whoever asks with a control connection says the rest."""
 Request = Engine | Stats | ListEngines | Clear | Explain
 Reply = Welcome | Found | Granted | Report | Engines | Done | Explained | Error

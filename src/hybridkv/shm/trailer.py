@@ -1,0 +1,133 @@
+"""What lies behind the slots of an arena and lets the next daemon take it over, whenever the last one was killed.
+
+::
+
+    0            slots_bytes
+    |slots ...   |page table: u32 per SLOT_ALIGN bytes |worker processes |superblock (one page, the last)|
+
+The page table says where slots are: the number of pages of the slot that starts at a page, else 0.  An entry is one
+aligned store; it is set after the slot's header is whole and cleared before the slot is free.  Only the daemon writes.
+"""
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm.slots import SLOT_ALIGN
+
+PROCESSES_MAX = 4096
+_MAGIC = 0x656C62617453796B  # "kySable": says nothing but "one of ours"
+_VERSION = 1
+_PAGES = 4
+_SUPER = struct.Struct("<QIIQ")
+_CRC = struct.Struct("<I")
+_RESERVED_OFFSET = 64
+_PROCESS = struct.Struct(f"<{HASH_BYTES}sQQ")
+_USED = re.compile(rb"[^\0]")
+
+
+class WorkerProcess(NamedTuple):
+    """A process that may write into slots of the engine named by `tag`; `started` tells it from a later one."""
+
+    tag: bytes
+    pid: int
+    started: int
+
+
+class Trailer:
+    """A view of the part of an arena behind its slots."""
+
+    def __init__(self, memory: memoryview, slots_bytes: int) -> None:
+        """`memory` is what is behind `slots_bytes` bytes of slots: `trailer_bytes(slots_bytes)` bytes."""
+        self.slots_bytes = slots_bytes
+        table_end = _table_bytes(slots_bytes)
+        self._table = memory[:table_end]
+        self._entries = self._table.cast("I")
+        self._processes = memory[table_end : table_end + PROCESSES_MAX * _PROCESS.size]
+        self._super = memory[len(memory) - SLOT_ALIGN :]
+        self._reserved = self._super[_RESERVED_OFFSET : _RESERVED_OFFSET + 8].cast("Q")
+
+    def format(self) -> None:
+        """Make a fresh (zeroed) arena one that can be taken over."""
+        head = _SUPER.pack(_MAGIC, _VERSION, SLOT_ALIGN, self.slots_bytes)
+        self._super[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a daemon of this version formatted the arena, for as many bytes of slots."""
+        head = bytes(self._super[: _SUPER.size])
+        if _CRC.unpack_from(self._super, _SUPER.size)[0] != zlib.crc32(head):
+            return False
+        return bool(_SUPER.unpack(head) == (_MAGIC, _VERSION, SLOT_ALIGN, self.slots_bytes))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Pages of slots below this exist."""
+        return min(self._reserved[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN
+
+    @reserved_bytes.setter
+    def reserved_bytes(self, value: int) -> None:
+        self._reserved[0] = value
+
+    def put(self, offset: int, size: int) -> None:
+        """A slot of `size` bytes is at `offset` from now on; its header is written."""
+        self._entries[offset // SLOT_ALIGN] = size // SLOT_ALIGN
+
+    def clear(self, offset: int) -> None:
+        """There is no slot at `offset` any more."""
+        self._entries[offset // SLOT_ALIGN] = 0
+
+    def slots(self) -> Iterator[tuple[int, int]]:
+        """(offset, size) of every slot, by offset."""
+        at = 0
+        while found := _USED.search(self._table, at):
+            page = found.start() // _PAGES
+            yield page * SLOT_ALIGN, self._entries[page] * SLOT_ALIGN
+            at = (page + 1) * _PAGES
+
+    def remember(self, process: WorkerProcess) -> bool:
+        """Keep a process for the next daemon; False where there is no room."""
+        free = -1
+        for at in range(0, len(self._processes), _PROCESS.size):
+            known = _PROCESS.unpack_from(self._processes, at)
+            if known == tuple(process):
+                return True
+            if free < 0 and not known[2]:
+                free = at
+        if free >= 0:
+            # The last field is what makes an entry one: it is written last.
+            _PROCESS.pack_into(self._processes, free, process.tag, process.pid, 0)
+            _PROCESS.pack_into(self._processes, free, *process)
+        return free >= 0
+
+    def forget(self, process: WorkerProcess) -> None:
+        """End a `remember`."""
+        for at in range(0, len(self._processes), _PROCESS.size):
+            if _PROCESS.unpack_from(self._processes, at) == tuple(process):
+                _PROCESS.pack_into(self._processes, at, bytes(HASH_BYTES), 0, 0)
+
+    def processes(self) -> list[WorkerProcess]:
+        """Every process that is remembered."""
+        rows = (
+            WorkerProcess(*_PROCESS.unpack_from(self._processes, at))
+            for at in range(0, len(self._processes), _PROCESS.size)
+        )
+        return [row for row in rows if row.started]
+
+    def release(self) -> None:
+        """Let go of the arena's memory."""
+        for view in (self._entries, self._table, self._processes, self._reserved, self._super):
+            view.release()
+
+
+def trailer_bytes(slots_bytes: int) -> int:
+    """Bytes behind `slots_bytes` bytes of slots (a multiple of SLOT_ALIGN)."""
+    processes = -(-PROCESSES_MAX * _PROCESS.size // SLOT_ALIGN) * SLOT_ALIGN
+    return _table_bytes(slots_bytes) + processes + SLOT_ALIGN
+
+
+def _table_bytes(slots_bytes: int) -> int:
+    return -(-slots_bytes // SLOT_ALIGN * _PAGES // SLOT_ALIGN) * SLOT_ALIGN
