@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import hybridkv.connector.scheduler
 import hybridkv.connector.worker
+from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copier import Copier, HostCopier
 from hybridkv.connector.layout import group_geometry
@@ -421,7 +422,15 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the engine's session."""
+        """End the engine's session, connected: this process lives on, so the workers must say that they are done."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        for link in (rank.side._link for rank in self.ranks):
+            while link.welcome is None:
+                CLOCK.now += RECONNECT_SECONDS
+                link.poll(CLOCK.now)
+                if link.fd is not None and link.welcome is None:
+                    wait_readable([link.fd], deadline)
+                assert time.monotonic() < deadline
         self.connector.shutdown()
         for rank in self.ranks:
             rank.connector.shutdown()

@@ -67,14 +67,13 @@ class Node:
         self.spoilt.clear()
 
     def kill(self) -> None:
-        """End it with -9 and start another."""
+        """End it with -9 and start another, which goes on with its arena."""
         self.resume()
         self._daemon.kill()
         if self._control is not None:
             self._control.__exit__()
             self._control = None
         self._daemon.start()
-        self.spoilt.clear()
         assert self.control
 
     def stop(self) -> None:

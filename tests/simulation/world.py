@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.request import Request
 
+from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.core.coverage import stored_blocks
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
+from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node
@@ -395,10 +398,13 @@ class _Life:
             assert not refused, f"the daemon refused: {refused}"
             engine.barrier()
             self._audit_engine(site)
-        leases = self._node.control.stats().values["leases"]
-        # What a connection held that was cut is kept until the engine's workers are gone too, as nobody knows whether
-        # they still copy; `Node.fresh` sees that it then is not.
-        assert not leases or self.counts["cut"], f"{leases} leases are kept"
+        # What a cut connection held ends when the workers were told of the next one, in a step.
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while leases := self._node.control.stats().values["leases"]:
+            assert time.monotonic() < deadline, f"{leases} leases are kept"
+            CLOCK.now += RECONNECT_SECONDS
+            for site in self.sites:
+                site.engine.step()
         self._audit_arena()
 
     def _audit_engine(self, site: Site) -> None:

@@ -23,6 +23,7 @@ from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
+    NEVER,
     PROTOCOL_VERSION,
     Abandon,
     Clear,
@@ -448,7 +449,7 @@ class Daemon:
         sessions = [session for session in self._sessions if tag_of(session.engine_id) == tag]
         # Greetings are counted by the engine, so every one of this life is later than those of an earlier one.
         present = max((session.number for session in sessions), default=0)
-        if drained is None or 0 < present <= drained:
+        if drained is None or drained >= NEVER or 0 < present <= drained:
             for slot in self._held.pop(tag, ()):
                 self.store.free(slot)
         for session in sessions:

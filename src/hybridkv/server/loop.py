@@ -268,7 +268,7 @@ class Server:
                 self._reserve_wanted.wait_for(lambda: self._reserved < self._reserve_goal or not self._running)
             if not self._running:
                 return
-            stop = min(self._reserved + RESERVE_STEP_BYTES, self._arena.size_bytes)
+            stop = min(self._reserved + RESERVE_STEP_BYTES, self._arena.slots_bytes)
             try:
                 self._arena.reserve(self._reserved, stop)
             except OSError as error:
@@ -287,7 +287,7 @@ class Server:
         if self._reserve_failed:
             self.daemon.store.bound_bytes = extents.limit_bytes
         used = extents.limit_bytes - extents.free_bytes
-        goal = min(used + RESERVE_AHEAD_BYTES, self._arena.size_bytes)
+        goal = min(used + RESERVE_AHEAD_BYTES, self._arena.slots_bytes)
         if goal > self._reserve_goal:
             with self._reserve_wanted:
                 self._reserve_goal = goal
