@@ -90,32 +90,26 @@ class Trailer:
 
     def remember(self, process: WorkerProcess) -> bool:
         """Keep a process for the next daemon; False where there is no room."""
-        free = -1
-        for at in range(0, len(self._processes), _PROCESS.size):
-            known = _PROCESS.unpack_from(self._processes, at)
-            if known == tuple(process):
-                return True
-            if free < 0 and not known[2]:
-                free = at
-        if free >= 0:
-            # The last field is what makes an entry one: it is written last.
-            _PROCESS.pack_into(self._processes, free, process.tag, process.pid, 0)
-            _PROCESS.pack_into(self._processes, free, *process)
-        return free >= 0
+        rows = list(_PROCESS.iter_unpack(self._processes))
+        if tuple(process) in rows:
+            return True
+        at = next((number for number, (_, _, started) in enumerate(rows) if not started), None)
+        if at is None:
+            return False
+        # The last field is what makes an entry one: it is written last.
+        _PROCESS.pack_into(self._processes, at * _PROCESS.size, process.tag, process.pid, 0)
+        _PROCESS.pack_into(self._processes, at * _PROCESS.size, *process)
+        return True
 
     def forget(self, process: WorkerProcess) -> None:
         """End a `remember`."""
-        for at in range(0, len(self._processes), _PROCESS.size):
-            if _PROCESS.unpack_from(self._processes, at) == tuple(process):
-                _PROCESS.pack_into(self._processes, at, bytes(HASH_BYTES), 0, 0)
+        rows = list(_PROCESS.iter_unpack(self._processes))
+        if tuple(process) in rows:
+            _PROCESS.pack_into(self._processes, rows.index(tuple(process)) * _PROCESS.size, bytes(HASH_BYTES), 0, 0)
 
     def processes(self) -> list[WorkerProcess]:
         """Every process that is remembered."""
-        rows = (
-            WorkerProcess(*_PROCESS.unpack_from(self._processes, at))
-            for at in range(0, len(self._processes), _PROCESS.size)
-        )
-        return [row for row in rows if row.started]
+        return [WorkerProcess(*row) for row in _PROCESS.iter_unpack(self._processes) if row[2]]
 
     def release(self) -> None:
         """Let go of the arena's memory."""
