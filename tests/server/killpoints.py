@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.place import stale_arenas
@@ -43,12 +44,14 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from tests.conftest import DEADLINE_SECONDS
-from tests.layouts import LAYOUTS
 
-GEOMETRY = LAYOUTS["gemma3"]
+GEOMETRY = Geometry(
+    tuple(Group(gid, Kind.FULL, 128, (size,)) for gid, size in enumerate((3000, 5000, 9000))), 128, 128, 128
+)
+"""Slots of one, two and three pages."""
 SIZES = [group.block_bytes for group in GEOMETRY.groups]
 NAMES = 12
-RAM = "256KiB"
+RAM = "512KiB"
 LINES_MAX = 15000
 """A restart takes some 2,000; the rest is a client's work."""
 SESSION = Hello(1, PROTOCOL_VERSION, "engine", "killed", b"k" * HASH_BYTES, geometry_to_wire(GEOMETRY))
@@ -178,6 +181,8 @@ def check(socket_path: str, client: Client, counts: Counter[str]) -> None:
     with Control(socket_path, hello=session) as engine:
         arena = attach_arena(Path(engine.welcome.arena_path), engine.welcome.arena_bytes)
         try:
+            for number in range(NAMES):
+                _store(engine, arena, number)
             for offset, size in client.stray:
                 _write(arena, offset, b"\xee" * size)
             found = 0
@@ -201,6 +206,16 @@ def check(socket_path: str, client: Client, counts: Counter[str]) -> None:
         finally:
             client.stray.clear()
             arena.close()
+
+
+def _store(engine: Control, arena: Arena, number: int) -> None:
+    """Every object of a name, where there are slots for it."""
+    for group, size in enumerate(SIZES):
+        granted = _call(engine, Want(2, size, 1, 1))
+        assert isinstance(granted, Granted)
+        for offset in unpack_u64(granted.offsets):
+            _write(arena, offset, content(group, number))
+            engine.tell(Commit(granted.offsets, granted.generations, pack_u64([group]), name(number)))
 
 
 def _objects(found: Found) -> Iterator[tuple[int, int]]:
