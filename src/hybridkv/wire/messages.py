@@ -91,6 +91,13 @@ class Hello(_Message, frozen=True, tag="hello"):
     model: WireModel | None = None
 
 
+class Greeting(_Message, frozen=True, tag="hello"):
+    """What all versions of Hello have in common."""
+
+    id: Count
+    version: Count
+
+
 class Identify(_Message, frozen=True, tag="identify"):
     """The session's bytes belong to another identity from here on, as after a weight update; answered by Done."""
 
