@@ -39,7 +39,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "SESSIONS_MAX": "sessions of a daemon",
         "LEASES_MAX": "open leases of a session",
         "NAMESPACES_MAX": "identities, beyond which those without objects and sessions are forgotten",
-        "SESSION_SHARE": "the share of the arena, 1 / this, that a session holds at most in unwritten slots; all: 1 / 2",
+        "SESSION_SHARE": "the share of the arena, 1 / this, that a session may hold in unwritten slots; all: 1 / 2",
         "LATEST_MAX": "request ids in an Explained",
     },
     history: {
