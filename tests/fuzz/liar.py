@@ -135,7 +135,7 @@ class Liar:
             lambda peer: Stats(self._id()): 0.5,
             lambda peer: ListEngines(self._id()): 0.5,
             lambda peer: Clear(self._id()): 0.1,
-            self._huge: 0.02,
+            self._huge: 0.1,
         }
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -207,31 +207,37 @@ class Liar:
     def _hello(self, peer: Peer) -> Hello:
         rng = self._rng
         number = rng.choice(NUMBERS[:-2])
+        usual = rng.random() < 0.7
         return Hello(
             number,
-            rng.choice((PROTOCOL_VERSION, PROTOCOL_VERSION, number)),
-            rng.choice(("engine", "engine", "worker", "control")),
-            rng.choice(("", peer.engine_id, "e" * 256)),
-            rng.choice((None, self._identity(peer), rng.randbytes(HASH_BYTES))),
-            rng.choice((None, WIRED[peer.layout], self._geometry())),
+            PROTOCOL_VERSION if usual else number,
+            rng.choice(("engine", "engine", "engine", "worker", "control")),
+            peer.engine_id if usual else rng.choice(("", "e" * 256)),
+            rng.choice((self._identity(peer), rng.randbytes(HASH_BYTES))) if usual or rng.random() < 0.5 else None,
+            rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
         )
 
     def _geometry(self) -> WireGeometry:
+        """Any at all; mostly without the plainest contradictions, so that it comes further."""
         rng = self._rng
+        plain = rng.random() < 0.8
         sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)
-        groups = [
-            WireGroup(
-                rng.choice((gid, gid, gid, rng.randrange(1 << 16))),
-                rng.choice(tuple(Kind)),
-                rng.choice((1, 16, 128, rng.choice(sizes))),
-                rng.choice((1, 8, 4096, 1 << 40)),
-                rng.choice((0, *sizes)),
-                rng.choice((0, 0, 3, 1 << 30)),
-                rng.random() < 0.5,
+        groups: list[WireGroup] = []
+        for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5))):
+            kind = rng.choice(tuple(Kind))
+            windowed = kind in (Kind.SLIDING, Kind.CHUNKED_LOCAL)
+            groups.append(
+                WireGroup(
+                    gid if plain else rng.randrange(1 << 16),
+                    kind,
+                    rng.choice((1, 16, 128) if plain else sizes),
+                    rng.choice((1, 8, 4096, 1 << 40)),
+                    rng.choice(sizes) if windowed or not plain else 0,
+                    0 if plain else rng.choice((0, 3, 1 << 30)),
+                    rng.random() < 0.5,
+                )
             )
-            for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5)))
-        ]
-        chunk = rng.choice((128, 128, *sizes))
+        chunk = rng.choice((128, 128, 1 << 30) if plain else sizes)
         return WireGeometry(groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024)))
 
     def _lookup(self, peer: Peer) -> Lookup:
@@ -388,8 +394,10 @@ class Liar:
         return _framed(msgspec.msgpack.encode([tag, *values]))
 
     def _deep(self) -> bytes:
-        depth = self._rng.choice((10, 1000, 100_000)) if self._rng.random() < 0.05 else 10
-        return _framed(self._rng.choice((b"\x91", b"\x81\xa1x", b"\x98\xa5hello\x01\x01")) + b"\x91" * depth)
+        """Arrays in arrays, as a value or behind a whole message, where they must be skipped."""
+        depth = self._rng.choice((10, 1000, 100_000)) if self._rng.random() < 0.2 else 10
+        start = (b"", b"\x81\xa1x", b"\x98\xa5hello\x01\x01", b"\x93\xa5stats\x01", b"\x93\xa5clear\x01")
+        return _framed(self._rng.choice(start) + b"\x91" * depth + b"\xc0")
 
 
 def _framed(body: bytes) -> bytes:

@@ -128,10 +128,10 @@ class ProcessFuzz:
             except ConnectionResetError:
                 received = b""
             if not received:
-                assert line.last, "closed without a word"
-                assert REFUSALS[ErrorCode(line.last)].closes, f"closed after {line.last}"
+                assert _closes(line.last), f"closed without a reason: {line.last}"
                 return True
             for body in line.frames.feed(received):
+                assert not _closes(line.last), "an answer after the last word"
                 reply = decode_reply(body)
                 line.last = reply.code if isinstance(reply, Error) else ""
                 self.seen[line.last or type(reply).__name__] += 1
@@ -153,6 +153,10 @@ class ProcessFuzz:
             assert header is not None
             assert (header.state, header.generation) == (state, generation)
         arena.close()
+
+
+def _closes(code: str) -> bool:
+    return bool(code) and REFUSALS[ErrorCode(code)].closes
 
 
 def _hashes(first: int, count: int) -> bytes:
