@@ -279,6 +279,25 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     daemon.check()
 
 
+def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.server.daemon.SESSIONS_MAX", 2)
+    monkeypatch.setattr("hybridkv.server.daemon.LEASES_MAX", 2)
+    daemon = make_daemon()
+    assert isinstance(engine(daemon, 1, QWEN3, "a"), Welcome)
+    assert isinstance(engine(daemon, 2, QWEN3, "b"), Welcome)
+    refused = engine(daemon, 3, QWEN3, "c")
+    assert isinstance(refused, Error)
+    assert refused.code == "sessions"
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert [lookup(daemon, 1, lease, 1).chunks for lease in (1, 2)] == [1, 1]
+    refused = daemon.handle(1, Lookup(5, 3, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
+    daemon.disconnect(2)
+    assert isinstance(daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
+    daemon.check()
+
+
 def test_a_lease_number_is_used_once() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
