@@ -2,15 +2,18 @@
 
 import pytest
 
+from hybridkv.core.geometry import Kind
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Abandon,
     Clear,
+    Commit,
     Condemn,
     Describe,
     Done,
+    Drained,
     Engines,
     Error,
     Explain,
@@ -26,15 +29,38 @@ from hybridkv.wire.messages import (
     Want,
     Welcome,
     WireEngine,
+    WireGeometry,
+    WireGroup,
     WireModel,
     geometry_to_wire,
 )
-from tests.layouts import LAYOUTS
+from hybridkv.wire.protocol import RULES, State
+from tests.layouts import LAYOUTS, make
 from tests.server.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
 
 QWEN3 = LAYOUTS["qwen3"]
 GEMMA3 = LAYOUTS["gemma3"]
 PART = QWEN3.groups[0].block_bytes
+MINIMAL: dict[type[Request], Request] = {
+    type(message): message
+    for message in (
+        Hello(1, PROTOCOL_VERSION, "control"),
+        Drained(1),
+        Identify(1, b"n" * 32),
+        Lookup(1, 1, b""),
+        Release(1),
+        Want(1, PART, 1, 0),
+        Commit(b"", b"", b"", b""),
+        Abandon(b"", b""),
+        Condemn(b"", b""),
+        Tell("r", {}),
+        Describe({}),
+        Explain(1, "r"),
+        Stats(1),
+        ListEngines(1),
+        Clear(1),
+    )
+}
 
 
 def test_stored_then_found_then_released() -> None:
@@ -251,6 +277,25 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     daemon.check()
 
 
+def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.server.daemon.SESSIONS_MAX", 2)
+    monkeypatch.setattr("hybridkv.server.daemon.LEASES_MAX", 2)
+    daemon = make_daemon()
+    assert isinstance(engine(daemon, 1, QWEN3, "a"), Welcome)
+    assert isinstance(engine(daemon, 2, QWEN3, "b"), Welcome)
+    refused = engine(daemon, 3, QWEN3, "c")
+    assert isinstance(refused, Error)
+    assert refused.code == "sessions"
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert [lookup(daemon, 1, lease, 1).chunks for lease in (1, 2)] == [1, 1]
+    refused = daemon.handle(1, Lookup(5, 3, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
+    daemon.disconnect(2)
+    assert isinstance(daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
+    daemon.check()
+
+
 def test_a_lease_number_is_used_once() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
@@ -284,3 +329,91 @@ def test_a_control_connection_has_no_session() -> None:
     refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
     assert isinstance(refused, Error)
     assert refused.code == "role"
+
+
+def test_what_an_engine_tells_of_a_request_cannot_break_the_explanation() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    for number, told in enumerate(("no hash", "abc", "\N{DIGIT ONE}\N{FULLWIDTH DIGIT ONE}", "")):
+        daemon.handle(1, Tell(f"r{number}", {"first_chunk": told}))
+        explained = daemon.handle(1, Explain(2, f"r{number}"))
+        assert isinstance(explained, Explained), explained
+        assert set(explained.facts) == {"identity"}
+
+
+def test_a_request_without_a_name_is_not_shown_in_place_of_another() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    daemon.handle(1, Tell("", {"stored": "3 chunks"}))
+    assert daemon.handle(1, Explain(2, "unknown")) == Explained(2, {}, [""])
+
+
+def test_a_refused_commit_stores_nothing() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 3)
+    arguments = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+    refused = daemon.handle(1, Commit(*arguments, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
+    assert isinstance(refused, Error)
+    assert refused.code == "commit"
+    assert daemon.values()["objects"] == 0
+    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
+    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
+    daemon.check()
+
+
+def test_a_geometry_without_end_is_refused_at_once() -> None:
+    """A window that shares no factor with the chunk comes back to the same place after a billion chunks."""
+    daemon = make_daemon()
+    group = WireGroup(0, Kind.CHUNKED_LOCAL, 1, 8, (1 << 30) - 1, 0, False)
+    daemon.connect(1)
+    refused = daemon.handle(
+        1, Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, WireGeometry([group], 128, 1, 1, 1))
+    )
+    assert isinstance(refused, Error)
+    assert refused.code == "geometry"
+
+
+def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is stored: a client would take a longer answer for nonsense."""
+    monkeypatch.setattr("hybridkv.server.daemon.BATCH_MAX", 20)
+    geometry = make(16, 16, *[(Kind.FULL, 16, 0)] * 3, chunk=16)
+    daemon = make_daemon()
+    engine(daemon, 1, geometry)
+    for group in range(3):
+        commit(daemon, 1, grant(daemon, 1, geometry.groups[0].block_bytes, 10), group, list(range(10)))
+    found = lookup(daemon, 1, 1, *range(10))
+    assert found.chunks == 6
+    assert found.masks == [b"\1" * 6] * 3
+    assert len(unpack_u64(found.offsets)) == 18
+    assert lookup(daemon, 1, 2, *range(4)).chunks == 4
+
+
+def test_a_control_connection_keeps_no_session_alive() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "e")
+    daemon.connect(2)
+    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
+    daemon.disconnect(1)
+    assert daemon.values()["sessions"] == 0
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("message", RULES, ids=lambda message: message.__name__)
+def test_who_may_say_what(state: State, message: type[Request]) -> None:
+    """Exactly the messages of the table are taken in each state, and answered as it says."""
+    daemon = make_daemon()
+    if state is State.ENGINE:
+        engine(daemon, 1, QWEN3)
+    else:
+        daemon.connect(1)
+    if state not in (State.NEW, State.ENGINE):
+        daemon.handle(1, Hello(1, PROTOCOL_VERSION, state))
+    reply = daemon.handle(1, MINIMAL[message])
+    if state in RULES[message].states:
+        assert (None if reply is None else type(reply)) is RULES[message].reply
+    else:
+        assert isinstance(reply, Error)
+        expected = "hello_first" if state is State.NEW else "hello_twice" if message is Hello else "role"
+        assert reply.code == expected
+    daemon.check()

@@ -1,5 +1,6 @@
 """The daemon as a process: over its real socket, with its real arena."""
 
+import contextlib
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
+    Describe,
     Drained,
     Error,
     Found,
@@ -37,6 +39,8 @@ from hybridkv.wire.messages import (
     Hello,
     Lookup,
     Release,
+    Stats,
+    Tell,
     Want,
     geometry_to_wire,
 )
@@ -272,6 +276,40 @@ def test_bytes_that_are_no_message_get_an_error_and_a_closed_connection(
         values = control.stats().values
     assert values["connections"] == 1
     assert values["sessions"] == 0
+
+
+def test_a_client_that_asks_and_goes_is_no_fault_of_the_daemon(daemon: DaemonProcess) -> None:
+    """Its later questions are still in the buffer when the answer to the first one cannot be sent."""
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(daemon.socket_path)
+            client.sendall(encode(Hello(1, PROTOCOL_VERSION, "control")) + encode(Stats(2)) * 3)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    with Control(daemon.socket_path) as control:
+        values = control.stats().values
+    assert "refused_internal" not in values
+    assert values["connections"] == 1
+
+
+def test_a_reply_that_is_too_large_is_refused_and_the_connection_goes_on(daemon: DaemonProcess) -> None:
+    """What engines tell has no common bound, so what is asked of it may be more than a message holds."""
+    facts = {f"{number:064}": "\N{SNOWMAN}" * 512 for number in range(64)}
+    hellos = [
+        HELLO,
+        *(Hello(1, PROTOCOL_VERSION, "engine", f"e{n}", bytes([n]) * 32, HELLO.geometry) for n in range(99)),
+    ]
+    with contextlib.ExitStack() as stack:
+        controls = [stack.enter_context(Control(daemon.socket_path, hello=hello)) for hello in hellos]
+        for number, control in enumerate(controls):
+            control.tell(Describe({name: chr(97 + number) + text[:-1] for name, text in facts.items()}))
+            store(control, 1)
+        controls[0].tell(Tell("r", {"first_chunk": bytes(32).hex()}))
+        with pytest.raises(HybridKVError, match="over the limit"):
+            controls[0].explain("r")
+        assert controls[0].stats().values["refused_too_large"] == 1
 
 
 def test_start_and_idle_footprint(tmp_path: Path) -> None:

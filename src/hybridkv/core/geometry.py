@@ -21,6 +21,8 @@ CHUNK_TOKENS_MIN = 128
 
 GROUPS_MAX = 256
 RANKS_MAX = 1024
+PERIOD_MAX = 1024
+"""Chunks after which a chunked local group's objects must begin to repeat; 64 with Llama 4 and chunks of 128."""
 
 
 class Kind(StrEnum):
@@ -99,6 +101,13 @@ class Geometry:
             raise GeometryError(f"{len(self.groups)} cacheable groups on {self.ranks} ranks cannot be served")
         if sorted({group.gid for group in self.groups}) != [group.gid for group in self.groups]:
             raise GeometryError("groups must be in the order of their gids, each once")
+        for group in self.groups:
+            period = math.lcm(group.window_tokens, self.chunk_tokens) // max(1, self.chunk_tokens)
+            if group.kind is Kind.CHUNKED_LOCAL and period > PERIOD_MAX:
+                raise GeometryError(
+                    f"group {group.gid}: chunks of {self.chunk_tokens} tokens meet attention chunks of "
+                    f"{group.window_tokens} in {period} ways, at most {PERIOD_MAX} can be served"
+                )
         for what, unit in (
             ("the engine's hit alignment", self.alignment_tokens),
             ("the engine's hash block", self.hash_tokens),

@@ -23,6 +23,7 @@ from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
+    BATCH_MAX,
     NEVER,
     PROTOCOL_VERSION,
     Abandon,
@@ -55,6 +56,7 @@ from hybridkv.wire.messages import (
     geometry_from_wire,
     geometry_to_wire,
 )
+from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
 
 SESSION_SHARE = 4
 """One session may hold at most 1/4 of the arena in unwritten slots, all together at most half of it."""
@@ -67,8 +69,8 @@ LATEST_MAX = 20
 class RequestError(HybridKVError):
     """A request that is refused; `code` is a word for programs."""
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, code: ErrorCode, message: str = "") -> None:
+        super().__init__(message or REFUSALS[code].meaning)
         self.code = code
 
 
@@ -98,13 +100,22 @@ class Session:
         """Bytes in the session's unwritten slots."""
         return sum(slot.size_bytes for slot in self.writing.values())
 
+    def unwritten(self, offset: int, generation: int) -> Slot | None:
+        """The session's unwritten slot of that name, if it has one."""
+        slot = self.writing.get(offset)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def takes(self, slot: Slot, group: int) -> bool:
+        """Whether the slot has the shape of an object of that group."""
+        return group < len(self.namespace.shapes) and slot.shape in self.namespace.shapes[group]
+
 
 @dataclass
 class Connection:
     """One accepted socket, named by a number."""
 
     process: Process
-    role: str = ""
+    state: State = State.NEW
     engine_id: str = ""
     session: Session | None = None
 
@@ -177,13 +188,15 @@ class Daemon:
         connection = self._connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
         try:
-            if not connection.role and not isinstance(request, Hello):
-                raise RequestError("hello_first", "the first message of a connection must be hello")
-            return self._answer(connection_id, connection, request)
+            if (code := refused(connection.state, type(request))) is not None:
+                raise RequestError(code)
+            reply = self._answer(connection_id, connection, request)
         except RequestError as error:
             return self.refuse(getattr(request, "id", 0), error.code, str(error))
+        assert (None if reply is None else type(reply)) is RULES[type(request)].reply
+        return reply
 
-    def refuse(self, request_id: int, code: str, message: str) -> Error:
+    def refuse(self, request_id: int, code: ErrorCode, message: str) -> Error:
         """An error reply, counted."""
         self.counters[f"refused_{code}"] += 1
         return Error(request_id, code, message[:4096])
@@ -229,22 +242,20 @@ class Daemon:
         return None
 
     def _hello(self, connection_id: int, connection: Connection, hello: Hello) -> Reply:
-        if connection.role:
-            raise RequestError("hello_twice", "hello comes once in a connection")
         if hello.version != PROTOCOL_VERSION:
             raise RequestError(
-                "version",
+                ErrorCode.VERSION,
                 f"this daemon speaks protocol version {PROTOCOL_VERSION}, not {hello.version}; restart it",
             )
         if hello.role == "engine":
             if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-                raise RequestError("hello_incomplete", "an engine's hello needs engine_id, namespace and geometry")
+                raise RequestError(ErrorCode.HELLO_INCOMPLETE)
             try:
                 geometry = geometry_from_wire(hello.geometry)
             except HybridKVError as error:
-                raise RequestError("geometry", str(error)) from error
+                raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
             if len(self._sessions) >= SESSIONS_MAX:
-                raise RequestError("sessions", f"there are {SESSIONS_MAX} sessions already")
+                raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
             namespace = self._namespace(hello.namespace, geometry)
             session = Session(hello.engine_id, geometry, namespace, connection_id, hello.session, hello.model)
             self._sessions.append(session)
@@ -254,20 +265,23 @@ class Daemon:
             self._workers.setdefault(tag, {}).setdefault(connection.process, 0)
             if connection.process.pid:
                 self.store.trailer.remember(WorkerProcess(tag, *connection.process))
-        connection.role, connection.engine_id = hello.role, hello.engine_id
+        connection.state = State(hello.role)
+        if connection.state is not State.CONTROL:
+            connection.engine_id = hello.engine_id
         return Welcome(
             hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self._arena_bytes, self._pid
         )
 
     def _lookup(self, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:
-            raise RequestError("hashes", f"{len(lookup.hashes)} bytes are no whole number of hashes")
+            raise RequestError(ErrorCode.HASHES, f"{len(lookup.hashes)} bytes are no whole number of hashes")
         if lookup.lease in session.leases or len(session.leases) >= LEASES_MAX:
-            raise RequestError("lease", f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open")
+            raise RequestError(ErrorCode.LEASE, f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open")
         entries_of = session.namespace.entries
-        raw = lookup.hashes
-        entries = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
         groups = range(len(session.geometry.groups))
+        # A hit of more chunks might need more slots than fit in a message.
+        raw = lookup.hashes[: BATCH_MAX // len(groups) * HASH_BYTES]
+        entries = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
         masks = [bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups]
         chunks = largest_hit(session.geometry, masks, len(entries))
         slots: list[Slot] = []
@@ -302,7 +316,8 @@ class Daemon:
         shape = want.part_bytes, want.parts
         if not any(shape in shapes for shapes in session.namespace.shapes):
             raise RequestError(
-                "part_bytes", f"no group of this engine has objects of {want.parts} parts of {want.part_bytes} bytes"
+                ErrorCode.PART_BYTES,
+                f"no group of this engine has objects of {want.parts} parts of {want.part_bytes} bytes",
             )
         size = slot_bytes(*shape)
         room = min(
@@ -325,28 +340,30 @@ class Daemon:
         names = _named(commit.offsets, commit.generations)
         groups = [group for _, group in _named(commit.offsets, commit.groups)]
         if len(names) * HASH_BYTES != len(commit.hashes):
-            raise RequestError("commit", f"{len(names)} slots with {len(commit.hashes)} bytes of hashes")
+            raise RequestError(ErrorCode.COMMIT, f"{len(names)} slots with {len(commit.hashes)} bytes of hashes")
+        slots = [session.unwritten(offset, generation) for offset, generation in names]
+        for slot, group in zip(slots, groups, strict=True):
+            if slot is not None and not session.takes(slot, group):
+                raise RequestError(
+                    ErrorCode.COMMIT, f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
+                )
         # Prefix-first on the wire, suffix-first into the LRU order: what a longer hit needs last goes first.
         for at in reversed(range(len(names))):
-            slot = session.writing.get(names[at][0])
-            if slot is None or slot.generation != names[at][1]:
+            slot = slots[at]
+            if slot is None or session.writing.pop(slot.offset, None) is None:
                 self.counters["commits_unknown"] += 1
                 continue
-            group = groups[at]
-            if group >= len(session.geometry.groups) or slot.shape not in session.namespace.shapes[group]:
-                raise RequestError("commit", f"a slot of (bytes, parts) {slot.shape} is no object of group {group}")
-            del session.writing[slot.offset]
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             size = slot.part_bytes * slot.parts
-            if self.store.commit(slot, session.namespace, group, chunk_hash):
+            if self.store.commit(slot, session.namespace, groups[at], chunk_hash):
                 self.counters["objects_stored"] += 1
                 self.counters["bytes_stored"] += size
         self.counters["tokens_stored"] += commit.tokens
 
     def _abandon(self, session: Session, abandon: Abandon) -> None:
         for offset, generation in _named(abandon.offsets, abandon.generations):
-            slot = session.writing.get(offset)
-            if slot is not None and slot.generation == generation:
+            slot = session.unwritten(offset, generation)
+            if slot is not None:
                 del session.writing[offset]
                 self.store.free(slot)
 
@@ -375,7 +392,7 @@ class Daemon:
         identity, told = known
         facts = dict(told)
         facts["identity"] = identity.hex()
-        first = bytes.fromhex(facts.pop("first_chunk", ""))
+        first = _hash_of(facts.pop("first_chunk", ""))
         for other in self._namespaces.values():
             if other.identity != identity and first in other.entries:
                 differs = self._history.differences(identity, other.identity)
@@ -432,14 +449,12 @@ class Daemon:
                 }
             known = self._namespaces[identity] = Namespace(identity, gids, shapes)
         if (known.gids, known.shapes) != (gids, shapes):
-            raise RequestError("identity", "this identity is in use with another geometry")
+            raise RequestError(ErrorCode.IDENTITY)
         return known
 
     def _drained(self, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
-        workers = self._workers.get(tag, {})
-        if connection.role != "worker" or connection.process not in workers:
-            raise RequestError("role", f"a connection of role {connection.role!r} copies nothing")
+        workers = self._workers[tag]
         workers[connection.process] = max(workers[connection.process], drained.session)
         self._retire(tag)
 
@@ -475,13 +490,20 @@ def _wire_engine(session: Session) -> WireEngine:
 
 
 def _session_of(connection: Connection) -> Session:
-    if connection.session is None:
-        raise RequestError("role", f"a connection of role {connection.role!r} has no session")
+    assert connection.session is not None, "an engine's connection has a session"
     return connection.session
+
+
+def _hash_of(told: str) -> bytes:
+    """The bytes of a hash in hexadecimal digits; an engine may have told anything."""
+    try:
+        return bytes.fromhex(told)
+    except ValueError:
+        return b""
 
 
 def _named(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:
     try:
         return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
     except ValueError as error:
-        raise RequestError("packed", f"broken list of slots: {error}") from error
+        raise RequestError(ErrorCode.PACKED, f"broken list of slots: {error}") from error

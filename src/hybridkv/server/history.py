@@ -32,8 +32,8 @@ class History:
         """(identity, facts) of a request; vLLM may have appended to the id that it shows to clients."""
         if request_id in self._requests or not request_id:
             return self._requests.get(request_id)
-        longer = (name for name in reversed(self._requests) if name.startswith(f"{request_id}-"))
-        return self._requests.get(next(longer, ""))
+        longer = (told for name, told in reversed(self._requests.items()) if name.startswith(f"{request_id}-"))
+        return next(longer, None)
 
     @property
     def latest(self) -> list[str]:

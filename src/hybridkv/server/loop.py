@@ -25,6 +25,7 @@ from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Reply, Report
+from hybridkv.wire.protocol import REFUSALS, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -151,10 +152,10 @@ class Server:
         self.daemon.connect(peer.number, peer.process)
         if uid != os.geteuid():
             message = f"this daemon belongs to user id {os.geteuid()} and serves nobody else; start your own"
-            self._send(peer, self.daemon.refuse(0, "other_user", message), last=True)
+            self._refuse(peer, ErrorCode.OTHER_USER, message)
         elif len(self._peers) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
-            self._send(peer, self.daemon.refuse(0, "connections", message), last=True)
+            self._refuse(peer, ErrorCode.CONNECTIONS, message)
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -170,21 +171,31 @@ class Server:
             return
         try:
             for body in peer.frames.feed(received):
+                if peer.sock not in self._peers:
+                    return  # It was closed while it was being answered.
                 reply = self.daemon.handle(peer.number, decode_request(body))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
                 if reply is not None:
                     self._send(peer, reply)
         except WireError as error:
-            self._send(peer, self.daemon.refuse(0, "wire", str(error)), last=True)
+            self._refuse(peer, ErrorCode.WIRE, str(error))
         except Exception:  # the supervised boundary: one client's fault must not end the others'
             logger.exception("a request failed inside the daemon; its connection is closed")
-            self._send(peer, self.daemon.refuse(0, "internal", "the daemon failed on this request"), last=True)
+            self._refuse(peer, ErrorCode.INTERNAL, "the daemon failed on this request")
 
-    def _send(self, peer: _Peer, reply: Reply, last: bool = False) -> None:
-        peer.out += encode(reply)
-        peer.closing = peer.closing or last
+    def _send(self, peer: _Peer, reply: Reply) -> None:
+        try:
+            frame = encode(reply)
+        except WireError as error:
+            frame = encode(self.daemon.refuse(reply.id, ErrorCode.TOO_LARGE, str(error)))
+        peer.out += frame
         self._flush(peer)
+
+    def _refuse(self, peer: _Peer, code: ErrorCode, message: str) -> None:
+        """Refuse what has no reply of its own: a connection, or bytes that are no request."""
+        peer.closing = REFUSALS[code].closes
+        self._send(peer, self.daemon.refuse(0, code, message))
 
     def _flush(self, peer: _Peer) -> None:
         try:

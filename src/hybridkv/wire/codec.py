@@ -1,15 +1,17 @@
 """Frames on a byte stream: a little-endian u32 length, then that many bytes of msgpack."""
 
+import contextlib
 import struct
 
 import msgspec
 
 from hybridkv.core.errors import HybridKVError
-from hybridkv.wire.messages import MESSAGE_BYTES_MAX, Reply, Request
+from hybridkv.wire.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Greeting, Hello, Reply, Request
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_greetings = msgspec.msgpack.Decoder(Greeting)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
@@ -30,6 +32,10 @@ def decode_request(body: bytes) -> Request:
     try:
         return _requests.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            greeting = _greetings.decode(body)
+            if greeting.version != PROTOCOL_VERSION:
+                return Hello(greeting.id, greeting.version, "control")
         raise WireError(f"not a request: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """The messages between an engine and the daemon. Every byte on the wire is one of these, in msgpack.
 
-Requests carry an `id` that the reply repeats; `id` 0 asks for no reply but an Error.  Lists of fixed-size things
+Requests carry an `id` that the reply repeats, messages without one are one-way; a refused one is answered by an Error
+all the same, with `id` 0.  Who may say what, and what the reply is: wire.protocol.  Lists of fixed-size things
 travel as packed little-endian arrays in byte strings, so a 128k-token lookup is one message of a few tens of KB.
 """
 
@@ -100,6 +101,13 @@ class Drained(_Message, frozen=True, tag="drained"):
 
 NEVER = 1 << 53
 """A greeting that no engine reaches: a worker that ends is drained for ever."""
+
+
+class Greeting(_Message, frozen=True, tag="hello"):
+    """What all versions of Hello have in common."""
+
+    id: Count
+    version: Count
 
 
 class Identify(_Message, frozen=True, tag="identify"):
@@ -212,12 +220,15 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class Found(_Message, frozen=True, tag="found"):
-    """Answer to Lookup: hit chunks, per group the presence mask, and slots of what the hit needs, group by group."""
+    """Answer to Lookup: hit chunks, per group the presence mask, and slots of what the hit needs, group by group.
+
+    Only the first BATCH_MAX // groups chunks are looked up; the masks tell how many.
+    """
 
     id: Count
     lease: Count
     chunks: Count
-    masks: list[bytes]
+    masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
     offsets: Packed
     generations: Packed
 

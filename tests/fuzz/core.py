@@ -1,0 +1,287 @@
+"""Lies told to the daemon's core in this process, and a second set of books that its answers must agree with."""
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hybridkv.core.coverage import needed_chunks
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import unpack_u64
+from hybridkv.server.daemon import Daemon
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.storage.store import Store
+from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
+from hybridkv.wire.messages import (
+    BATCH_MAX,
+    Abandon,
+    Commit,
+    Drained,
+    Error,
+    Found,
+    Granted,
+    Hello,
+    Identify,
+    Lookup,
+    Release,
+    Reply,
+    Request,
+    geometry_from_wire,
+)
+from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
+from tests.fuzz.liar import KINDS, Liar, Peer
+
+ARENA_BYTES = 1 << 19
+CHECK_EVERY = 512
+STALL_SECONDS = 2.0
+"""Of the processor's time, for one message."""
+FIRST_GENERATION = 1 << 32
+
+Name = tuple[int, int]
+"""(offset, generation) of a slot."""
+
+
+@dataclass(eq=False)
+class Account:
+    """What a session must hold, by our own books."""
+
+    geometry: Geometry
+    identity: bytes
+    number: int
+    """Of its engine's greetings."""
+    leases: dict[int, list[Name]] = field(default_factory=dict)
+    writing: set[Name] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Line:
+    """One connection to the daemon, and what our books say of it."""
+
+    number: int
+    peer: Peer
+    frames: Frames = field(default_factory=Frames)
+    state: State = State.NEW
+    engine_id: str = ""
+    drained: int = 0
+    """Of a worker: the greeting before which it copies nothing."""
+    account: Account | None = None
+
+
+class CoreFuzz:
+    """One daemon's core with some liars. Every method raises AssertionError where the daemon is at fault."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._liar = Liar(self._rng)
+        self._memory = memoryview(bytearray(ARENA_BYTES))
+        store = Store(self._memory, FIRST_GENERATION)
+        store.extents.grow(ARENA_BYTES)
+        self.daemon = Daemon(store, "boot", "/nowhere", ARENA_BYTES, 1)
+        self._numbers = 0
+        self._generation = FIRST_GENERATION
+        self._accounts: dict[Account, str] = {}
+        """Every session that has not ended, and its engine_id."""
+        self._lines: list[Line] = [self._open(kind) for kind in range(len(KINDS))]
+        self.seen: Counter[str] = Counter()
+        """What came of the cases: replies by type, refusals by code."""
+
+    def run(self, cases: int) -> None:
+        """So many pieces of bytes."""
+        for case in range(1, cases + 1):
+            self._case()
+            if not case % CHECK_EVERY:
+                self.check()
+        self.check()
+
+    def finish(self) -> None:
+        """Everybody hangs up: nothing may be left but objects."""
+        for line in self._lines:
+            self.daemon.disconnect(line.number)
+        values = self.daemon.values()
+        for name in ("sessions", "leases", "connections", "bytes_writing"):
+            assert values[name] == 0, f"{name} {values[name]} after the last client"
+        self.daemon.store.clear()
+        assert self.daemon.store.objects == 0
+        self.daemon.check()
+
+    def check(self) -> None:
+        """The daemon's books in themselves, with ours, and with the headers in the arena."""
+        self.daemon.check()
+        values = self.daemon.values()
+        assert values["connections"] == len(self._lines)
+        assert values["sessions"] == len(self._accounts)
+        assert values["leases"] == sum(len(account.leases) for account in self._accounts)
+        writing = 0
+        for account in self._accounts:
+            for names in account.leases.values():
+                for name in names:
+                    state = self._header(name).state
+                    assert state in (SlotState.COMMITTED, SlotState.DROPPED), "a slot under a lease is not what it was"
+            for name in account.writing:
+                header = self._header(name)
+                assert header.state is SlotState.WRITING
+                writing += slot_bytes(header.part_bytes, header.parts)
+        assert values["bytes_writing"] == writing
+
+    def _case(self) -> None:
+        at = self._rng.randrange(len(KINDS))
+        line = self._lines[at]
+        if self._rng.random() < 0.002:
+            self._again(at)
+            return
+        piece = self._liar.piece(line.peer)
+        cut = self._rng.randrange(len(piece)) if self._rng.random() < 0.05 else 0
+        try:
+            for part in (piece[:cut], piece[cut:]):
+                bodies = line.frames.feed(part)
+                for body in bodies:
+                    self._message(line, decode_request(body))
+        except WireError as error:
+            refusal = self.daemon.refuse(0, ErrorCode.WIRE, str(error))
+            assert decode_reply(encode(refusal)[4:]) == refusal
+            self.seen["wire"] += 1
+            self._again(at)
+            return
+        if not bodies and self._rng.random() < 0.5:
+            # It waits for the rest of a frame, and would take what follows for it.
+            self._again(at)
+
+    def _open(self, kind: int) -> Line:
+        self._numbers += 1
+        self.daemon.connect(self._numbers)
+        return Line(self._numbers, self._liar.peer(kind))
+
+    def _again(self, kind: int) -> None:
+        """This client hangs up, and another one of its kind comes."""
+        self.daemon.disconnect(self._lines[kind].number)
+        self._lines[kind] = self._open(kind)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Sessions whose engine is gone end when no worker of it can be copying for them."""
+        open_ones = {line.account for line in self._lines}
+        workers = [line for line in self._lines if line.state is State.WORKER]
+        self._accounts = {
+            account: name
+            for account, name in self._accounts.items()
+            if account in open_ones
+            or any(line.engine_id == name and line.drained <= account.number for line in workers)
+        }
+
+    def _message(self, line: Line, request: Request) -> None:
+        before = self.daemon.values() if self._rng.random() < 0.02 else None
+        started = time.process_time()
+        reply = self.daemon.handle(line.number, request)
+        seconds = time.process_time() - started
+        assert seconds < STALL_SECONDS, f"{type(request).__name__} took {seconds:.1f} s of the processor"
+        self.seen[type(reply).__name__ if not isinstance(reply, Error) else reply.code] += 1
+        if reply is not None:
+            assert reply.id == getattr(request, "id", 0)
+            assert decode_reply(encode(reply)[4:]) == reply, "a reply that its own protocol does not allow"
+            self._liar.heard(line.peer, reply)
+        because = refused(line.state, type(request))
+        if isinstance(reply, Error):
+            assert not REFUSALS[ErrorCode(reply.code)].closes
+            assert because in (None, reply.code)
+            assert before is None or _kept(before) == _kept(self.daemon.values()), "a refused message changed something"
+            return
+        assert because is None
+        expected = RULES[type(request)].reply
+        assert type(reply) is expected if expected is not None else reply is None
+        self._account(line, request, reply)
+
+    def _account(self, line: Line, request: Request, reply: Reply | None) -> None:
+        """Keep our books of a message that was taken, and look at what the answer says."""
+        if isinstance(request, Hello):
+            self._greeted(line, request)
+        if isinstance(request, Drained):
+            line.drained = max(line.drained, request.session)
+            self._retire()
+        account = line.account
+        if account is None:
+            return
+        match request:
+            case Identify():
+                account.identity = request.namespace
+            case Lookup():
+                assert isinstance(reply, Found)
+                self._found(account, request, reply)
+            case Release():
+                account.leases.pop(request.lease, None)
+            case Commit():
+                self._committed(account, request)
+            case Abandon():
+                account.writing.difference_update(_names(request))
+        if isinstance(reply, Granted):
+            names = _names(reply)
+            for name in names:
+                assert name[1] > self._generation, "a generation was used twice"
+                self._generation = name[1]
+                header = self._header(name)
+                assert (header.state, header.part_bytes, header.parts) == (
+                    SlotState.WRITING,
+                    reply.part_bytes,
+                    reply.parts,
+                )
+            account.writing.update(names)
+
+    def _greeted(self, line: Line, hello: Hello) -> None:
+        line.state = State(hello.role)
+        if line.state is State.CONTROL:
+            return
+        line.engine_id = hello.engine_id
+        if line.state is State.ENGINE:
+            assert hello.geometry is not None
+            assert hello.namespace is not None
+            line.account = Account(geometry_from_wire(hello.geometry), hello.namespace, hello.session)
+            self._accounts[line.account] = hello.engine_id
+
+    def _found(self, account: Account, lookup: Lookup, found: Found) -> None:
+        """Every slot of a hit must be the object that was asked for, as its header in the arena says."""
+        geometry = account.geometry
+        asked = min(len(lookup.hashes) // HASH_BYTES, BATCH_MAX // len(geometry.groups))
+        assert [len(mask) for mask in found.masks] == [asked] * len(geometry.groups)
+        assert found.lease == lookup.lease
+        assert found.chunks <= asked
+        expected = [
+            (account.identity, group.gid, lookup.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES])
+            for group in geometry.groups
+            for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
+        ]
+        names = _names(found)
+        headers = [self._header(name) for name in names]
+        assert [(header.namespace, header.gid, header.chunk_hash) for header in headers] == expected
+        assert all(header.state is SlotState.COMMITTED for header in headers)
+        if found.chunks:
+            assert found.lease not in account.leases
+            account.leases[found.lease] = names
+
+    def _committed(self, account: Account, commit: Commit) -> None:
+        """A slot that was ours is now the object it was said to be, or free again; no other slot has changed."""
+        for at, (name, group) in enumerate(zip(_names(commit), unpack_u64(commit.groups), strict=True)):
+            if name not in account.writing:
+                continue
+            header = unpack_header(bytes(self._memory[name[0] : name[0] + HEADER_BYTES]))
+            chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            if _names(commit).count(name) == 1 and header is not None and header.state is not SlotState.FREE:
+                gid = account.geometry.groups[group].gid
+                assert header.generation == name[1]
+                assert header.state is SlotState.COMMITTED
+                assert (header.namespace, header.gid, header.chunk_hash) == (account.identity, gid, chunk_hash)
+        account.writing.difference_update(_names(commit))
+
+    def _header(self, name: Name) -> SlotHeader:
+        header = unpack_header(bytes(self._memory[name[0] : name[0] + HEADER_BYTES]))
+        assert header is not None
+        assert header.generation == name[1]
+        return header
+
+
+def _names(message: Found | Granted | Commit | Abandon) -> list[Name]:
+    return list(zip(unpack_u64(message.offsets), unpack_u64(message.generations), strict=True))
+
+
+def _kept(values: dict[str, float]) -> dict[str, float]:
+    """What a refused message must not change: everything but the counts of messages."""
+    return {name: value for name, value in values.items() if not name.startswith(("requests_", "refused_"))}

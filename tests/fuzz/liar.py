@@ -1,0 +1,413 @@
+"""Clients that lie: true messages with untrue contents, and frames that are no messages any more."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.geometry import Kind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.wire.codec import encode
+from hybridkv.wire.messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Abandon,
+    Clear,
+    Commit,
+    Condemn,
+    Describe,
+    Drained,
+    Explain,
+    Found,
+    Granted,
+    Hello,
+    Identify,
+    ListEngines,
+    Lookup,
+    Release,
+    Reply,
+    Request,
+    Stats,
+    Tell,
+    Want,
+    Welcome,
+    WireGeometry,
+    WireGroup,
+    WireModel,
+    geometry_to_wire,
+)
+from hybridkv.wire.protocol import State
+from tests.layouts import LAYOUTS
+
+NAMES = ("qwen3", "gemma3", "llama4", "qwen3next", "two_ranks_mla", "odd_window")
+WIRED = {name: geometry_to_wire(LAYOUTS[name]) for name in NAMES}
+SHAPES = {
+    name: [shape for group in LAYOUTS[name].groups for shape in slot_shapes(LAYOUTS[name], group)] for name in NAMES
+}
+FITS = {
+    name: {
+        size: [
+            index
+            for index, group in enumerate(LAYOUTS[name].groups)
+            if size in [shape[0] for shape in slot_shapes(LAYOUTS[name], group)]
+        ]
+        for size, _ in SHAPES[name]
+    }
+    for name in NAMES
+}
+"""Group indices by the bytes of one part."""
+HASHES = [bytes([number]) * HASH_BYTES for number in range(24)]
+U64_MAX = (1 << 64) - 1
+NUMBERS = (0, 1, 2, 3, 7, 255, 4096, 65535, 65536, (1 << 30) - 1, 1 << 30, 1 << 40, 1 << 62, (1 << 63) - 1, U64_MAX)
+JUNK: tuple[Any, ...] = (
+    *NUMBERS,
+    None,
+    True,
+    -1,
+    -(1 << 63),
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "engine",
+    "x" * 300,
+    b"",
+    b"x" * 31,
+    b"x" * 33,
+    [],
+    {},
+    [[[]]],
+    {"a": {}},
+    {1: 2},
+    msgspec.msgpack.Ext(5, b"ext"),
+)
+TOKENS = bytes((0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0x80, 0x90, 0xFF))
+KINDS = (
+    *[(State.ENGINE, 0.0)] * 5,
+    (State.ENGINE, 0.01),
+    (State.WORKER, 0.05),
+    (State.CONTROL, 0.05),
+    *[(State.ENGINE, 0.8)] * 3,
+    (State.NEW, 0.8),
+)
+"""What the clients are, and how often their bytes are broken."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """What the liar knows of one connection, from what it said and heard there."""
+
+    noise: float
+    role: State
+    engine_id: str
+    layout: str
+    state: State = State.NEW
+    leases: list[int] = field(default_factory=list)
+    slots: list[tuple[int, int, int]] = field(default_factory=list)
+    """(offset, generation, part bytes) of what was granted and not yet given away."""
+
+
+class Liar:
+    """Makes what a peer says next."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._slots: deque[tuple[int, int]] = deque([(0, 1)], maxlen=256)
+        """Names that anybody heard of, to be told by anybody."""
+        self._frames: deque[bytes] = deque([encode(Stats(1))], maxlen=64)
+        makers: dict[Callable[[Peer], Request], float] = {
+            self._hello: 1,
+            self._lookup: 20,
+            self._want: 12,
+            self._commit: 24,
+            self._abandon: 4,
+            self._release: 16,
+            self._condemn: 3,
+            self._drained: 3,
+            self._identify: 3,
+            self._tell: 2,
+            self._describe: 1,
+            self._explain: 1,
+            lambda peer: Stats(self._id()): 0.5,
+            lambda peer: ListEngines(self._id()): 0.5,
+            lambda peer: Clear(self._id()): 0.1,
+            self._huge: 0.1,
+        }
+        self._makers = list(makers)
+        self._weights = list(accumulate(makers.values()))
+        self._breakers: list[Callable[[], bytes]] = [
+            self._flipped,
+            self._flipped_inside,
+            self._truncated,
+            self._cut,
+            self._repeated,
+            self._swapped,
+            self._spliced,
+            self._stuffed,
+            self._mislabelled,
+            self._retyped,
+            self._retyped,
+            self._retyped,
+            self._random_bytes,
+            self._random_values,
+            self._deep,
+        ]
+
+    def peer(self, kind: int) -> Peer:
+        """A new client; `kind` says of which temper, an index into KINDS."""
+        role, noise = KINDS[kind]
+        return Peer(noise, role, f"e{self._rng.randrange(6)}", self._rng.choice(NAMES))
+
+    def piece(self, peer: Peer) -> bytes:
+        """The bytes that this peer sends next: mostly one frame."""
+        rng = self._rng
+        if peer.state is State.NEW and peer.role is not State.NEW and rng.random() < 0.9:
+            return encode(self._greeting(peer))
+        strange = peer.state is peer.role is State.NEW and rng.random() < 0.5
+        maker = self._hello if strange else rng.choices(self._makers, cum_weights=self._weights)[0]
+        frame = encode(maker(peer))
+        if len(frame) < 4096:
+            self._frames.append(frame)
+        return rng.choice(self._breakers)() if rng.random() < peer.noise else frame
+
+    def heard(self, peer: Peer, reply: Reply) -> None:
+        """Learn from an answer, so that later lies are near the truth."""
+        if isinstance(reply, Welcome):
+            peer.state = peer.role
+        elif isinstance(reply, Found):
+            if reply.chunks:
+                peer.leases.append(reply.lease)
+                self._slots.extend(_names(reply)[:4])
+        elif isinstance(reply, Granted):
+            names = _names(reply)
+            self._slots.extend(names[:4])
+            peer.slots += [(offset, generation, reply.part_bytes) for offset, generation in names[:512]]
+
+    # True messages
+
+    def _id(self) -> int:
+        return self._rng.randrange(1 << 16)
+
+    def _identity(self, peer: Peer) -> bytes:
+        number = NAMES.index(peer.layout) * 2 + (self._rng.random() < 0.3)
+        return bytes([number if self._rng.random() < 0.98 else self._rng.randrange(256)]) * HASH_BYTES
+
+    def _greeting(self, peer: Peer) -> Hello:
+        if peer.role is not State.ENGINE:
+            return Hello(self._id(), PROTOCOL_VERSION, peer.role, peer.engine_id)
+        model = WireModel(peer.layout, 4096, "auto", [1, 2], None, 2048)
+        return Hello(
+            self._id(), PROTOCOL_VERSION, "engine", peer.engine_id, self._identity(peer), WIRED[peer.layout], model
+        )
+
+    def _hello(self, peer: Peer) -> Hello:
+        rng = self._rng
+        number = rng.choice(NUMBERS[:-2])
+        usual = rng.random() < 0.7
+        return Hello(
+            number,
+            PROTOCOL_VERSION if usual else number,
+            rng.choice(("engine", "engine", "engine", "worker", "control")),
+            peer.engine_id if usual else rng.choice(("", "e" * 256)),
+            rng.choice((self._identity(peer), rng.randbytes(HASH_BYTES))) if usual or rng.random() < 0.5 else None,
+            rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
+        )
+
+    def _geometry(self) -> WireGeometry:
+        """Any at all; mostly without the plainest contradictions, so that it comes further."""
+        rng = self._rng
+        plain = rng.random() < 0.8
+        sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)
+        groups: list[WireGroup] = []
+        for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5))):
+            kind = rng.choice(tuple(Kind))
+            windowed = kind in (Kind.SLIDING, Kind.CHUNKED_LOCAL)
+            groups.append(
+                WireGroup(
+                    gid if plain else rng.randrange(1 << 16),
+                    kind,
+                    rng.choice((1, 16, 128) if plain else sizes),
+                    rng.choice((1, 8, 4096, 1 << 40)),
+                    rng.choice(sizes) if windowed or not plain else 0,
+                    0 if plain else rng.choice((0, 3, 1 << 30)),
+                    rng.random() < 0.5,
+                )
+            )
+        chunk = rng.choice((128, 128, 1 << 30) if plain else sizes)
+        return WireGeometry(groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024)))
+
+    def _lookup(self, peer: Peer) -> Lookup:
+        rng = self._rng
+        hashes = b"".join(HASHES[: rng.randrange(len(HASHES) + 1)])
+        if rng.random() < 0.05:
+            hashes = hashes[: rng.randrange(len(hashes) + 1)] + rng.randbytes(rng.randrange(40))
+        if peer.leases and rng.random() < 0.1:
+            return Lookup(self._id(), rng.choice(peer.leases), hashes)
+        return Lookup(self._id(), rng.randrange(1 << 40), hashes)
+
+    def _want(self, peer: Peer) -> Want:
+        rng = self._rng
+        if rng.random() < 0.05:
+            return Want(self._id(), rng.choice((1, 512, 1 << 40)), rng.choice((1, 2, 1024)), 1)
+        part_bytes, parts = rng.choice(SHAPES[peer.layout])
+        return Want(self._id(), part_bytes, parts, rng.randrange(12))
+
+    def _taken(self, peer: Peer, lies: float) -> list[tuple[int, int, int]]:
+        """Up to six slots: the peer's own, and with this chance others' and such as never were."""
+        rng = self._rng
+        count = rng.randrange(7)
+        taken, peer.slots[:count] = peer.slots[:count], []
+        if rng.random() < lies:
+            offset, generation = rng.choice(self._slots)
+            delta = rng.choice((0, 0, 1, -1, 1 << 32))
+            taken.insert(rng.randrange(len(taken) + 1), (offset, max(0, generation + delta), 0))
+            taken += taken[:1] if rng.random() < 0.3 else []
+            if rng.random() < 0.2:
+                taken.append((rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
+        return taken
+
+    def _packed(self, taken: list[tuple[int, int, int]], item: int) -> bytes:
+        packed = pack_u64([one[item] for one in taken])
+        return packed if self._rng.random() < 0.99 else packed[: self._rng.randrange(len(packed) + 1)]
+
+    def _commit(self, peer: Peer) -> Commit:
+        rng = self._rng
+        taken = self._taken(peer, 0.1)
+        fits = FITS[peer.layout]
+        start = rng.choice((0, 0, 0, rng.randrange(16)))
+        groups = [rng.choice(fits.get(size, (0,))) for _, _, size in taken]
+        if groups and rng.random() < 0.03:
+            groups[rng.randrange(len(groups))] = rng.choice((0, 1, 2, *NUMBERS))
+            peer.slots += taken
+        hashes = b"".join(HASHES[start : start + len(taken)])
+        if rng.random() < 0.02:
+            hashes = hashes[: rng.randrange(len(hashes) + 1)]
+        return Commit(self._packed(taken, 0), self._packed(taken, 1), pack_u64(groups), hashes, rng.randrange(999))
+
+    def _abandon(self, peer: Peer) -> Abandon:
+        taken = self._taken(peer, 0.3)
+        return Abandon(self._packed(taken, 0), self._packed(taken, 1))
+
+    def _condemn(self, peer: Peer) -> Condemn:
+        taken = [(*self._rng.choice(self._slots), 0) for _ in range(self._rng.randrange(3))]
+        return Condemn(self._packed(taken, 0), self._packed(taken, 1))
+
+    def _release(self, peer: Peer) -> Release:
+        rng = self._rng
+        if peer.leases and rng.random() < 0.9:
+            return Release(peer.leases.pop(rng.randrange(len(peer.leases))), 128, 512, rng.random() < 0.1)
+        return Release(rng.choice(NUMBERS[:-2]), rng.choice(NUMBERS[:-2]), 0, False)
+
+    def _drained(self, peer: Peer) -> Drained:
+        return Drained(self._rng.choice((0, 1, 2, 1 << 53, 1 << 62)))
+
+    def _identify(self, peer: Peer) -> Identify:
+        return Identify(self._id(), self._identity(peer))
+
+    def _tell(self, peer: Peer) -> Tell:
+        facts = {"first_chunk": self._rng.choice((HASHES[0].hex(), "no hash", "\N{SNOWMAN}", ""))}
+        return Tell(self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), facts)
+
+    def _describe(self, peer: Peer) -> Describe:
+        return Describe({f"f{self._rng.randrange(9)}": "\0" * self._rng.randrange(512) for _ in range(3)})
+
+    def _explain(self, peer: Peer) -> Explain:
+        return Explain(self._id(), self._rng.choice(("", "r", "x", f"r{self._rng.randrange(100)}")))
+
+    def _huge(self, peer: Peer) -> Request:
+        rng = self._rng
+        if rng.random() < 0.5:
+            return Lookup(self._id(), rng.randrange(1 << 40), rng.choice((HASHES[0], HASHES[5])) * (1 << 16))
+        part_bytes, parts = SHAPES[peer.layout][0]
+        return Want(self._id(), part_bytes, parts, 1 << 16)
+
+    # Broken frames
+
+    def _frame(self) -> bytes:
+        return self._frames[-1] if self._rng.random() < 0.7 else self._rng.choice(self._frames)
+
+    def _flipped(self) -> bytes:
+        frame = bytearray(self._frame())
+        for _ in range(self._rng.randrange(1, 9)):
+            frame[self._rng.randrange(len(frame))] ^= 1 << self._rng.randrange(8)
+        return bytes(frame)
+
+    def _flipped_inside(self) -> bytes:
+        body = bytearray(self._frame()[4:])
+        for _ in range(self._rng.randrange(1, 4)):
+            body[self._rng.randrange(len(body))] ^= 1 << self._rng.randrange(8)
+        return _framed(bytes(body))
+
+    def _truncated(self) -> bytes:
+        body = self._frame()[4:]
+        return _framed(body[: self._rng.randrange(len(body))])
+
+    def _cut(self) -> bytes:
+        frame = self._frame()
+        return frame[: self._rng.randrange(1, len(frame))]
+
+    def _repeated(self) -> bytes:
+        return self._frame() * self._rng.randrange(2, 5)
+
+    def _swapped(self) -> bytes:
+        frames = [self._frame() for _ in range(self._rng.randrange(2, 5))]
+        self._rng.shuffle(frames)
+        return b"".join(frames)
+
+    def _spliced(self) -> bytes:
+        one, other = self._frame()[4:], self._rng.choice(self._frames)[4:]
+        return _framed(one[: self._rng.randrange(len(one))] + other[self._rng.randrange(len(other)) :])
+
+    def _stuffed(self) -> bytes:
+        body = self._frame()[4:]
+        at = self._rng.randrange(len(body))
+        stuff = bytes([self._rng.choice(TOKENS)]) + self._rng.randbytes(self._rng.randrange(6))
+        return _framed(body[:at] + stuff + body[at + self._rng.randrange(3) :])
+
+    def _mislabelled(self) -> bytes:
+        size = self._rng.choice((0, 1, MESSAGE_BYTES_MAX, MESSAGE_BYTES_MAX + 1, (1 << 32) - 1))
+        return size.to_bytes(4, "little") + self._frame()[4:]
+
+    def _retyped(self) -> bytes:
+        """A frame one of whose values is another one, anywhere inside."""
+        value = msgspec.msgpack.decode(self._frame()[4:])
+        inside: Any = value
+        while True:
+            keys = list(inside) if isinstance(inside, dict) else range(len(inside))
+            if not keys:
+                break
+            key = self._rng.choice(keys)
+            if not isinstance(inside[key], (list, dict)) or self._rng.random() < 0.3:
+                inside[key] = self._rng.choice(JUNK)
+                break
+            inside = inside[key]
+        return _framed(msgspec.msgpack.encode(value))
+
+    def _random_bytes(self) -> bytes:
+        body = self._rng.randbytes(self._rng.randrange(80))
+        return _framed(body) if self._rng.random() < 0.8 else body
+
+    def _random_values(self) -> bytes:
+        tag = msgspec.msgpack.decode(self._rng.choice(self._frames)[4:])[0]
+        values = [self._rng.choice(JUNK) for _ in range(self._rng.randrange(9))]
+        return _framed(msgspec.msgpack.encode([tag, *values]))
+
+    def _deep(self) -> bytes:
+        """Arrays in arrays, as a value or behind a whole message, where they must be skipped."""
+        depth = self._rng.choice((10, 1000, 100_000)) if self._rng.random() < 0.2 else 10
+        start = (b"", b"\x81\xa1x", b"\x98\xa5hello\x01\x01", b"\x93\xa5stats\x01", b"\x93\xa5clear\x01")
+        return _framed(self._rng.choice(start) + b"\x91" * depth + b"\xc0")
+
+
+def _framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+def _names(reply: Found | Granted) -> list[tuple[int, int]]:
+    return list(zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True))

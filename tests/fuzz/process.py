@@ -1,0 +1,200 @@
+"""The same lies over the real socket of a real daemon, beside a good client that must notice nothing."""
+
+import contextlib
+import multiprocessing
+import random
+import select
+import socket
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybridkv.client.control import Control
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.slots import HEADER_BYTES, SlotState, unpack_header
+from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.wire.codec import Frames, decode_reply
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    Error,
+    Found,
+    Granted,
+    Hello,
+    Lookup,
+    Release,
+    Want,
+    geometry_to_wire,
+)
+from hybridkv.wire.protocol import REFUSALS, ErrorCode
+from tests.conftest import DEADLINE_SECONDS
+from tests.fuzz.liar import KINDS, Liar, Peer
+from tests.layouts import LAYOUTS
+
+GEOMETRY = LAYOUTS["qwen3"]
+PART = GEOMETRY.groups[0].block_bytes
+GOOD = Hello(1, PROTOCOL_VERSION, "engine", "good", b"g" * HASH_BYTES, geometry_to_wire(GEOMETRY))
+HELD = ("sessions", "leases", "bytes_writing", "connections")
+"""What a client may hold, by the names of the daemon's values."""
+
+
+@dataclass(eq=False)
+class Line:
+    """One connection of a liar."""
+
+    sock: socket.socket
+    peer: Peer
+    frames: Frames = field(default_factory=Frames)
+    last: str = ""
+    """The code of the last reply, if it was an error."""
+
+
+class ProcessFuzz:
+    """Liars and one good client of one daemon process. Raises AssertionError where the daemon is at fault."""
+
+    def __init__(self, seed: int, daemon: DaemonProcess) -> None:
+        self._seed = seed
+        self._daemon = daemon
+        self.seen: Counter[str] = Counter()
+        """What came of the cases: replies by type, refusals by code."""
+
+    def run(self, cases: int) -> None:
+        """So many pieces of bytes, then the questions of the good client."""
+        with Control(self._daemon.socket_path, DEADLINE_SECONDS, GOOD) as good:
+            _store(good, 3, first=0)
+            found = good.call(Lookup(2, 1, _hashes(0, 3)))
+            assert isinstance(found, Found)
+            assert found.chunks == 3
+            granted = _grant(good, 2)
+            before = good.stats().values
+            # In a process of their own: what an engine's workers hold ends with their process.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+                self.seen += elsewhere.submit(_lie, self._daemon.socket_path, self._seed, cases).result()
+            self._settled(good, before)
+            self._held(good, found, SlotState.COMMITTED, SlotState.DROPPED)
+            self._held(good, granted, SlotState.WRITING)
+            good.tell(Release(1))
+            good.tell(Commit(granted.offsets, granted.generations, pack_u64([0, 0]), _hashes(100, 2)))
+            again = good.call(Lookup(3, 2, _hashes(100, 2)))
+            assert isinstance(again, Found)
+            assert again.chunks == 2, "read your writes"
+            assert again.offsets == granted.offsets
+            values = good.stats().values
+        assert "refused_internal" not in values
+        assert self._daemon.process is not None
+        assert self._daemon.process.poll() is None
+
+    def _settled(self, good: Control, before: dict[str, float]) -> None:
+        """The daemon reads the end of a connection in its own time."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        values = good.stats().values
+        while any(values[name] != before[name] for name in HELD):
+            assert time.monotonic() < deadline, {name: (before[name], values[name]) for name in HELD}
+            values = good.stats().values
+
+    def _held(self, good: Control, names: Found | Granted, *states: SlotState) -> None:
+        """What the good client holds is in the arena as it was; an object may have been dropped under its lease."""
+        arena = attach_arena(Path(good.welcome.arena_path), good.welcome.arena_bytes)
+        for offset, generation in zip(unpack_u64(names.offsets), unpack_u64(names.generations), strict=True):
+            header = unpack_header(bytes(arena.memory[offset : offset + HEADER_BYTES]))
+            assert header is not None
+            assert header.state in states
+            assert header.generation == generation
+        arena.close()
+
+
+def _lie(socket_path: str, seed: int, cases: int) -> Counter[str]:
+    liars = _Liars(socket_path, seed)
+    liars.lie(cases)
+    return liars.seen
+
+
+class _Liars:
+    """Clients of all kinds."""
+
+    def __init__(self, socket_path: str, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._liar = Liar(self._rng)
+        self._socket_path = socket_path
+        self.seen: Counter[str] = Counter()
+
+    def lie(self, cases: int) -> None:
+        """So many pieces of bytes."""
+        with contextlib.ExitStack() as stack:
+            lines = [self._open(kind, stack) for kind in range(len(KINDS))]
+            for _ in range(cases):
+                kind = self._rng.randrange(len(KINDS))
+                line = lines[kind]
+                gone = self._rng.random() < 0.002
+                if not gone:
+                    self._say(line, self._liar.piece(line.peer))
+                    gone = self._closed(line)
+                if gone or self._rng.random() < line.peer.noise * 0.05:
+                    line.sock.close()
+                    lines[kind] = self._open(kind, stack)
+
+    def _open(self, kind: int, stack: contextlib.ExitStack) -> Line:
+        sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+        sock.connect(self._socket_path)
+        sock.setblocking(False)
+        return Line(sock, self._liar.peer(kind))
+
+    def _say(self, line: Line, piece: bytes) -> None:
+        """Send all of it, or as much as the daemon takes before it closes."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        left = memoryview(piece)
+        while left:
+            try:
+                left = left[line.sock.send(left) :]
+            except BlockingIOError:
+                assert time.monotonic() < deadline, "the daemon does not read"
+                select.select([line.sock], [line.sock], [], DEADLINE_SECONDS)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+    def _closed(self, line: Line) -> bool:
+        """Read what is there; whether the daemon has closed the connection, which it does with a reason only."""
+        while True:
+            try:
+                received = line.sock.recv(1 << 18)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                received = b""
+            if not received:
+                assert _closes(line.last), f"closed without a reason: {line.last}"
+                return True
+            for body in line.frames.feed(received):
+                assert not _closes(line.last), "an answer after the last word"
+                reply = decode_reply(body)
+                line.last = reply.code if isinstance(reply, Error) else ""
+                self.seen[line.last or type(reply).__name__] += 1
+                self._liar.heard(line.peer, reply)
+
+
+def _closes(code: str) -> bool:
+    return bool(code) and REFUSALS[ErrorCode(code)].closes
+
+
+def _hashes(first: int, count: int) -> bytes:
+    return b"".join(bytes([number]) * HASH_BYTES for number in range(first, first + count))
+
+
+def _grant(good: Control, count: int) -> Granted:
+    """A young daemon grants fewer slots than asked for while pages are being reserved."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        granted = good.call(Want(4, PART, 1, count))
+        assert isinstance(granted, Granted)
+        if len(unpack_u64(granted.offsets)) == count:
+            return granted
+        assert time.monotonic() < deadline
+
+
+def _store(good: Control, count: int, first: int) -> None:
+    granted = _grant(good, count)
+    good.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), _hashes(first, count)))

@@ -1,0 +1,223 @@
+"""`python -m tests.wire.describe [--write]`: the tables of docs/PROTOCOL.md, made from the code.
+
+Prints the document as it should be, or writes it; what is between `<!-- table: NAME -->` and `<!-- end -->` is ours.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType, NoneType
+from typing import get_args
+
+from msgspec import inspect
+
+from hybridkv.client import link
+from hybridkv.core import geometry, keys
+from hybridkv.server import daemon, history, loop
+from hybridkv.wire import messages
+from hybridkv.wire.messages import Reply, Request, WireEngine, WireGeometry, WireGroup, WireModel
+from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "PROTOCOL.md"
+LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
+    messages: {
+        "MESSAGE_BYTES_MAX": "bytes of one message, either way; a longer frame is refused before it is read",
+        "CHUNKS_MAX": "chunks in one lookup; of those `BATCH_MAX` // groups are looked at",
+        "BATCH_MAX": "slots in one message, either way",
+        "TEXT_MAX": "characters of a name",
+        "FACT_MAX": "characters of a fact",
+    },
+    geometry: {
+        "GROUPS_MAX": "groups of a geometry",
+        "RANKS_MAX": "ranks of an engine",
+        "PERIOD_MAX": "chunks after which a chunked local group's objects begin to repeat",
+    },
+    keys: {"HASH_BYTES": "bytes of a chunk hash and of an identity, exactly"},
+    daemon: {
+        "SESSIONS_MAX": "sessions of a daemon",
+        "LEASES_MAX": "open leases of a session",
+        "NAMESPACES_MAX": "identities, beyond which those without objects and sessions are forgotten",
+        "SESSION_SHARE": "the share of the arena, 1 / this, that a session may hold in unwritten slots; all: 1 / 2",
+        "LATEST_MAX": "request ids in an Explained",
+    },
+    history: {
+        "REQUESTS_MAX": "requests that are remembered for Explain; the oldest is forgotten",
+        "IDENTITIES_MAX": "identities whose Describe is remembered; the oldest is forgotten",
+    },
+    loop: {
+        "CONNECTIONS_MAX": "connections of a daemon",
+        "RECEIVE_BYTES": "bytes that are read from one connection before the others have their turn",
+        "SEND_QUEUE_BYTES_MAX": "bytes of replies that a client leaves unread before it is disconnected",
+    },
+    link: {
+        "SEND_QUEUE_BYTES_MAX": "bytes that a daemon leaves unread before the client counts it as gone",
+        "RECEIVE_BYTES": "bytes that a client reads at once",
+        "HELLO_SECONDS": "seconds that a client waits for `welcome`, and before it comes back after a refusal",
+        "RECONNECT_SECONDS": "seconds before a client comes back after a loss",
+    },
+}
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def document(text: str) -> str:
+    """The text with every table made anew; raises KeyError for a table that we do not have."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> int:
+    """Print or write the document."""
+    parser = argparse.ArgumentParser(prog="python -m tests.wire.describe", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name} instead of printing it")
+    text = document(DOCUMENT.read_text())
+    if parser.parse_args().write:
+        DOCUMENT.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *(list(row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _tag(message: type) -> str:
+    return f"`{message.__struct_config__.tag}`" if message is not NoneType else "-"  # type: ignore[attr-defined]
+
+
+def _sentences(documented: type) -> str:
+    return " ".join((documented.__doc__ or "").split())
+
+
+def _versions() -> str:
+    return _table(["", "version"], [["the protocol", str(messages.PROTOCOL_VERSION)]])
+
+
+def _requests() -> str:
+    return "\n".join(_message(message, _said(message)) for message in get_args(Request))
+
+
+def _said(message: type[Request]) -> str:
+    rule = RULES[message]
+    states = ", ".join(state for state in State if state in rule.states)
+    answer = "One-way." if rule.reply is None else f"Answered by {_tag(rule.reply)}."
+    return f"Said by: {states}. {answer}" if message is not messages.Hello else f"Said first, once. {answer}"
+
+
+def _replies() -> str:
+    return "\n".join(_message(message, "") for message in get_args(Reply))
+
+
+def _parts() -> str:
+    return "\n".join(_message(part, "") for part in (WireGeometry, WireGroup, WireModel, WireEngine))
+
+
+def _message(message: type, said: str) -> str:
+    about = inspect.type_info(message)
+    assert isinstance(about, inspect.StructType)
+    first = [["0", f"`{about.tag_field}`", f'"{about.tag}"', ""]] if about.tag_field else []
+    title = _tag(message) if about.tag_field else message.__name__
+    rows = [
+        [str(at), f"`{field.encode_name}`", _type(field.type), "" if field.required else f"`{field.default!r}`"]
+        for at, field in enumerate(about.fields, start=len(first))
+    ]
+    return (
+        f"### {title}\n\n{_sentences(message)} {said}".rstrip()
+        + "\n\n"
+        + _table(["item", "field", "type", "default"], [*first, *rows])
+    )
+
+
+def _type(shown: inspect.Type) -> str:
+    match shown:
+        case inspect.IntType() | inspect.FloatType():
+            name = "int" if isinstance(shown, inspect.IntType) else "float"
+            low = f"{shown.ge} .. " if shown.ge is not None else f"{shown.gt + 1} .. " if shown.gt is not None else ""
+            return f"{name} {low}{_number(shown.le)}" if shown.le is not None else name
+        case inspect.StrType():
+            words = re.fullmatch(r"\^\(([a-z|]+)\)\$", shown.pattern or "")
+            if words:
+                return " or ".join(f'"{word}"' for word in words[1].split("|"))
+            return f"text{_length(shown, 'characters')}"
+        case inspect.BytesType():
+            return f"bytes{_length(shown, '')}"
+        case inspect.BoolType():
+            return "bool"
+        case inspect.NoneType():
+            return "nil"
+        case inspect.EnumType():
+            return " or ".join(f'"{member.value}"' for member in shown.cls)
+        case inspect.ListType():
+            return f"list{_length(shown, '')} of ({_type(shown.item_type)})"
+        case inspect.DictType():
+            return f"map{_length(shown, '')} of ({_type(shown.key_type)}) to ({_type(shown.value_type)})"
+        case inspect.UnionType():
+            return " or ".join(_type(one) for one in shown.types)
+        case inspect.StructType():
+            return shown.cls.__name__
+    raise NotImplementedError(f"a field of type {shown}")
+
+
+def _length(shown: inspect.StrType | inspect.BytesType | inspect.ListType | inspect.DictType, unit: str) -> str:
+    low, high = shown.min_length, shown.max_length
+    if high is None:
+        return ""
+    span = f"exactly {high}" if low == high else f"{low} .. {high}" if low else f"at most {high}"
+    return f", {span} {unit}".rstrip()
+
+
+def _number(value: float) -> str:
+    """A power of two as one, where the digits say nothing."""
+    power = int(value).bit_length() - 1
+    return f"2^{power}" if value > 1 << 20 and value == 1 << power else str(value)
+
+
+def _states() -> str:
+    def cell(state: State, message: type[Request]) -> str:
+        code = refused(state, message)
+        if code is not None:
+            return f"error `{code}`"
+        reply = RULES[message].reply
+        greets = " and the state is the role" if message is messages.Hello else ""
+        return "taken, no reply" if reply is None else f"{_tag(reply)}{greets}"
+
+    rows = [[_tag(message), *(cell(state, message) for state in State)] for message in RULES]
+    closing = ", ".join(f"`{code}`" for code, refusal in REFUSALS.items() if refusal.closes)
+    anything = ["anything else", *(["error `wire`, closed"] * len(State))]
+    return _table(["message", *State], [*rows, anything]) + f"\nErrors that close the connection: {closing}.\n"
+
+
+def _errors() -> str:
+    rows = [
+        [f"`{code}`", REFUSALS[code].meaning, "is closed" if REFUSALS[code].closes else "goes on"] for code in ErrorCode
+    ]
+    return _table(["code", "meaning", "the connection"], rows)
+
+
+def _limits() -> str:
+    return _table(
+        ["limit", "value", "of what"],
+        [
+            [f"`{module.__name__.removeprefix('hybridkv.')}.{name}`", str(getattr(module, name)), what]
+            for module, names in LIMITS.items()
+            for name, what in names.items()
+        ],
+    )
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "versions": _versions,
+    "requests": _requests,
+    "replies": _replies,
+    "parts": _parts,
+    "states": _states,
+    "errors": _errors,
+    "limits": _limits,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
