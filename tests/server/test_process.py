@@ -155,6 +155,22 @@ def test_bytes_that_are_no_message_get_an_error_and_a_closed_connection(
     assert values["sessions"] == 0
 
 
+def test_a_client_that_left_before_its_answers_is_no_fault_of_the_daemon(daemon: DaemonProcess) -> None:
+    """What it said after the first answer that nobody took is not looked at."""
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(daemon.socket_path)
+            client.sendall(encode(HELLO) + encode(Want(2, PART, 1, 1)) * 3)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    with Control(daemon.socket_path) as control:
+        values = control.stats().values
+    assert not [name for name in values if name.startswith("refused_")]
+    assert (values["connections"], values["sessions"], values["bytes_writing"]) == (1, 0, 0)
+
+
 def test_start_and_idle_footprint(tmp_path: Path) -> None:
     """Resident memory outside the arena stays under 60 MB."""
     running = DaemonProcess(str(tmp_path / "d.sock"), "256MiB")

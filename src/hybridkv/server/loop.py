@@ -160,6 +160,8 @@ class Server:
             return
         try:
             for body in peer.frames.feed(received):
+                if peer.sock not in self._peers:
+                    return  # It was dropped while it was answered.
                 reply = self.daemon.handle(peer.number, decode_request(body))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
