@@ -258,7 +258,7 @@ class DaemonMachine(RuleBasedStateMachine):
             self.generations.add(generation)
             assert any(start <= offset and offset + size <= end for start, end in free), "a slot that is in use"
             held.writing[offset, generation] = shape
-        if gone and refs:
+        if gone and len(refs) == allowed:
             room = next((start, end) for start, end in free if start <= refs[-1][0] < end)
             assert room[0] <= gone[-1].ref[0] < room[1], "the last one that went made no room"
         self.free_runs()
@@ -434,17 +434,16 @@ class DaemonMachine(RuleBasedStateMachine):
                 self.retired.append(thing.ref)
 
     @rule(
-        pick=st.integers(0, 99),
-        prompt=st.integers(0, PROMPTS - 1),
-        lease=st.integers(1, 5),
+        picks=st.lists(st.tuples(st.integers(0, 9), st.integers(0, PROMPTS - 1), st.integers(1, 5)), max_size=8),
         mix=st.randoms(use_true_random=False),
     )
-    def request(self, pick: int, prompt: int, lease: int, mix: random.Random) -> None:
-        """What a request does where nothing goes wrong, but that its lease may stay."""
-        self.lookup(pick, prompt, CHUNKS, lease)
-        self.store_prompt(pick, prompt, CHUNKS, mix, 0)
-        if lease != 5:
-            self.release(pick, lease)
+    def requests(self, picks: list[tuple[int, int, int]], mix: random.Random) -> None:
+        """What happens where nothing goes wrong, but that a lease may stay."""
+        for pick, prompt, lease in picks:
+            self.lookup(pick, prompt, CHUNKS, lease)
+            self.store_prompt(pick, prompt, CHUNKS, mix, 0)
+            if lease != 5:
+                self.release(pick, lease)
 
     # Losses
 
@@ -542,5 +541,5 @@ class DaemonMachine(RuleBasedStateMachine):
                 self.lookup(len(self.sessions) - 1, prompt, CHUNKS, prompt + 1)
 
 
-DaemonMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=80, deadline=None)
+DaemonMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=80, deadline=None)
 TestDaemon = DaemonMachine.TestCase
