@@ -75,11 +75,8 @@ class Session:
     model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
-
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes in the session's unwritten slots."""
-        return sum(slot.size_bytes for slot in self.writing.values())
+    writing_bytes: int = 0
+    """Bytes in `writing`."""
 
 
 @dataclass
@@ -250,6 +247,7 @@ class Daemon:
         )
         slots = self.store.grant(shape, min(want.count, max(0, room) // size))
         session.writing.update((slot.offset, slot) for slot in slots)
+        session.writing_bytes += size * len(slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
             want.id,
@@ -275,6 +273,7 @@ class Daemon:
             if group >= len(session.geometry.groups) or slot.shape not in session.namespace.shapes[group]:
                 raise RequestError("commit", f"a slot of (bytes, parts) {slot.shape} is no object of group {group}")
             del session.writing[slot.offset]
+            session.writing_bytes -= slot.size_bytes
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             size = slot.part_bytes * slot.parts
             if self.store.commit(slot, session.namespace, group, chunk_hash):
@@ -287,6 +286,7 @@ class Daemon:
             slot = session.writing.get(offset)
             if slot is not None and slot.generation == generation:
                 del session.writing[offset]
+                session.writing_bytes -= slot.size_bytes
                 self.store.free(slot)
 
     def _condemn(self, condemn: Condemn) -> None:
@@ -349,6 +349,7 @@ class Daemon:
             for slots in session.leases.values():
                 pins.update(slots)
             assert not writing & set(session.writing.values())
+            assert session.writing_bytes == sum(slot.size_bytes for slot in session.writing.values())
             writing |= set(session.writing.values())
         for slot, count in pins.items():
             assert slot.pins == count

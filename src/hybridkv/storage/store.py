@@ -75,6 +75,7 @@ class Store:
         self._generation = first_generation
         self._writing_bytes = 0
         self._committed_bytes = 0
+        self._objects = 0
         self.evicted = 0
         self.duplicates = 0
 
@@ -91,7 +92,7 @@ class Store:
     @property
     def objects(self) -> int:
         """Committed slots."""
-        return sum(slot.state is SlotState.COMMITTED for slot in self._slots.values())
+        return self._objects
 
     def get(self, offset: int, generation: int) -> Slot | None:
         """The slot at `offset`, unless it has another generation by now."""
@@ -131,6 +132,7 @@ class Store:
         slot.state = SlotState.COMMITTED
         self._writing_bytes -= slot.size_bytes
         self._committed_bytes += slot.size_bytes
+        self._objects += 1
         self._lru[slot.offset] = slot
         self._write_header(slot)
         return True
@@ -155,8 +157,7 @@ class Store:
             if slot.pins:
                 continue
             if slot.namespace is None:
-                self._committed_bytes -= slot.size_bytes
-                self._return(slot)
+                self._return_object(slot)
             else:
                 self._lru[slot.offset] = slot
 
@@ -171,8 +172,7 @@ class Store:
         slot.namespace = None
         self._lru.pop(slot.offset, None)
         if not slot.pins:
-            self._committed_bytes -= slot.size_bytes
-            self._return(slot)
+            self._return_object(slot)
 
     def clear(self) -> int:
         """Drop every object; returns how many."""
@@ -202,6 +202,12 @@ class Store:
             states[slot.state] += slot.size_bytes
         assert states[SlotState.WRITING] == self._writing_bytes
         assert states[SlotState.COMMITTED] == self._committed_bytes
+        assert sum(slot.state is SlotState.COMMITTED for slot in self._slots.values()) == self._objects
+
+    def _return_object(self, slot: Slot) -> None:
+        self._committed_bytes -= slot.size_bytes
+        self._objects -= 1
+        self._return(slot)
 
     def _return(self, slot: Slot) -> None:
         slot.state = SlotState.FREE
