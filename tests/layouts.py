@@ -1,5 +1,7 @@
 """Group layouts of real models, as vLLM resolves them (tokens per block, kinds), with small blocks."""
 
+import dataclasses
+
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 
 K = Kind
@@ -26,6 +28,15 @@ def make(
         for gid, (kind, block, window) in enumerate(groups)
     )
     return Geometry(made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks)
+
+
+def wide(geometry: Geometry, *factors: int) -> Geometry:
+    """The same with blocks so many times larger, group by group, so that slots take from one to several pages."""
+    groups = tuple(
+        dataclasses.replace(group, layer_bytes=tuple(size * factor for size in group.layer_bytes))
+        for group, factor in zip(geometry.groups, factors, strict=True)
+    )
+    return dataclasses.replace(geometry, groups=groups)
 
 
 LAYOUTS = {

@@ -94,11 +94,8 @@ class Session:
     model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
-
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes in the session's unwritten slots."""
-        return sum(slot.size_bytes for slot in self.writing.values())
+    writing_bytes: int = 0
+    """Bytes in `writing`."""
 
     def unwritten(self, offset: int, generation: int) -> Slot | None:
         """The session's unwritten slot of that name, if it has one."""
@@ -326,6 +323,7 @@ class Daemon:
         )
         slots = self.store.grant(shape, min(want.count, max(0, room) // size), tag_of(session.engine_id))
         session.writing.update((slot.offset, slot) for slot in slots)
+        session.writing_bytes += size * len(slots)
         self.counters["slots_granted"] += len(slots)
         return Granted(
             want.id,
@@ -353,6 +351,7 @@ class Daemon:
             if slot is None or session.writing.pop(slot.offset, None) is None:
                 self.counters["commits_unknown"] += 1
                 continue
+            session.writing_bytes -= slot.size_bytes
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
             size = slot.part_bytes * slot.parts
             if self.store.commit(slot, session.namespace, groups[at], chunk_hash):
@@ -365,6 +364,7 @@ class Daemon:
             slot = session.unwritten(offset, generation)
             if slot is not None:
                 del session.writing[offset]
+                session.writing_bytes -= slot.size_bytes
                 self.store.free(slot)
 
     def _condemn(self, condemn: Condemn) -> None:
@@ -428,6 +428,7 @@ class Daemon:
             for slots in session.leases.values():
                 pins.update(slots)
             assert not writing & set(session.writing.values())
+            assert session.writing_bytes == sum(slot.size_bytes for slot in session.writing.values())
             writing |= set(session.writing.values())
         for slot, count in pins.items():
             assert slot.pins == count

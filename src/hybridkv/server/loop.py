@@ -30,7 +30,8 @@ from hybridkv.wire.protocol import REFUSALS, ErrorCode
 logger = logging.getLogger("hybridkv.daemon")
 
 CONNECTIONS_MAX = 4096
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 14
+"""Taken from one client before the next one's turn: many small requests are also work."""
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
 GENERATION_BITS = 32

@@ -88,6 +88,7 @@ class Store:
         self._generation = first_generation
         self._writing_bytes = 0
         self._committed_bytes = 0
+        self._objects = 0
         self.evicted = 0
         self.duplicates = 0
 
@@ -108,7 +109,7 @@ class Store:
     @property
     def objects(self) -> int:
         """Committed slots."""
-        return sum(slot.state is SlotState.COMMITTED for slot in self._slots.values())
+        return self._objects
 
     def get(self, offset: int, generation: int) -> Slot | None:
         """The slot at `offset`, unless it has another generation by now."""
@@ -146,6 +147,7 @@ class Store:
                 writing.append(slot)
             else:
                 self._committed_bytes += size
+                self._objects += 1
                 objects.append((slot, header))
         self.extents.take_over(limit, used)
         gids: dict[bytes, set[int]] = {}
@@ -159,8 +161,7 @@ class Store:
             index = namespace.gids.index(header.gid)
             entry = namespace.entries.setdefault(header.chunk_hash, [None] * len(namespace.gids))
             if entry[index] is not None:
-                self._committed_bytes -= slot.size_bytes
-                self._return(slot)
+                self._return_object(slot)
                 continue
             entry[index] = slot
             slot.namespace, slot.chunk_hash, slot.group_index = namespace, header.chunk_hash, index
@@ -228,6 +229,7 @@ class Store:
         slot.state = SlotState.COMMITTED
         self._writing_bytes -= slot.size_bytes
         self._committed_bytes += slot.size_bytes
+        self._objects += 1
         self._lru[slot.offset] = slot
         self._write_header(slot)
         return True
@@ -252,8 +254,7 @@ class Store:
             if slot.pins:
                 continue
             if slot.namespace is None:
-                self._committed_bytes -= slot.size_bytes
-                self._return(slot)
+                self._return_object(slot)
             else:
                 self._lru[slot.offset] = slot
 
@@ -270,8 +271,7 @@ class Store:
         if slot.pins:
             self._write_header(slot)
         else:
-            self._committed_bytes -= slot.size_bytes
-            self._return(slot)
+            self._return_object(slot)
 
     def clear(self) -> int:
         """Drop every object; returns how many."""
@@ -302,6 +302,12 @@ class Store:
             states[slot.state] += slot.size_bytes
         assert states[SlotState.WRITING] == self._writing_bytes
         assert states[SlotState.COMMITTED] == self._committed_bytes
+        assert sum(slot.state is SlotState.COMMITTED for slot in self._slots.values()) == self._objects
+
+    def _return_object(self, slot: Slot) -> None:
+        self._committed_bytes -= slot.size_bytes
+        self._objects -= 1
+        self._return(slot)
 
     def _return(self, slot: Slot) -> None:
         self.trailer.clear(slot.offset)
