@@ -154,6 +154,16 @@ def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str)
         assert min(unpack_u64(more.generations)) > max(header.generation for _, header in stored)
 
 
+def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProcess) -> None:
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+    daemon.kill()
+    with DaemonProcess(daemon.socket_path, None), Control(daemon.socket_path) as control:
+        values = control.stats().values
+        assert (values["objects"], values["bytes_arena"]) == (3, 64 << 20)
+
+
 def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
     with Control(daemon.socket_path, hello=HELLO) as engine:
         store(engine, 3)

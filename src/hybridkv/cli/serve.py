@@ -10,7 +10,6 @@ from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import parse_size
 from hybridkv.server.loop import ServeOptions, serve
 from hybridkv.server.place import AlreadyServedError, make_private_directory
-from hybridkv.shm.arena import default_ram_bytes
 
 METRICS_PORT = 9477
 
@@ -18,7 +17,7 @@ METRICS_PORT = 9477
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `serve`."""
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
-    parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)')
+    parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: what an earlier daemon left, else a quarter)')
     parser.add_argument(
         "--metrics-port",
         type=int,
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, after which the next daemon goes on with the cache, or SIGINT (Ctrl-C), which frees it."""
     socket_path = Path(check_socket_path(arguments.socket, "socket"))
-    ram_bytes = default_ram_bytes() if arguments.ram is None else parse_size(arguments.ram, "ram")
+    ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     log_file = arguments.log_file
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")

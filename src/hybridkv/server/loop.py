@@ -19,9 +19,9 @@ from hybridkv.core.sizes import format_size
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
 from hybridkv.server.place import arena_path, listen, make_private_directory, stale_arenas, take_lock
-from hybridkv.shm.arena import Arena, ArenaGoneError, attach_arena, check_ram, create_arena, is_no_space
+from hybridkv.shm.arena import Arena, ArenaGoneError, attach_arena, check_ram, create_arena, default_ram_bytes, is_no_space
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Reply, Report
@@ -46,7 +46,8 @@ class ServeOptions(NamedTuple):
     """What `hybridkv serve` was asked for."""
 
     socket_path: Path
-    ram_bytes: int
+    ram_bytes: int | None
+    """None: as much as an earlier daemon left, else the default."""
     metrics_port: int
     fresh: bool = False
     """Start with an empty cache, even where an earlier daemon left one."""
@@ -72,7 +73,7 @@ class Server:
         self._lock_fd = take_lock(options.socket_path)
         self._socket_path = options.socket_path
         boot = uuid.uuid4().hex
-        size = options.ram_bytes // SLOT_ALIGN * SLOT_ALIGN
+        size = _ram_bytes(options) // SLOT_ALIGN * SLOT_ALIGN
         self._arena, self._trailer, warm = _arena(options, size, boot)
         self._listener = listen(options.socket_path, "socket")
         store = Store(self._arena.memory[:size], time.time_ns() // 10**9 << GENERATION_BITS, self._trailer)
@@ -338,6 +339,14 @@ def serve(options: ServeOptions) -> None:
     server.run()
 
 
+def _ram_bytes(options: ServeOptions) -> int:
+    """What was asked for, or what an arena to take over has: the default hangs on what is free, so on that arena."""
+    if options.ram_bytes is not None:
+        return options.ram_bytes
+    left = [] if options.fresh else [left_slots_bytes(path) for path in stale_arenas(options.socket_path)]
+    return next((size for size in left if size), None) or default_ram_bytes()
+
+
 def _arena(options: ServeOptions, slots_bytes: int, boot: str) -> tuple[Arena, Trailer, bool]:
     """The arena of an earlier daemon of this socket where one fits, else a new one; and whether it is an old one."""
     chosen: tuple[Arena, Trailer] | None = None
@@ -349,7 +358,7 @@ def _arena(options: ServeOptions, slots_bytes: int, boot: str) -> tuple[Arena, T
         path.unlink(missing_ok=True)
     if chosen is not None:
         return *chosen, True
-    check_ram(options.ram_bytes, "ram")
+    check_ram(slots_bytes, "ram")
     arena = create_arena(arena_path(options.socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()

@@ -9,10 +9,12 @@ The page table says where slots are: the number of pages of the slot that starts
 aligned store; it is set after the slot's header is whole and cleared before the slot is free.  Only the daemon writes.
 """
 
+import os
 import re
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
@@ -115,6 +117,20 @@ class Trailer:
         """Let go of the arena's memory."""
         for view in (self._entries, self._table, self._processes, self._reserved, self._super):
             view.release()
+
+
+def left_slots_bytes(path: Path) -> int | None:
+    """How many bytes of slots the arena at `path` was formatted for; None where it is none of this version."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-SLOT_ALIGN, os.SEEK_END)
+            head = file.read(_SUPER.size + _CRC.size)
+    except OSError:
+        return None
+    if len(head) < _SUPER.size + _CRC.size or _CRC.unpack_from(head, _SUPER.size)[0] != zlib.crc32(head[: _SUPER.size]):
+        return None
+    magic, version, align, slots_bytes = _SUPER.unpack_from(head)
+    return int(slots_bytes) if (magic, version, align) == (_MAGIC, _VERSION, SLOT_ALIGN) else None
 
 
 def trailer_bytes(slots_bytes: int) -> int:

@@ -18,9 +18,9 @@ STOP_SECONDS = 20.0
 class DaemonProcess:
     """One daemon process at a time on one socket; it can be killed and started again. A context manager."""
 
-    def __init__(self, socket_path: str, ram: str, metrics_port: int = -1, fresh: bool = False) -> None:
+    def __init__(self, socket_path: str, ram: str | None, metrics_port: int = -1, fresh: bool = False) -> None:
         self.socket_path = socket_path
-        self._options = ["--ram", ram, "--metrics-port", str(metrics_port), *(["--fresh"] if fresh else [])]
+        self._options = [*(["--ram", ram] if ram is not None else []), "--metrics-port", str(metrics_port), *(["--fresh"] if fresh else [])]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "DaemonProcess":
