@@ -17,7 +17,11 @@ METRICS_PORT = 9477
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `serve`."""
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
-    parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: what an earlier daemon left, else a quarter)')
+    parser.add_argument(
+        "--ram",
+        metavar="SIZE",
+        help='memory for the cache, like "8GiB" (default: what an earlier daemon left, else a quarter)',
+    )
     parser.add_argument(
         "--metrics-port",
         type=int,

@@ -19,7 +19,15 @@ from hybridkv.core.sizes import format_size
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
 from hybridkv.server.place import arena_path, listen, make_private_directory, stale_arenas, take_lock
-from hybridkv.shm.arena import Arena, ArenaGoneError, attach_arena, check_ram, create_arena, default_ram_bytes, is_no_space
+from hybridkv.shm.arena import (
+    Arena,
+    ArenaGoneError,
+    attach_arena,
+    check_ram,
+    create_arena,
+    default_ram_bytes,
+    is_no_space,
+)
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 from hybridkv.storage.store import Store

@@ -20,7 +20,12 @@ class DaemonProcess:
 
     def __init__(self, socket_path: str, ram: str | None, metrics_port: int = -1, fresh: bool = False) -> None:
         self.socket_path = socket_path
-        self._options = [*(["--ram", ram] if ram is not None else []), "--metrics-port", str(metrics_port), *(["--fresh"] if fresh else [])]
+        self._options = [
+            *(["--ram", ram] if ram is not None else []),
+            "--metrics-port",
+            str(metrics_port),
+            *(["--fresh"] if fresh else []),
+        ]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "DaemonProcess":
