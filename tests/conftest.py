@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ def other_users_socket() -> Iterator[str]:
             assert process.poll() is None, "the other user's daemon ended"
         yield f"{place}/daemon.sock"
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         process.wait(DEADLINE_SECONDS)
         shutil.rmtree(place, ignore_errors=True)
 

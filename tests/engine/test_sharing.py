@@ -148,12 +148,11 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
         Path(socket_path).unlink()
         until(is_back, "the engine started a new daemon")
         assert pid() != first
-        for expected in (0, 3 * CHUNK):
-            running.reset()
-            (result,) = running.run(text, max_tokens=6)
-            assert result["cached_tokens"] == expected
-            assert result["tokens"] == computed["tokens"]
-    os.kill(pid(), signal.SIGTERM)
+        running.reset()
+        (result,) = running.run(text, max_tokens=6)
+        assert result["cached_tokens"] == 3 * CHUNK, "it goes on with the cache of the one that was killed"
+        assert result["tokens"] == computed["tokens"]
+    os.kill(pid(), signal.SIGINT)
     until(lambda: not Path(socket_path).exists(), "the daemon ends")
 
 

@@ -391,7 +391,7 @@ def test_auto_starts_a_daemon_that_outlives_the_caller(tmp_path: Path) -> None:
     ensure_daemon(socket_path, 64 << 20)
     with Control(socket_path) as control:
         assert control.welcome.pid == pid
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while Path(socket_path).exists():
         assert time.monotonic() < deadline
