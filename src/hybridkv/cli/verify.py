@@ -212,7 +212,7 @@ class Proof:
             self._daemon.start()
             engine.reset()
             self._until_connected(engine, prompt)
-            refilled = self._measure("daemon restarted, refilling", engine, prompt, external_chunks=None)
+            refilled = self._measure("daemon just restarted", engine, prompt, external_chunks=None)
             engine.reset()
             rewarmed = self._measure("daemon restarted", engine, prompt, external_chunks=CHUNKS)
             preempted = self._measure_preempted("preempted", engine, crowd)
