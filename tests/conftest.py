@@ -10,11 +10,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from hybridkv.testing.daemon import DaemonProcess
 
 DEADLINE_SECONDS = 20.0
+
+# An example may take long where the machine does something else.
+hypothesis.settings.register_profile("hybridkv", deadline=None)
+hypothesis.settings.load_profile("hybridkv")
 
 
 @pytest.fixture
