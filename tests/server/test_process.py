@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Abandon,
     Commit,
     Describe,
     Drained,
@@ -91,14 +92,15 @@ def test_only_the_owner_may_touch_socket_and_arena(daemon: DaemonProcess) -> Non
         assert path.stat().st_uid == os.geteuid()
 
 
-def write_slots(engine: Control) -> Sequence[int]:
-    """Some; a young daemon has none yet."""
+def granted_slots(engine: Control, count: int) -> Granted:
+    """So many write slots; a young daemon has none yet."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
-        granted = engine.call(Want(2, PART, 1, 5))
+        granted = engine.call(Want(2, PART, 1, count))
         assert isinstance(granted, Granted)
-        if granted.offsets:
-            return unpack_u64(granted.offsets)
+        if len(unpack_u64(granted.offsets)) == count:
+            return granted
+        engine.tell(Abandon(granted.offsets, granted.generations))
     raise AssertionError("no write slots")
 
 
@@ -164,6 +166,54 @@ def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProce
         assert (values["objects"], values["bytes_arena"]) == (3, 64 << 20)
 
 
+def test_an_arena_that_cannot_be_taken_over_keeps_nobody_from_serving(daemon: DaemonProcess) -> None:
+    """Here a worker's process id is none that can be: whatever it is, the next daemon serves, and starts empty."""
+    with Control(daemon.socket_path, hello=WORKER), Control(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+        old = engine.welcome
+        daemon.kill()
+    arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+    pid = os.getpid().to_bytes(8, "little")
+    at = bytes(arena.memory[old.slots_bytes :]).index(pid) + old.slots_bytes
+    arena.memory[at : at + 8] = b"\xff" * 8
+    arena.close()
+    daemon.start()
+    with Control(daemon.socket_path, hello=HELLO) as engine:
+        assert engine.stats().values["objects"] == 0
+        assert engine.welcome.arena_path != old.arena_path
+        assert not Path(old.arena_path).exists()
+        store(engine, 3)
+
+
+def test_what_a_process_said_last_is_heard(daemon: DaemonProcess) -> None:
+    """It commits and ends while the daemon looks elsewhere: its end and its words are then there at once."""
+    code = (
+        "import os, sys; from hybridkv.client.control import Control; from hybridkv.wire.messages import Commit, Tell\n"
+        "from tests.server.test_process import HELLO, granted_slots, names, pack_u64\n"
+        "with Control(sys.argv[1], hello=HELLO) as engine:\n"
+        "    granted = granted_slots(engine, 5); print('ready', flush=True); sys.stdin.readline()\n"
+        "    for at in range(60): engine.tell(Tell(f'r{at}', {'said': 'x' * 500}))\n"
+        "    engine.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * 5), names(5))); os._exit(0)"
+    )
+    assert daemon.process is not None
+    command = [sys.executable, "-c", code, daemon.socket_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as last:
+        assert last.stdout is not None
+        assert last.stdin is not None
+        assert last.stdout.readline() == b"ready\n"
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            last.stdin.write(b"go\n")
+            last.stdin.flush()
+            assert last.wait(DEADLINE_SECONDS) == 0
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+    with Control(daemon.socket_path) as control:
+        until(lambda: control.stats().values["sessions"] == 0)
+        assert control.stats().values["objects"] == 5
+
+
 def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
     with Control(daemon.socket_path, hello=HELLO) as engine:
         store(engine, 3)
@@ -199,7 +249,7 @@ def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonPr
         Control(daemon.socket_path, hello=WORKER),
         Control(daemon.socket_path, hello=HELLO) as engine,
     ):
-        held = set(write_slots(engine))
+        held = set(unpack_u64(granted_slots(engine, 5).offsets))
         daemon.kill()
     daemon.start()
     with Control(daemon.socket_path, hello=msgspec.structs.replace(HELLO, session=1)) as engine:
@@ -226,7 +276,7 @@ def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess
             assert worker.stdout is not None
             assert worker.stdout.readline() == b"ready\n"
             with Control(daemon.socket_path, hello=HELLO) as engine:
-                write_slots(engine)
+                granted_slots(engine, 5)
             if restart:
                 daemon.kill()
                 daemon.start()

@@ -212,8 +212,6 @@ class Proof:
             self._daemon.start()
             engine.reset()
             self._until_connected(engine, prompt)
-            refilled = self._measure("daemon just restarted", engine, prompt, external_chunks=None)
-            engine.reset()
             rewarmed = self._measure("daemon restarted", engine, prompt, external_chunks=CHUNKS)
             preempted = self._measure_preempted("preempted", engine, crowd)
         with self._engine("engine without a connector", connector=False) as engine:
@@ -225,7 +223,7 @@ class Proof:
             engine.reset()
             noise = _deviation(engine.run(*crowd, max_tokens=MAX_TOKENS, starve=True), alone)
         arms.append(self._judge_reference(prompt, reference))
-        for measured in (cold, warm, mixed, restarted, killed, refilled, rewarmed):
+        for measured in (cold, warm, mixed, restarted, killed, rewarmed):
             arms.append(self._judge(measured, reference))
         arms.append(self._judge_preempted(preempted, alone, max(NOISE_MIN, NOISE_FACTOR * noise)))
         return arms

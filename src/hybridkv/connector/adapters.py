@@ -7,7 +7,6 @@ long as nobody changes them: adapters that changed after the engine started are 
 
 import hashlib
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ class Adapters:
         def run() -> None:
             try:
                 work(adapter, directory)
-            except OSError as error:
-                adapter.refuse(f"the adapter's files cannot be read: {error.strerror or error}")
+            except Exception as error:  # noqa: BLE001  # told by the adapter; requests must not wait for it
+                adapter.refuse(f"the adapter's files cannot be read: {error}")
 
         threading.Thread(target=run, name="hybridkv-adapter", daemon=True).start()
 
@@ -105,8 +104,3 @@ def _files(directory: Path) -> _Files:
             status = path.stat()
             found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
     return tuple(found)
-
-
-def engine_start_ns() -> int:
-    """Now, for an engine that has not loaded an adapter yet."""
-    return time.time_ns()

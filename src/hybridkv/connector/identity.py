@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from hybridkv.connector.hashing import hash_facts
 from hybridkv.connector.metadata import WorkerLayout
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.plans import PAYLOAD_VERSION
 from hybridkv.core.settings import Settings
 
 _SAMPLES = 16
@@ -33,6 +34,7 @@ def identity_facts(
     """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
+        "payload": PAYLOAD_VERSION,
         "abi": ".".join(vllm.__version__.split(".")[:2]),
         "hash": hash_facts(str(cache.prefix_caching_hash_algo)),
         "weights": settings.weights_identity or weights_identity(vllm_config),

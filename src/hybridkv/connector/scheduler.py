@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
-from hybridkv.connector.adapters import Adapters, engine_start_ns
+from hybridkv.connector.adapters import Adapters
 from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.stores import Stores
@@ -94,7 +94,7 @@ class SchedulerSide:
         self._held: dict[str, int] = {}
         """Blocks, at most, of the requests that have blocks for a load and did not run since."""
         self._own_hashes = own_hashes
-        self._adapters = Adapters(engine_start_ns())
+        self._adapters = Adapters(time.time_ns())
         self._about = describe(facts or {})
         self._gids = [group.gid for group in geometry.groups]
         self._counters = counters

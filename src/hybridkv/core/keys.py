@@ -2,7 +2,8 @@
 
 A *namespace* is the fingerprint of everything that shapes the bytes but not the prompt: weights, config, dtypes,
 layout, engine ABI.  Inside a namespace an object is named by (gid, chunk hash), where the chunk hash is the
-engine's prefix-chained block hash at the end of the chunk; it covers the tokens, LoRA, multimodal input and salt.
+engine's prefix-chained block hash at the end of the chunk; it covers the tokens, multimodal input and salt.
+The names of chunks that a LoRA adapter computed are `masked` with a hash of its files.
 """
 
 import hashlib

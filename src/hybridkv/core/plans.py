@@ -19,6 +19,8 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import U64, unpack_u64
 
+PAYLOAD_VERSION = 1
+"""Of the layout above. It is a part of the identity: the arena outlives the daemon, and its upgrade."""
 NULL_BLOCK = 0
 """The engine's null block: never stored, never loaded into."""
 

@@ -120,12 +120,12 @@ class Connection:
 class Daemon:
     """The state machine behind the socket."""
 
-    def __init__(self, store: Store, boot: str, arena_path: str, arena_bytes: int, pid: int) -> None:
+    def __init__(self, store: Store, boot: str, arena_path: str, file_bytes: int, pid: int) -> None:
         self.store = store
         self.boot = boot
         self._arena_path = arena_path
         self._arena_bytes = len(store)
-        self._file_bytes = arena_bytes
+        self._file_bytes = file_bytes
         self._pid = pid
         self._connections: dict[int, Connection] = {}
         self._sessions: list[Session] = []
@@ -259,7 +259,10 @@ class Daemon:
             connection.session = session
         elif hello.role == "worker":
             tag = tag_of(hello.engine_id)
-            self._workers.setdefault(tag, {}).setdefault(connection.process, 0)
+            workers = self._workers.setdefault(tag, {})
+            if workers.get(connection.process, NEVER) >= NEVER:
+                # New, or an engine of the same name before it in this process has ended.
+                workers[connection.process] = 0
             if connection.process.pid:
                 self.store.trailer.remember(WorkerProcess(tag, *connection.process))
         connection.state = State(hello.role)
@@ -440,7 +443,7 @@ class Daemon:
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         known = self._namespaces.get(identity)
-        if known is not None and known.is_recovered:
+        if known is not None and not known.shapes:
             self.store.regroup(known, gids, shapes)
         if known is None:
             if len(self._namespaces) >= NAMESPACES_MAX:

@@ -18,18 +18,10 @@ from typing import NamedTuple
 from hybridkv.core.sizes import format_size
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
-from hybridkv.server.place import arena_path, listen, make_private_directory, stale_arenas, take_lock
+from hybridkv.server.place import listen, make_private_directory, open_arena, take_lock
 from hybridkv.shm.arena import (
-    Arena,
-    ArenaGoneError,
-    attach_arena,
-    check_ram,
-    create_arena,
-    default_ram_bytes,
     is_no_space,
 )
-from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Reply, Report
@@ -38,12 +30,14 @@ from hybridkv.wire.protocol import REFUSALS, ErrorCode
 logger = logging.getLogger("hybridkv.daemon")
 
 CONNECTIONS_MAX = 4096
+LAST_WORDS_BYTES_MAX = 4 << 20
+"""Read from a connection after its process ended; a socket's buffer holds less."""
 RECEIVE_BYTES = 1 << 14
 """Taken from one client before the next one's turn: many small requests are also work."""
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
-GENERATION_BITS = 32
-"""Room for the slots of one life; the bits above are its start in seconds, so that later lives give later ones."""
+GENERATION_BITS = 22
+"""The bits above are a life's start in milliseconds, so that later lives give later generations."""
 VALUES_TIMEOUT_SECONDS = 5.0
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
@@ -80,27 +74,26 @@ class Server:
         make_private_directory(options.socket_path.parent, "socket")
         self._lock_fd = take_lock(options.socket_path)
         self._socket_path = options.socket_path
-        boot = uuid.uuid4().hex
-        size = _ram_bytes(options) // SLOT_ALIGN * SLOT_ALIGN
-        self._arena, self._trailer, warm = _arena(options, size, boot)
-        self._listener = listen(options.socket_path, "socket")
-        store = Store(self._arena.memory[:size], time.time_ns() // 10**9 << GENERATION_BITS, self._trailer)
-        self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid())
         self._selector = selectors.DefaultSelector()
+        self._pidfds: dict[Process, int] = {}
+        self._peers: dict[socket.socket, _Peer] = {}
+        if not self._open(options, options.fresh):
+            # Whatever is wrong with what the last daemon left, it must not keep this one from serving.
+            self._trailer.release()
+            self._arena.close()
+            self._open(options, fresh=True)
+        self._listener = listen(options.socket_path, "socket")
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._peers: dict[socket.socket, _Peer] = {}
         self._numbers = 0
         self._asked: deque[Future[dict[str, float]]] = deque()
         self._running = True
         self._keeps_arena = True
-        self._pidfds: dict[Process, int] = {}
-        if warm:
-            self._recover()
-        self._reserved = store.extents.limit_bytes
+        size = self._arena.slots_bytes
+        self._reserved = self.daemon.store.extents.limit_bytes
         self._reserve_failed = False
         self._reserve_wanted = threading.Condition()
         self._reserve_goal = min(self._reserved + RESERVE_AHEAD_BYTES, size)
@@ -167,22 +160,23 @@ class Server:
             message = f"there are {CONNECTIONS_MAX} connections already"
             self._refuse(peer, ErrorCode.CONNECTIONS, message)
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: _Peer) -> bool:
+        """Serve what has come; whether there was anything."""
         try:
             received = peer.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             received = b""
         if not received:
             self._drop(peer)
-            return
+            return False
         if peer.closing:
-            return
+            return True
         try:
             for body in peer.frames.feed(received):
                 if peer.sock not in self._peers:
-                    return  # It was closed while it was being answered.
+                    break  # It was closed while it was being answered.
                 reply = self.daemon.handle(peer.number, decode_request(body))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
@@ -193,6 +187,7 @@ class Server:
         except Exception:  # the supervised boundary: one client's fault must not end the others'
             logger.exception("a request failed inside the daemon; its connection is closed")
             self._refuse(peer, ErrorCode.INTERNAL, "the daemon failed on this request")
+        return True
 
     def _send(self, peer: _Peer, reply: Reply) -> None:
         try:
@@ -259,20 +254,39 @@ class Server:
     def _process_ended(self, fd: int) -> None:
         for process in [process for process, known in self._pidfds.items() if known == fd]:
             for peer in [peer for peer in self._peers.values() if peer.process == process]:
+                # Its last words, such as what it committed, may still be in the socket.
+                for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
+                    if peer.sock not in self._peers or not self._receive(peer):
+                        break
                 self._drop(peer)
             self.daemon.gone(process)
             self._unwatch(process)
 
-    def _recover(self) -> None:
-        living = []
-        for known in self._trailer.processes():
-            if self._watch(Process(known.pid, known.started)):
-                living.append(known)
-            else:
-                self._trailer.forget(known)
-        self.daemon.recover(living)
-        store = self.daemon.store
+    # The arena
+
+    def _open(self, options: ServeOptions, fresh: bool) -> bool:
+        """Have an arena and a daemon over it; False where an earlier daemon's arena cannot be taken over."""
+        boot = uuid.uuid4().hex
+        self._arena, self._trailer, warm = open_arena(options.socket_path, options.ram_bytes, fresh, boot)
+        memory = self._arena.memory[: self._arena.slots_bytes]
+        store = Store(memory, time.time_ns() // 10**6 << GENERATION_BITS, self._trailer)
+        self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid())
+        if not warm:
+            return True
+        try:
+            living = []
+            for known in self._trailer.processes():
+                if self._watch(Process(known.pid, known.started)):
+                    living.append(known)
+                else:
+                    self._trailer.forget(known)
+            self.daemon.recover(living)
+        except Exception:
+            logger.exception("what an earlier daemon left cannot be taken over; starting empty")
+            del self.daemon
+            return False
         logger.info("took over %d objects, %s", store.objects, format_size(store.committed_bytes))
+        return True
 
     def _values(self) -> dict[str, float]:
         """The daemon's values, taken by the loop on behalf of the metrics thread."""
@@ -345,47 +359,6 @@ def serve(options: ServeOptions) -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
     signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
     server.run()
-
-
-def _ram_bytes(options: ServeOptions) -> int:
-    """What was asked for, or what an arena to take over has: the default hangs on what is free, so on that arena."""
-    if options.ram_bytes is not None:
-        return options.ram_bytes
-    left = [] if options.fresh else [left_slots_bytes(path) for path in stale_arenas(options.socket_path)]
-    return next((size for size in left if size), None) or default_ram_bytes()
-
-
-def _arena(options: ServeOptions, slots_bytes: int, boot: str) -> tuple[Arena, Trailer, bool]:
-    """The arena of an earlier daemon of this socket where one fits, else a new one; and whether it is an old one."""
-    chosen: tuple[Arena, Trailer] | None = None
-    for path in stale_arenas(options.socket_path):
-        if chosen is None and not options.fresh:
-            chosen = _take_over(path, slots_bytes)
-            if chosen is not None:
-                continue
-        path.unlink(missing_ok=True)
-    if chosen is not None:
-        return *chosen, True
-    check_ram(slots_bytes, "ram")
-    arena = create_arena(arena_path(options.socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
-    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
-    trailer.format()
-    return arena, trailer, False
-
-
-def _take_over(path: Path, slots_bytes: int) -> tuple[Arena, Trailer] | None:
-    try:
-        arena = attach_arena(path, slots_bytes + trailer_bytes(slots_bytes), slots_bytes, owner=True)
-    except (ArenaGoneError, BlockingIOError) as error:
-        logger.warning("%s is not taken over: %s", path.name, error)
-        return None
-    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
-    if trailer.is_ours:
-        return arena, trailer
-    logger.warning("%s is not taken over: it is of another version", path.name)
-    trailer.release()
-    arena.close()
-    return None
 
 
 def process_of(pid: int) -> Process | None:

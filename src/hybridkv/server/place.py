@@ -2,13 +2,26 @@
 
 import fcntl
 import hashlib
+import logging
 import os
 import socket
 import stat
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.shm.arena import SHM_DIR
+from hybridkv.shm.arena import (
+    SHM_DIR,
+    Arena,
+    ArenaGoneError,
+    attach_arena,
+    check_ram,
+    create_arena,
+    default_ram_bytes,
+)
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
+
+logger = logging.getLogger("hybridkv.daemon")
 
 _BACKLOG = 128
 
@@ -88,6 +101,46 @@ def arena_path(socket_path: Path, boot: str) -> Path:
 def stale_arenas(socket_path: Path) -> list[Path]:
     """Arenas that dead daemons of this socket left behind (the caller holds the lock, so they are dead)."""
     return [path for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*") if path.lstat().st_uid == os.geteuid()]
+
+
+def open_arena(socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str) -> tuple[Arena, Trailer, bool]:
+    """The arena of an earlier daemon of this socket where one fits, else a new one; and whether it is an old one.
+
+    Without `ram_bytes` an old one fits whatever its size: the default hangs on what is free, and so on that arena.
+    Those that do not fit, all of them where `fresh`, are removed. Raises ConfigError.
+    """
+    taken: tuple[Arena, Trailer] | None = None
+    for path in stale_arenas(socket_path):
+        if taken is None and not fresh:
+            taken = _take_over(path, ram_bytes)
+            if taken is not None:
+                continue
+        path.unlink(missing_ok=True)
+    if taken is not None:
+        return *taken, True
+    slots_bytes = _aligned(default_ram_bytes() if ram_bytes is None else ram_bytes)
+    check_ram(slots_bytes, "ram")
+    arena = create_arena(arena_path(socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
+    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
+    trailer.format()
+    return arena, trailer, False
+
+
+def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
+    slots_bytes = left_slots_bytes(path)
+    if slots_bytes is None or (ram_bytes is not None and _aligned(ram_bytes) != slots_bytes):
+        logger.warning("%s is not taken over: it is of another size or version", path.name)
+        return None
+    try:
+        arena = attach_arena(path, slots_bytes + trailer_bytes(slots_bytes), slots_bytes, owner=True)
+    except (ArenaGoneError, BlockingIOError) as error:
+        logger.warning("%s is not taken over: %s", path.name, error)
+        return None
+    return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
+
+
+def _aligned(ram_bytes: int) -> int:
+    return ram_bytes // SLOT_ALIGN * SLOT_ALIGN
 
 
 def _arena_prefix(socket_path: Path) -> str:

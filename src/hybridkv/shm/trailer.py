@@ -58,14 +58,6 @@ class Trailer:
         self._super[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
 
     @property
-    def is_ours(self) -> bool:
-        """Whether a daemon of this version formatted the arena, for as many bytes of slots."""
-        head = bytes(self._super[: _SUPER.size])
-        if _CRC.unpack_from(self._super, _SUPER.size)[0] != zlib.crc32(head):
-            return False
-        return bool(_SUPER.unpack(head) == (_MAGIC, _VERSION, SLOT_ALIGN, self.slots_bytes))
-
-    @property
     def reserved_bytes(self) -> int:
         """Pages of slots below this exist."""
         return min(self._reserved[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN

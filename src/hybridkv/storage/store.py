@@ -57,16 +57,14 @@ class Slot:
 class Namespace:
     """All objects of one identity. `entries[chunk hash][group index]` is the slot, or None."""
 
-    __slots__ = ("entries", "gids", "identity", "is_recovered", "shapes")
+    __slots__ = ("entries", "gids", "identity", "shapes")
 
     def __init__(self, identity: bytes, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
         self.identity = identity
         self.gids = gids
         self.shapes = shapes
-        """Per group, those that an object of it may have."""
+        """Per group, those that an object of it may have; none where only the arena is known: see `Store.regroup`."""
         self.entries: dict[bytes, list[Slot | None]] = {}
-        self.is_recovered = False
-        """Whether its groups are only those that were found in the arena; see `Store.regroup`."""
 
 
 class Store:
@@ -132,12 +130,13 @@ class Store:
             header = unpack_header(bytes(self._memory[offset : offset + HEADER_BYTES]))
             sound = header is not None and slot_bytes(header.part_bytes, header.parts) == size
             kept = header is not None and header.state in (SlotState.WRITING, SlotState.COMMITTED)
+            if header is not None:
+                self._generation = max(self._generation, header.generation)
             if header is None or not sound or not kept or offset < end or offset + size > limit:
                 self.trailer.clear(offset)
                 continue
             slot = Slot(offset, (header.part_bytes, header.parts), header.generation)
             slot.state = header.state
-            self._generation = max(self._generation, header.generation)
             used.append((offset, size))
             end = offset + size
             self._slots[offset] = slot
@@ -155,7 +154,6 @@ class Store:
             gids.setdefault(header.namespace, set()).add(header.gid)
         for identity, found in gids.items():
             namespaces[identity] = Namespace(identity, tuple(sorted(found)), ())
-            namespaces[identity].is_recovered = True
         for slot, header in sorted(objects, key=lambda found: found[0].generation):
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
@@ -187,7 +185,7 @@ class Store:
             for index, slot in enumerate(slots):
                 if slot is not None:
                     slot.group_index = index
-        namespace.gids, namespace.shapes, namespace.is_recovered = gids, shapes, False
+        namespace.gids, namespace.shapes = gids, shapes
 
     def grow(self, limit_bytes: int) -> None:
         """Pages of the arena below `limit_bytes` exist now."""
