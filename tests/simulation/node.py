@@ -31,6 +31,10 @@ class Clock:
         """Seconds."""
         return self.now
 
+    def time_ns(self) -> int:
+        """Nanoseconds."""
+        return round(self.now * 1e9)
+
 
 class Node:
     """One daemon: it can be killed, stopped, cleared, and its arena tampered with."""
