@@ -126,6 +126,28 @@ def test_an_interrupted_daemon_takes_its_arena_with_it(daemon: DaemonProcess) ->
         attach_arena(arena, 64 << 20)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_soon_as_the_socket_is_there_is_heard(tmp_path: Path, number: signal.Signals) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from hybridkv.cli.main import main\n"
+        "from hybridkv.server import loop\n"
+        "class Server(loop.Server):\n"
+        "    def __init__(self, options):\n"
+        "        super().__init__(options)\n"
+        f"        os.kill(os.getpid(), {number})\n"
+        "loop.Server = Server\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what it does not wait for\n"
+        "sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB', '--metrics-port', '-1']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "private" / "daemon.sock")])
+    try:
+        assert process.wait(DEADLINE_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str) -> None:
     with Control(daemon.socket_path, hello=HELLO) as engine:

@@ -49,6 +49,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     loop: {
         "CONNECTIONS_MAX": "connections of a daemon",
         "RECEIVE_BYTES": "bytes that are read from one connection before the others have their turn",
+        "LAST_WORDS_BYTES_MAX": "bytes that are read of what a process left in its socket when it ended",
         "SEND_QUEUE_BYTES_MAX": "bytes of replies that a client leaves unread before it is disconnected",
     },
     link: {

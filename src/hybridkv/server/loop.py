@@ -39,6 +39,7 @@ SEND_QUEUE_BYTES_MAX = 64 << 20
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 VALUES_TIMEOUT_SECONDS = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist this far ahead of the used part of the arena."""
@@ -355,9 +356,14 @@ class Server:
 
 def serve(options: ServeOptions) -> None:
     """Run a daemon until SIGTERM, which leaves the arena to the next one, or SIGINT, which removes it."""
-    server = Server(options)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
-    signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
+    # A signal that comes as soon as the socket is there waits for its handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        server = Server(options)
+        signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
+        signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     server.run()
 
 
