@@ -131,7 +131,7 @@ class CoreFuzz:
             self._again(at)
             return
         piece = self._liar.piece(line.peer)
-        cut = self._rng.randrange(len(piece)) if self._rng.random() < 0.05 else 0
+        cut = self._rng.randrange(len(piece)) if piece and self._rng.random() < 0.05 else 0
         try:
             for part in (piece[:cut], piece[cut:]):
                 bodies = line.frames.feed(part)

@@ -175,7 +175,7 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "e")
     daemon.connect(2)
-    daemon.handle(2, Hello(1, 1, "worker", "e"))
+    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "worker", "e"))
     slots = grant(daemon, 1, PART, 4)
     commit(daemon, 1, slots[:2], 0, [1, 2])
     lookup(daemon, 1, 1, 1, 2)
@@ -260,7 +260,7 @@ def test_unused_slots_can_be_given_back() -> None:
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (Hello(1, 1, "engine", "e"), "hello_twice"),
+        (Hello(1, PROTOCOL_VERSION, "engine", "e"), "hello_twice"),
         (Lookup(1, 1, b"short"), "hashes"),
         (Want(1, 12345, 1, 1), "part_bytes"),
         (Abandon(b"123", b"123"), "packed"),
@@ -310,7 +310,7 @@ def test_a_lease_number_is_used_once() -> None:
     ("hello", "code"),
     [
         (Hello(1, 99, "control"), "version"),
-        (Hello(1, 1, "engine", "e"), "hello_incomplete"),
+        (Hello(1, PROTOCOL_VERSION, "engine", "e"), "hello_incomplete"),
         (Stats(1), "hello_first"),
     ],
 )
@@ -325,7 +325,7 @@ def test_greetings_that_are_refused(hello: Request, code: str) -> None:
 def test_a_control_connection_has_no_session() -> None:
     daemon = make_daemon()
     daemon.connect(1)
-    assert isinstance(daemon.handle(1, Hello(1, 1, "control")), Welcome)
+    assert isinstance(daemon.handle(1, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
     refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
     assert isinstance(refused, Error)
     assert refused.code == "role"

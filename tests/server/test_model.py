@@ -1,7 +1,7 @@
 """The daemon's core against a plain model: what may be found, what may be granted, what may be evicted.
 
-The model is a dictionary of objects, their order of use, and what each session holds. It is as exact as the daemon:
-every answer is foretold, but for the offsets that free space is given at.
+The model is a dictionary of objects, who reads them, and what each session holds. Every answer is foretold, but for
+the offsets that free space is given at, and which of the unread objects go where room is needed: see tests/storage.
 """
 
 import functools
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.eviction import Policy
 from hybridkv.core.geometry import Geometry, Group, Kind
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.daemon import Daemon
@@ -65,6 +66,14 @@ IDENTITIES = {bytes([number]) * 32: name for number, name in enumerate(("gemma3"
 def prompt_hashes(prompt: int, chunks: int) -> list[bytes]:
     """Prompts share their first two chunks."""
     return [hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(chunks)]
+
+
+PARENTS = {
+    chunk: before
+    for prompt in range(PROMPTS)
+    for before, chunk in zip((bytes(32), *prompt_hashes(prompt, CHUNKS)), prompt_hashes(prompt, CHUNKS), strict=False)
+}
+"""The chunk before each."""
 
 
 @functools.cache
@@ -131,10 +140,13 @@ class DaemonMachine(RuleBasedStateMachine):
     @initialize(
         reserved=st.sampled_from((PAGES, PAGES, PAGES // 2)),
         identities=st.lists(st.sampled_from(sorted(IDENTITIES)), min_size=1, max_size=3, unique=True),
+        policy=st.sampled_from(Policy),
+        quota=st.sampled_from((None, ARENA // 3, 2 * SLOT_ALIGN)),
     )
-    def start(self, reserved: int, identities: list[bytes]) -> None:
+    def start(self, reserved: int, identities: list[bytes], policy: Policy, quota: int | None) -> None:
         self.memory = memoryview(bytearray(ARENA))
-        store = Store(self.memory, first_generation=1 << 32)
+        self.quota = quota
+        store = Store(self.memory, 1 << 32, policy=policy, tenant_bytes=quota)
         store.extents.grow(reserved * SLOT_ALIGN)
         self.limit = reserved * SLOT_ALIGN
         self.daemon = Daemon(store, "boot", "/nowhere", ARENA, 1)
@@ -143,7 +155,7 @@ class DaemonMachine(RuleBasedStateMachine):
         self.sessions: list[Held] = []
         self.index: dict[Name, Object] = {}
         self.unread: dict[Ref, Object] = {}
-        """Named objects that nobody reads, the one used longest ago first."""
+        """Named objects that nobody reads."""
         self.leaving: set[Object] = set()
         """Nameless objects that somebody still reads."""
         self.retired: list[Ref] = []
@@ -268,19 +280,19 @@ class DaemonMachine(RuleBasedStateMachine):
             assert (len(refs), evicted) == (min(fits, allowed), 0), "evicted without need, or granted too little"
         assert len(refs) <= allowed
         assert evicted <= len(self.unread), "what is read or written was evicted"
-        gone = [self.unread.pop(ref) for ref in list(self.unread)[:evicted]]
-        for thing in gone:
-            self.lose_name(thing)
+        gone = self.lose_what_went()
+        assert len(gone) == evicted
         free = self.free_runs()
-        assert len(refs) == allowed or self.limit < ARENA or not self.unread, "more could have been evicted"
+        if len(refs) < allowed and self.limit == ARENA:
+            longest = max((end - start for start, end in free), default=0) if not refs else 0
+            assert longest < size, "granted too little"
+            in_the_way = len(self.ranges()) - len(self.unread)
+            assert in_the_way or not self.unread, "more could have been evicted"
         for offset, generation in refs:
             assert generation not in self.generations, "a generation is given once"
             self.generations.add(generation)
             assert any(start <= offset and offset + size <= end for start, end in free), "a slot that is in use"
             held.writing[offset, generation] = shape
-        if gone and len(refs) == allowed:
-            room = next((start, end) for start, end in free if start <= refs[-1][0] < end)
-            assert room[0] <= gone[-1].ref[0] < room[1], "the last one that went made no room"
         self.free_runs()
         return refs
 
@@ -296,8 +308,18 @@ class DaemonMachine(RuleBasedStateMachine):
         assert isinstance(refused, Error)
         assert refused.code == "part_bytes"
 
-    def commit(self, number: int, held: Held, batch: list[tuple[Ref, int, bytes]]) -> None:
-        """The last of a batch is the first to be an object; one wrong group, and nothing of it is done."""
+    def lose_what_went(self) -> list[Object]:
+        """The unread objects that the daemon let go of."""
+        there = {(offset, header.generation) for offset, header in committed_slots(self.memory)}
+        gone = [thing for ref, thing in self.unread.items() if ref not in there]
+        for thing in gone:
+            self.lose_name(thing)
+        return gone
+
+    def commit(self, number: int, held: Held, batch: list[tuple[Ref, int, bytes]], mix: random.Random) -> None:
+        """The first of a batch is the first to be an object; one wrong group, and nothing of it is done."""
+        parents = [mix.choice((PARENTS[chunk],) * 60 + tuple(PARENTS)) for _, _, chunk in batch]
+        tenants = [mix.choice((0, 0, 1, 2)) for _ in batch]
         reply = self.daemon.handle(
             number,
             Commit(
@@ -305,6 +327,10 @@ class DaemonMachine(RuleBasedStateMachine):
                 pack_u64([ref[1] for ref, _, _ in batch]),
                 pack_u64([group for _, group, _ in batch]),
                 b"".join(chunk for _, _, chunk in batch),
+                0,
+                b"".join(parents) if mix.random() < 0.9 else b"",
+                mix.randbytes(len(batch)) if mix.random() < 0.5 else b"",
+                pack_u64(tenants) if any(tenants) else b"",
             ),
         )
         groups = held.geometry.groups
@@ -316,16 +342,25 @@ class DaemonMachine(RuleBasedStateMachine):
             assert isinstance(reply, Error)
             assert reply.code == "commit"
             return
-        for ref, at, chunk in reversed(batch):
+        assert reply is None
+        names_before = set(self.index)
+        bounded = self.quota is not None and any(tenants)
+        assert not self.lose_what_went() or bounded, "only a quota makes others go when something becomes an object"
+        there = {(offset, header.generation) for offset, header in committed_slots(self.memory)}
+        kept: set[Name] = set()
+        for ref, at, chunk in batch:
             shape = held.writing.pop(ref, None)
             if shape is None:
                 continue
             name = held.identity, groups[at].gid, chunk
-            if name in self.index:
-                self.retired.append(ref)
-            else:
+            if ref in there:
+                assert name not in self.index, "one name, two objects"
                 self.unread[ref] = self.index[name] = Object(ref, slot_bytes(*shape), name)
-        assert reply is None
+            else:
+                assert bounded or name in self.index, "only a quota, or what is there already, keeps an object out"
+                assert bounded or name in names_before | kept
+                self.retired.append(ref)
+            kept.add(name)
 
     @rule(
         pick=st.integers(0, 99),
@@ -350,7 +385,7 @@ class DaemonMachine(RuleBasedStateMachine):
                 refs = spare + self.want(number, held, shape, max(0, len(hashes) - len(spare)))
                 batch += [(ref, at, chunk) for ref, chunk in zip(refs, hashes, strict=False)]
         mix.shuffle(batch)
-        self.commit(number, held, batch[leave_out:])
+        self.commit(number, held, batch[leave_out:], mix)
 
     def any_ref(self, mix: random.Random) -> Ref:
         """A slot of anybody, of an earlier life, or of nobody."""
@@ -379,7 +414,7 @@ class DaemonMachine(RuleBasedStateMachine):
             )
             for _ in range(size)
         ]
-        self.commit(number, held, batch + batch[:1])
+        self.commit(number, held, batch + batch[:1], mix)
 
     @rule(pick=st.integers(0, 99), mix=st.randoms(use_true_random=False), size=st.integers(0, 6))
     def abandon(self, pick: int, mix: random.Random, size: int) -> None:

@@ -456,11 +456,11 @@ def test_a_stopped_daemon_blocks_nobody(daemon: DaemonProcess) -> None:
 
 def test_auto_starts_a_daemon_that_outlives_the_caller(tmp_path: Path) -> None:
     socket_path = str(tmp_path / "auto" / "daemon.sock")
-    ensure_daemon(socket_path, 64 << 20)
+    ensure_daemon(socket_path, ["--ram", "64MiB"])
     with Control(socket_path) as control:
         pid = control.welcome.pid
         assert os.getsid(pid) == pid, "a session of its own"
-    ensure_daemon(socket_path, 64 << 20)
+    ensure_daemon(socket_path, ["--ram", "64MiB"])
     with Control(socket_path) as control:
         assert control.welcome.pid == pid
     os.kill(pid, signal.SIGINT)
@@ -471,7 +471,7 @@ def test_auto_starts_a_daemon_that_outlives_the_caller(tmp_path: Path) -> None:
 
 def test_auto_says_why_a_daemon_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ram=.* is larger than this machine's memory of .* works"):
-        ensure_daemon(str(tmp_path / "daemon.sock"), machine_memory_bytes() * 2)
+        ensure_daemon(str(tmp_path / "daemon.sock"), ["--ram", str(machine_memory_bytes() * 2)])
 
 
 @pytest.mark.parametrize(
@@ -501,11 +501,11 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
     shared.mkdir()
     shared.chmod(0o777)
     with pytest.raises(HybridKVError, match="others may write to"):
-        ensure_daemon(str(shared / "daemon.sock"), 64 << 20)
+        ensure_daemon(str(shared / "daemon.sock"), ["--ram", "64MiB"])
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     with pytest.raises(HybridKVError, match="not a directory of its own"):
-        ensure_daemon(str(link / "daemon.sock"), 64 << 20)
+        ensure_daemon(str(link / "daemon.sock"), ["--ram", "64MiB"])
 
 
 def test_another_users_socket_is_refused_on_both_sides(other_users_socket: str) -> None:

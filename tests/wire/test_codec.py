@@ -42,7 +42,7 @@ def test_limits() -> None:
     with pytest.raises(WireError, match="Expected `int` <= "):
         decode_request(msgspec.msgpack.encode(["want", 1, 1 << 62, 1, 1]))
     with pytest.raises(WireError, match="matching regex"):
-        decode_request(msgspec.msgpack.encode(["hello", 1, 1, "root"]))
+        decode_request(msgspec.msgpack.encode(["hello", 1, PROTOCOL_VERSION, "root"]))
 
 
 def test_a_greeting_of_another_version_is_read_as_far_as_all_versions_agree() -> None:
@@ -58,7 +58,7 @@ def test_a_greeting_of_another_version_is_read_as_far_as_all_versions_agree() ->
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_geometry_crosses_the_wire(name: str) -> None:
     geometry = LAYOUTS[name]
-    hello = Hello(1, 1, "engine", "e", b"n" * 32, geometry_to_wire(geometry))
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(geometry))
     decoded = decode_request(encode(hello)[4:])
     assert decoded == hello
     assert decoded.geometry is not None

@@ -126,10 +126,21 @@ REQUESTS: list[tuple[Request, str]] = [
         "0c00000095a477616e7404cd20000240",
     ),
     (
-        Commit(offsets=OFFSETS, generations=GENERATIONS, groups=bytes(16), hashes=NAME + NAME, tokens=256),
-        "8300000096a6636f6d6d6974c410000102030405060708090a0b0c0d0e0fc410101112131415161718191a1b1c1d1e1fc4100000"
+        Commit(
+            offsets=OFFSETS,
+            generations=GENERATIONS,
+            groups=bytes(16),
+            hashes=NAME + NAME,
+            tokens=256,
+            parents=bytes(32) + NAME,
+            interior=b"\1\0",
+            tenants=OFFSETS,
+        ),
+        "db00000099a6636f6d6d6974c410000102030405060708090a0b0c0d0e0fc410101112131415161718191a1b1c1d1e1fc4100000"
         "0000000000000000000000000000c440000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f00010203"
-        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd0100",
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd0100c44000000000000000000000000000000000000000"
+        "00000000000000000000000000000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020100c41000"
+        "0102030405060708090a0b0c0d0e0f",
     ),
     (
         Abandon(offsets=OFFSETS, generations=GENERATIONS),
@@ -225,7 +236,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 1, "another version has other examples"
+    assert PROTOCOL_VERSION == 2, "another version has other examples"
 
 
 @pytest.mark.parametrize(("message", "frame"), [*REQUESTS, *REPLIES], ids=lambda value: type(value).__name__)

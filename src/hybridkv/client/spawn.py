@@ -5,6 +5,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -16,19 +17,18 @@ START_SECONDS = 10.0
 EXIT_ALREADY_SERVED = 3
 
 
-def daemon_command(socket_path: str, ram_bytes: int | None) -> list[str]:
+def daemon_command(socket_path: str, options: Sequence[str]) -> list[str]:
     """The command line of a daemon."""
     check_socket_path(socket_path, "server")
-    ram = [] if ram_bytes is None else ["--ram", str(ram_bytes)]
-    return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, "--log-file", "auto", *ram]
+    return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, "--log-file", "auto", *options]
 
 
 def start_detached(
-    socket_path: str, ram_bytes: int | None, stderr: IO[bytes] | None = None
+    socket_path: str, options: Sequence[str], stderr: IO[bytes] | None = None
 ) -> "subprocess.Popen[bytes]":
     """Start a daemon in a session of its own; returns at once. Its end is noticed by a thread, so no zombie stays."""
     process = subprocess.Popen(
-        daemon_command(socket_path, ram_bytes),
+        daemon_command(socket_path, options),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL if stderr is None else stderr,
@@ -39,15 +39,15 @@ def start_detached(
     return process
 
 
-def ensure_daemon(socket_path: str, ram_bytes: int | None) -> None:
-    """Return when a daemon answers at `socket_path`, starting one where none does.
+def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
+    """Return when a daemon answers at `socket_path`, starting one with `options` of `serve` where none does.
 
     Raises ConfigError with the daemon's own sentence where it cannot run, DaemonUnreachableError where it hangs.
     """
     if Path(socket_path).is_socket() and _answers(socket_path, 1.0):
         return
     with tempfile.TemporaryFile() as said:
-        process = start_detached(socket_path, ram_bytes, said)
+        process = start_detached(socket_path, options, said)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if _answers(socket_path, 0.05):

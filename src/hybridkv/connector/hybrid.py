@@ -244,7 +244,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.server == "auto":
             if self._settings.ram_bytes is not None:
                 check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
-            ensure_daemon(self._socket_path, self._settings.ram_bytes)
+            ensure_daemon(self._socket_path, self._settings.daemon_options())
             return
         try:
             with Control(self._socket_path, SERVER_CHECK_SECONDS):

@@ -21,6 +21,7 @@ from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.coverage import held_blocks
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import tenant_of
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
@@ -130,7 +131,8 @@ class SchedulerSide:
         now = time.monotonic()
         chain = OwnChain(request, self._geometry.chunk_tokens) if self._own_hashes else None
         adapter = self._adapters.of(request.lora_request, now) if request.lora_request is not None else None
-        tracked = Tracked(request, chain, adapter, next_chunk=[0] * len(self._geometry.groups))
+        tenant = tenant_of(request.cache_salt)
+        tracked = Tracked(request, chain, adapter, tenant=tenant, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, now)
 
@@ -435,7 +437,7 @@ class SchedulerSide:
 
     def _respawn(self) -> None:
         try:
-            start_detached(self._socket_path, self._settings.ram_bytes)
+            start_detached(self._socket_path, self._settings.daemon_options())
         except OSError:
             logger.exception("hybridkv: the daemon could not be started again")
 

@@ -13,7 +13,7 @@ from typing import Any
 from hybridkv.client.credits import Credits
 from hybridkv.connector.metadata import StepReport
 from hybridkv.connector.tracked import Tracked
-from hybridkv.core.coverage import SlotShape, slot_shapes
+from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, pack_u64
@@ -28,6 +28,11 @@ class _Storing:
     run: CopyRun
     hashes: bytes
     shape: SlotShape
+    parents: bytes
+    """The hashes of the chunks before them; zeros: there is none."""
+    interior: bytes
+    """For each object 1 where only a hit short of the prompt's end needs it."""
+    tenant: int
     ranks_done: set[int] = field(default_factory=set)
     unstored: set[int] = field(default_factory=set)
     """Places in the run of objects that some rank did not write."""
@@ -121,6 +126,11 @@ class Stores:
                 b"".join(run.generations for run in runs),
                 b"".join(pack_u64([run.span.group_index]) * run.objects for run in runs),
                 b"".join(storing.hashes for storing in ready),
+                parents=b"".join(storing.parents for storing in ready),
+                interior=b"".join(storing.interior for storing in ready),
+                tenants=b"".join(pack_u64([storing.tenant]) * storing.run.objects for storing in ready)
+                if any(storing.tenant for storing in ready)
+                else b"",
             )
 
     def _attention(self, tracked: Tracked, chunks: int, tables: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
@@ -166,16 +176,36 @@ class Stores:
         yield CopyRun(span, offsets, generations)
 
     def _begin(self, tracked: Tracked, runs: list[CopyRun]) -> Iterator[tuple[int, CopyRun]]:
-        hashes: dict[tuple[int, int], bytes] = {}
+        names: dict[tuple[int, int], bytes] = {}
         for run in runs:
             span = run.span
-            chunks = (span.first_chunk, run.objects)
-            if chunks not in hashes:
-                hashes[chunks] = tracked.chunk_hashes(self._geometry, *chunks)
+            first = max(0, span.first_chunk - 1)
+            chunks = first, span.first_chunk + run.objects - first
+            if chunks not in names:
+                names[chunks] = tracked.chunk_hashes(self._geometry, *chunks)
+            with_parent = names[chunks] if span.first_chunk else bytes(HASH_BYTES) + names[chunks]
             number = next(self._numbers)
-            self._storing[number] = _Storing(run, hashes[chunks], self._shape(span))
+            self._storing[number] = _Storing(
+                run,
+                with_parent[HASH_BYTES:],
+                self._shape(span),
+                with_parent[:-HASH_BYTES],
+                self._interior(tracked, span),
+                tracked.tenant,
+            )
             tracked.stored += run.objects
             yield number, run
+
+    def _interior(self, tracked: Tracked, span: Span) -> bytes:
+        """For each object of a span 1 where no hit at the prompt's end needs it, nor one a chunk before that."""
+        group = self._geometry.groups[span.group_index]
+        end = self._geometry.whole_chunks(tracked.request.num_prompt_tokens)
+        if group.kind is Kind.FULL:
+            return bytes(span.objects)
+        needed = needed_chunks(self._geometry, group, max(0, end - 1))
+        first_needed = min(needed.start, end - 1) if needed else end - 1
+        inner = min(span.objects, max(0, first_needed - span.first_chunk))
+        return b"\1" * inner + bytes(span.objects - inner)
 
     def _shape(self, span: Span) -> SlotShape:
         group = self._geometry.groups[span.group_index]
@@ -190,7 +220,14 @@ def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
         return b"".join(packed[place * size : (place + 1) * size] for place in places)
 
     picked = CopyRun(run.span, cut(run.offsets, U64), cut(run.generations, U64))
-    return _Storing(picked, cut(storing.hashes, HASH_BYTES), storing.shape)
+    return _Storing(
+        picked,
+        cut(storing.hashes, HASH_BYTES),
+        storing.shape,
+        cut(storing.parents, HASH_BYTES),
+        cut(storing.interior, 1),
+        storing.tenant,
+    )
 
 
 def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[SlotShape, int]:

@@ -29,6 +29,8 @@ class Tracked:
     deadline: float = 0.0
     sent: bool = False
     found: Found | None = None
+    tenant: int = 0
+    """See core.keys."""
     storable: bool = True
     """False once the identity changed under the request: its blocks are of the old weights, or of both."""
     preemptions: int = 0

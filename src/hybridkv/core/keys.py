@@ -20,6 +20,13 @@ def fingerprint(facts: Mapping[str, object]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+def tenant_of(cache_salt: str | None) -> int:
+    """Whose quota a request's chunks count against: a number from 1 to 2**64 - 1, or 0 without a salt."""
+    if not cache_salt:
+        return 0
+    return int.from_bytes(hashlib.sha256(cache_salt.encode()).digest()[:8], "little") or 1
+
+
 def masked(names: bytes, mask: bytes) -> bytes:
     """Chunk hashes (HASH_BYTES each) that also depend on `mask`, a hash of HASH_BYTES: the exclusive or with it.
 

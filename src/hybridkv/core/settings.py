@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import parse_size
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
@@ -19,6 +20,10 @@ class Settings:
     """"auto": the user's daemon, started where none runs; "unix:///path": the daemon at that socket."""
     ram_bytes: int | None = None
     """`ram`: size of the arena of a daemon that "auto" starts; None = a quarter of the machine's memory."""
+    eviction: Policy = Policy.TWO_QUEUES
+    """Of a daemon that "auto" starts: "2q" keeps what is read from prompts that nobody repeats; "lru" does not."""
+    salt_quota_bytes: int | None = None
+    """`salt_quota`, of a daemon that "auto" starts: the most that the prompts of one cache_salt may take."""
     hybrid_chunk_size: int | None = None
     """Tokens per chunk; None = derived from the groups."""
     load_timeout_seconds: float = LOAD_TIMEOUT_SECONDS_MAX
@@ -32,6 +37,13 @@ class Settings:
     back and compared as well; "off": neither."""
     weights_identity: str | None = None
     """Overrides the part of the identity that is read from the weights' files."""
+
+    def daemon_options(self) -> list[str]:
+        """Those for `hybridkv serve`."""
+        options = ["--eviction", str(self.eviction)]
+        for name, size in (("--ram", self.ram_bytes), ("--salt-quota", self.salt_quota_bytes)):
+            options += [] if size is None else [name, str(size)]
+        return options
 
 
 def parse_settings(extra: Mapping[str, object]) -> Settings:
@@ -49,10 +61,14 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
         match key:
             case "server":
                 parsed[key] = _server(value, where)
-            case "ram":
+            case "ram" | "salt_quota":
                 if not isinstance(value, str | int) or isinstance(value, bool):
                     raise ConfigError(f'{where}={value!r} is not a size; write it like "1GiB"')
-                parsed["ram_bytes"] = parse_size(value, where)
+                parsed[f"{key}_bytes"] = parse_size(value, where)
+            case "eviction":
+                if not isinstance(value, str) or value not in tuple(Policy):
+                    raise ConfigError(f'{where}={value!r} must be one of {", ".join(Policy)}; "2q" works')
+                parsed[key] = Policy(value)
             case "hybrid_chunk_size":
                 parsed[key] = int(_number(value, where, 1, 1 << 24, "1024"))
             case "load_timeout_seconds":

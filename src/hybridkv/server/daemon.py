@@ -7,6 +7,7 @@ section 7).
 """
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.history import History
@@ -64,6 +65,7 @@ LEASES_MAX = 1 << 16
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 LATEST_MAX = 20
+NO_PARENT = bytes(HASH_BYTES)
 
 
 class RequestError(HybridKVError):
@@ -281,7 +283,8 @@ class Daemon:
         groups = range(len(session.geometry.groups))
         # A hit of more chunks might need more slots than fit in a message.
         raw = lookup.hashes[: BATCH_MAX // len(groups) * HASH_BYTES]
-        entries = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
+        found = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
+        entries = [None if entry is None else entry.slots for entry in found]
         masks = [bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups]
         chunks = largest_hit(session.geometry, masks, len(entries))
         slots: list[Slot] = []
@@ -342,22 +345,34 @@ class Daemon:
         groups = [group for _, group in _named(commit.offsets, commit.groups)]
         if len(names) * HASH_BYTES != len(commit.hashes):
             raise RequestError(ErrorCode.COMMIT, f"{len(names)} slots with {len(commit.hashes)} bytes of hashes")
+        parents = commit.parents or bytes(len(commit.hashes))
+        interior = commit.interior or bytes(len(names))
+        tenants = _numbers(commit.tenants) if commit.tenants else [0] * len(names)
+        if (len(parents), len(interior), len(tenants)) != (len(commit.hashes), len(names), len(names)):
+            raise RequestError(ErrorCode.COMMIT, f"{len(names)} slots with more or less of what belongs to them")
         slots = [session.unwritten(offset, generation) for offset, generation in names]
         for slot, group in zip(slots, groups, strict=True):
             if slot is not None and not session.takes(slot, group):
                 raise RequestError(
                     ErrorCode.COMMIT, f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
                 )
-        # Prefix-first on the wire, suffix-first into the LRU order: what a longer hit needs last goes first.
-        for at in reversed(range(len(names))):
-            slot = slots[at]
+        for at, slot in enumerate(slots):
             if slot is None or session.writing.pop(slot.offset, None) is None:
                 self.counters["commits_unknown"] += 1
                 continue
             session.writing_bytes -= slot.size_bytes
-            chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+            name = slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
+            parent = b"" if parents[name] == NO_PARENT else parents[name]
             size = slot.part_bytes * slot.parts
-            if self.store.commit(slot, session.namespace, groups[at], chunk_hash):
+            if self.store.commit(
+                slot,
+                session.namespace,
+                groups[at],
+                commit.hashes[name],
+                parent,
+                bool(interior[at]),
+                tenants[at],
+            ):
                 self.counters["objects_stored"] += 1
                 self.counters["bytes_stored"] += size
         self.counters["tokens_stored"] += commit.tokens
@@ -415,7 +430,10 @@ class Daemon:
             "bytes_held": float(sum(slot.size_bytes for slots in self._held.values() for slot in slots)),
             "bytes_reserved": float(self.store.extents.limit_bytes),
             "bytes_arena": float(self._arena_bytes),
+            "bytes_protected": float(self.store.protected_bytes),
             "evicted": float(self.store.evicted),
+            "over_quota": float(self.store.over_quota),
+            "tenants": float(self.store.tenants),
             "duplicates": float(self.store.duplicates),
             "sessions": float(len(self._sessions)),
             "leases": float(sum(len(session.leases) for session in self._sessions)),
@@ -442,17 +460,18 @@ class Daemon:
     def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
+        prefixes = tuple(group.kind is Kind.FULL for group in geometry.groups)
         known = self._namespaces.get(identity)
         if known is not None and not known.shapes:
-            self.store.regroup(known, gids, shapes)
+            self.store.regroup(known, gids, shapes, prefixes)
         if known is None:
             if len(self._namespaces) >= NAMESPACES_MAX:
                 used = {session.namespace.identity for session in self._sessions}
                 self._namespaces = {
                     key: value for key, value in self._namespaces.items() if value.entries or key in used
                 }
-            known = self._namespaces[identity] = Namespace(identity, gids, shapes)
-        if (known.gids, known.shapes) != (gids, shapes):
+            known = self._namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
+        if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
         return known
 
@@ -504,6 +523,13 @@ def _hash_of(told: str) -> bytes:
         return bytes.fromhex(told)
     except ValueError:
         return b""
+
+
+def _numbers(packed: bytes) -> "array[int]":
+    try:
+        return unpack_u64(packed)
+    except ValueError as error:
+        raise RequestError(ErrorCode.PACKED, f"broken list of numbers: {error}") from error
 
 
 def _named(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:

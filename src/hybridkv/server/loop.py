@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import format_size
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
@@ -54,6 +55,9 @@ class ServeOptions(NamedTuple):
     metrics_port: int
     fresh: bool = False
     """Start with an empty cache, even where an earlier daemon left one."""
+    eviction: Policy = Policy.TWO_QUEUES
+    salt_quota_bytes: int | None = None
+    """The most that the objects of one `cache_salt` may take; None = no bound but the arena."""
 
 
 class _Peer:
@@ -270,7 +274,8 @@ class Server:
         boot = uuid.uuid4().hex
         self._arena, self._trailer, warm = open_arena(options.socket_path, options.ram_bytes, fresh, boot)
         memory = self._arena.memory[: self._arena.slots_bytes]
-        store = Store(memory, time.time_ns() // 10**6 << GENERATION_BITS, self._trailer)
+        first_generation = time.time_ns() // 10**6 << GENERATION_BITS
+        store = Store(memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes)
         self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid())
         if not warm:
             return True

@@ -19,10 +19,11 @@ HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
-_VERSION = 1
+_VERSION = 2
 
-# magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash; then the CRC of all that
-_HEADER = struct.Struct(f"<QHHHHQQ{HASH_BYTES}s{HASH_BYTES}s")
+# magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash, tag of the chunk before it, tenant;
+# then the CRC of all that
+_HEADER = struct.Struct(f"<QHHHHQQ{HASH_BYTES}s{HASH_BYTES}sQQ")
 _CRC = struct.Struct("<I")
 _GENERATION_OFFSET = 16
 _GENERATION = struct.Struct("<Q")
@@ -51,6 +52,10 @@ class SlotHeader:
     gid: int = 0
     namespace: bytes = bytes(HASH_BYTES)
     chunk_hash: bytes = bytes(HASH_BYTES)
+    parent_tag: int = 0
+    """`tag_of_hash` of the chunk before it, 0 = there is none; only the order of eviction goes by it."""
+    tenant: int = 0
+    """Whose quota the object counts against, 0 = nobody's."""
 
     def pack(self) -> bytes:
         """HEADER_BYTES bytes."""
@@ -64,6 +69,8 @@ class SlotHeader:
             self.part_bytes,
             self.namespace,
             self.chunk_hash,
+            self.parent_tag,
+            self.tenant,
         )
         return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
 
@@ -75,10 +82,15 @@ def unpack_header(raw: bytes) -> SlotHeader | None:
     body = raw[: _HEADER.size]
     if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(body):
         return None
-    magic, version, state, parts, gid, generation, part_bytes, namespace, chunk_hash = _HEADER.unpack(body)
+    magic, version, state, parts, gid, generation, part_bytes, *names = _HEADER.unpack(body)
     if magic != _MAGIC or version != _VERSION or state not in tuple(SlotState):
         return None
-    return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, namespace, chunk_hash)
+    return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, *names)
+
+
+def tag_of_hash(chunk_hash: bytes) -> int:
+    """A chunk hash in few bytes, for where a mix-up costs nothing."""
+    return int.from_bytes(chunk_hash[:8], "little")
 
 
 def read_generation(memory: memoryview, offset: int) -> int:

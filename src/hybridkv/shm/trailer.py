@@ -22,7 +22,7 @@ from hybridkv.shm.slots import SLOT_ALIGN
 
 PROCESSES_MAX = 4096
 _MAGIC = 0x656C62617453796B  # "kySable": says nothing but "one of ours"
-_VERSION = 1
+_VERSION = 2
 _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
 _CRC = struct.Struct("<I")

@@ -44,8 +44,12 @@ class Extents:
             self._add(offset + size, run - size)
         return offset
 
-    def free(self, offset: int, size: int) -> None:
-        """Give [offset, offset + size) back."""
+    def fits(self, size: int) -> bool:
+        """Whether a run is long enough for `size` bytes."""
+        return bool(self._by_size) and self._by_size[-1][0] >= size
+
+    def free(self, offset: int, size: int) -> tuple[int, int]:
+        """Give [offset, offset + size) back; the (offset, size) of the free run that it is in now."""
         after = self._size_at.get(offset + size)
         if after is not None:
             self._remove(offset + size, after)
@@ -56,6 +60,7 @@ class Extents:
             size += offset - before
             offset = before
         self._add(offset, size)
+        return offset, size
 
     def check(self) -> None:
         """Re-derive every count; raises AssertionError."""

@@ -1,34 +1,39 @@
-"""The RAM tier: slots of the arena, the index over them, and what to evict.
+"""The RAM tier: slots of the arena, the index over them, and what goes where room is needed.
 
 Writes headers and the arena's trailer and nothing else; it never touches payload.  Each single write leaves an arena
 that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's header is
 whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 
 from hybridkv.core.coverage import SlotShape
+from hybridkv.core.eviction import Order, Policy
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, tag_of_hash, unpack_header
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.extents import Extents
+
+VAIN_MAX = 8
+"""For one slot at most 8 times its size is evicted at once; then nothing is granted for now."""
 
 
 class Slot:
     """One slot. Owned by the store; others hold it between grant and free, or while they pin it."""
 
     __slots__ = (
-        "chunk_hash",
+        "entry",
         "generation",
         "group_index",
-        "namespace",
         "offset",
         "owner",
+        "parent_tag",
         "part_bytes",
         "parts",
         "pins",
         "state",
+        "tenant",
     )
 
     def __init__(self, offset: int, shape: SlotShape, generation: int) -> None:
@@ -39,9 +44,13 @@ class Slot:
         self.pins = 0
         self.owner = b""
         """Whoever may write into it, named as `grant` was told; HASH_BYTES."""
-        self.namespace: Namespace | None = None
-        self.chunk_hash = b""
+        self.entry: Entry | None = None
+        """The chunk of which it is an object."""
         self.group_index = 0
+        self.parent_tag = 0
+        """Of the chunk before it, see shm.slots."""
+        self.tenant = 0
+        """Whose quota it counts against; 0 = nobody's."""
 
     @property
     def shape(self) -> SlotShape:
@@ -53,27 +62,79 @@ class Slot:
         """Bytes of the arena that the slot takes."""
         return slot_bytes(self.part_bytes, self.parts)
 
+    @property
+    def is_prefix(self) -> bool:
+        """Whether it is an object that every longer hit needs as well."""
+        return self.entry is not None and self.entry.namespace.prefixes[self.group_index]
+
+
+class Entry:
+    """The objects of one chunk, and its place in the tree of prefixes.
+
+    A chunk with `kids` holds up others, so its prefix objects stay: suffixes go before prefixes.  Kids are younger
+    than their parent, by `number`, so no chain leads back to its start whatever clients claim.
+    """
+
+    __slots__ = ("chunk_hash", "kids", "namespace", "number", "parent", "prefixes", "slots")
+
+    def __init__(self, namespace: "Namespace", chunk_hash: bytes, number: int) -> None:
+        self.namespace = namespace
+        self.chunk_hash = chunk_hash
+        self.number = number
+        self.slots: list[Slot | None] = [None] * len(namespace.gids)
+        """By group index."""
+        self.prefixes = 0
+        """Prefix objects among them."""
+        self.parent: Entry | None = None
+        self.kids = 0
+
 
 class Namespace:
-    """All objects of one identity. `entries[chunk hash][group index]` is the slot, or None."""
+    """All objects of one identity, by chunk hash."""
 
-    __slots__ = ("entries", "gids", "identity", "shapes")
+    __slots__ = ("entries", "gids", "identity", "prefixes", "shapes")
 
-    def __init__(self, identity: bytes, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
+    def __init__(
+        self,
+        identity: bytes,
+        gids: tuple[int, ...],
+        shapes: tuple[frozenset[SlotShape], ...],
+        prefixes: tuple[bool, ...] = (),
+    ) -> None:
         self.identity = identity
         self.gids = gids
         self.shapes = shapes
         """Per group, those that an object of it may have; none where only the arena is known: see `Store.regroup`."""
-        self.entries: dict[bytes, list[Slot | None]] = {}
+        self.prefixes = prefixes or (False,) * len(gids)
+        """Per group, whether a hit needs its objects of all chunks before."""
+        self.entries: dict[bytes, Entry] = {}
+
+
+class Tenant:
+    """What the objects of one tenant take, and their order."""
+
+    __slots__ = ("order", "taken_bytes")
+
+    def __init__(self, order: Order[Slot]) -> None:
+        self.order = order
+        self.taken_bytes = 0
 
 
 class Store:
-    """Slots, index and least-recently-used order over one arena. The byte bound is the arena itself."""
+    """Slots, index and eviction over one arena. The byte bound is the arena itself."""
 
-    def __init__(self, memory: memoryview, first_generation: int = 0, trailer: Trailer | None = None) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        first_generation: int = 0,
+        trailer: Trailer | None = None,
+        policy: Policy = Policy.TWO_QUEUES,
+        tenant_bytes: int | None = None,
+    ) -> None:
         """`memory` is the arena's slots, `trailer` what is behind them (by default one that nobody takes over).
 
         `first_generation` must be past all generations of earlier lives whose slots somebody may still name.
+        `tenant_bytes` bounds what the objects of any one tenant take.
         """
         self._memory = memory
         self.trailer = trailer or Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
@@ -81,14 +142,23 @@ class Store:
         """How far `extents` will grow. Nothing is evicted while pages below the bound are still being reserved."""
         self.extents = Extents()
         self._slots: dict[int, Slot] = {}
-        self._lru: OrderedDict[int, Slot] = OrderedDict()
-        """Committed and unpinned slots by offset, least recently used first."""
+        self._ending: dict[int, Slot] = {}
+        """By the offset of their end."""
+        self._policy = policy
+        self._order: Order[Slot] = Order(policy, len(memory))
+        """Of all objects in the index."""
+        self._tenant_bytes = tenant_bytes
+        self._tenants: dict[int, Tenant] = {}
         self._generation = first_generation
+        self._entries = 0
+        """How many were made."""
         self._writing_bytes = 0
         self._committed_bytes = 0
         self._objects = 0
         self.evicted = 0
         self.duplicates = 0
+        self.over_quota = 0
+        """Objects that were not kept, or made others go, for their tenant's bound."""
 
     def __len__(self) -> int:
         """Bytes of all slots that the arena has room for."""
@@ -108,6 +178,16 @@ class Store:
     def objects(self) -> int:
         """Committed slots."""
         return self._objects
+
+    @property
+    def protected_bytes(self) -> int:
+        """Bytes of objects that a scan does not evict."""
+        return self._order.protected_bytes
+
+    @property
+    def tenants(self) -> int:
+        """Tenants that have something in a store that bounds them."""
+        return len(self._tenants)
 
     def get(self, offset: int, generation: int) -> Slot | None:
         """The slot at `offset`, unless it has another generation by now."""
@@ -139,7 +219,9 @@ class Store:
             slot.state = header.state
             used.append((offset, size))
             end = offset + size
+            slot.parent_tag, slot.tenant = header.parent_tag, header.tenant
             self._slots[offset] = slot
+            self._ending[end] = slot
             if header.state is SlotState.WRITING:
                 slot.owner = header.namespace
                 self._writing_bytes += size
@@ -157,35 +239,39 @@ class Store:
         for slot, header in sorted(objects, key=lambda found: found[0].generation):
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
-            entry = namespace.entries.setdefault(header.chunk_hash, [None] * len(namespace.gids))
-            if entry[index] is not None:
+            entry = self._entry(namespace, header.chunk_hash)
+            if entry.slots[index] is None:
+                self._enter(slot, entry, index, None, interior=False)
+            else:
+                slot.tenant = 0
                 self._return_object(slot)
-                continue
-            entry[index] = slot
-            slot.namespace, slot.chunk_hash, slot.group_index = namespace, header.chunk_hash, index
-            self._lru[slot.offset] = slot
         return namespaces, writing
 
-    def regroup(self, namespace: Namespace, gids: tuple[int, ...], shapes: tuple[frozenset[SlotShape], ...]) -> None:
+    def regroup(
+        self,
+        namespace: Namespace,
+        gids: tuple[int, ...],
+        shapes: tuple[frozenset[SlotShape], ...],
+        prefixes: tuple[bool, ...],
+    ) -> None:
         """Give a recovered namespace the groups of its engine; objects that fit none of them are dropped."""
         places = {gid: index for index, gid in enumerate(gids)}
-        for slots in list(namespace.entries.values()):
-            for slot in slots:
+        for entry in list(namespace.entries.values()):
+            for slot in entry.slots:
                 index = None if slot is None else places.get(namespace.gids[slot.group_index])
                 if slot is not None and (index is None or slot.shape not in shapes[index]):
                     self.drop(slot)
-        for chunk_hash, slots in namespace.entries.items():
-            entry: list[Slot | None] = [None] * len(gids)
+        chunks = {tag_of_hash(chunk_hash): entry for chunk_hash, entry in namespace.entries.items()}
+        for entry in namespace.entries.values():
+            slots = [slot for slot in entry.slots if slot is not None]
+            entry.slots = [None] * len(gids)
             for slot in slots:
-                if slot is not None:
-                    index = places[namespace.gids[slot.group_index]]
-                    entry[index] = slot
-            namespace.entries[chunk_hash] = entry
-        for slots in namespace.entries.values():
-            for index, slot in enumerate(slots):
-                if slot is not None:
-                    slot.group_index = index
-        namespace.gids, namespace.shapes = gids, shapes
+                slot.group_index = places[namespace.gids[slot.group_index]]
+                entry.slots[slot.group_index] = slot
+                if prefixes[slot.group_index]:
+                    entry.prefixes += 1
+                    self._link(entry, chunks.get(slot.parent_tag))
+        namespace.gids, namespace.shapes, namespace.prefixes = gids, shapes, prefixes
 
     def grow(self, limit_bytes: int) -> None:
         """Pages of the arena below `limit_bytes` exist now."""
@@ -193,42 +279,62 @@ class Store:
         self.trailer.reserved_bytes = self.extents.limit_bytes
 
     def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
-        """Up to `count` slots for `owner` to write into, evicting what was used least recently."""
+        """Up to `count` slots for `owner` to write into, evicting what goes first."""
         size = slot_bytes(*shape)
         granted: list[Slot] = []
         while len(granted) < count:
             offset = self.extents.allocate(size)
             if offset is None:
-                if not self._lru or self.extents.limit_bytes < self.bound_bytes:
+                if self.extents.limit_bytes < self.bound_bytes or not self._make_room(size):
                     break
-                self.evicted += 1
-                self.drop(next(iter(self._lru.values())))
                 continue
             self._generation += 1
             slot = Slot(offset, shape, self._generation)
             slot.owner = owner
             self._slots[offset] = slot
+            self._ending[offset + size] = slot
             self._writing_bytes += size
             self._write_header(slot)
             self.trailer.put(offset, size)
             granted.append(slot)
         return granted
 
-    def commit(self, slot: Slot, namespace: Namespace, group_index: int, chunk_hash: bytes) -> bool:
-        """Make a written slot an object; False, and the slot is free again, where that object is there already."""
+    def commit(
+        self,
+        slot: Slot,
+        namespace: Namespace,
+        group_index: int,
+        chunk_hash: bytes,
+        parent: bytes = b"",
+        interior: bool = False,
+        tenant: int = 0,
+    ) -> bool:
+        """Make a written slot an object; False, and the slot is free again, where that object is there already.
+
+        `parent` names the chunk before it, if there is one; see core.eviction for `interior`.  False too where the
+        tenant has no room, and nothing of its own that may go.
+        """
         assert slot.state is SlotState.WRITING
-        entry = namespace.entries.setdefault(chunk_hash, [None] * len(namespace.gids))
-        if entry[group_index] is not None:
+        known = namespace.entries.get(chunk_hash)
+        if known is not None and known.slots[group_index] is not None:
             self.duplicates += 1
             self.free(slot)
             return False
-        entry[group_index] = slot
-        slot.namespace, slot.chunk_hash, slot.group_index = namespace, chunk_hash, group_index
+        if tenant and not self._admit(tenant, slot.size_bytes):
+            self.over_quota += 1
+            self.free(slot)
+            return False
+        before = namespace.entries.get(parent) if parent else None
+        if namespace.prefixes[group_index] and parent and (before is None or before.slots[group_index] is None):
+            # What no hit can reach as long as the chunk before it is missing.
+            interior = True
+        slot.tenant = tenant
+        slot.parent_tag = tag_of_hash(parent) if parent else 0
         slot.state = SlotState.COMMITTED
         self._writing_bytes -= slot.size_bytes
         self._committed_bytes += slot.size_bytes
         self._objects += 1
-        self._lru[slot.offset] = slot
+        self._enter(slot, self._entry(namespace, chunk_hash), group_index, before, interior)
         self._write_header(slot)
         return True
 
@@ -239,41 +345,49 @@ class Store:
         self._return(slot)
 
     def pin(self, slots: Iterable[Slot]) -> None:
-        """Keep objects where they are until `unpin`."""
+        """Keep objects where they are until `unpin`, for somebody reads them."""
         for slot in slots:
-            if not slot.pins:
-                self._lru.pop(slot.offset, None)
             slot.pins += 1
+            self._order.use(slot)
+            if slot.tenant in self._tenants:
+                self._tenants[slot.tenant].order.use(slot)
 
-    def unpin(self, slots: Sequence[Slot]) -> None:
-        """End a `pin`. The first of `slots` becomes the most recently used, so that suffixes go before prefixes."""
-        for slot in reversed(slots):
+    def unpin(self, slots: Iterable[Slot]) -> None:
+        """End a `pin`."""
+        for slot in slots:
             slot.pins -= 1
-            if slot.pins:
-                continue
-            if slot.namespace is None:
+            if slot.entry is not None:
+                self._offer(slot)
+            elif not slot.pins:
                 self._return_object(slot)
-            else:
-                self._lru[slot.offset] = slot
 
-    def drop(self, slot: Slot) -> None:
-        """Remove an object from the index now, and its bytes as soon as nobody reads them."""
-        if slot.state is not SlotState.COMMITTED or slot.namespace is None:
-            return
-        entry = slot.namespace.entries[slot.chunk_hash]
-        entry[slot.group_index] = None
-        if not any(entry):
-            del slot.namespace.entries[slot.chunk_hash]
-        slot.namespace = None
-        self._lru.pop(slot.offset, None)
-        if slot.pins:
-            self._write_header(slot)
-        else:
-            self._return_object(slot)
+    def drop(self, slot: Slot) -> tuple[int, int] | None:
+        """Remove an object from the index now, and its bytes as soon as nobody reads them.
+
+        The (offset, size) of the free run that it is in then, if so.
+        """
+        entry = slot.entry
+        if slot.state is not SlotState.COMMITTED or entry is None:
+            return None
+        if slot.is_prefix:
+            entry.prefixes -= 1
+            if not entry.prefixes:
+                self._unlink(entry)
+        entry.slots[slot.group_index] = None
+        if not any(entry.slots):
+            del entry.namespace.entries[entry.chunk_hash]
+        slot.entry = None
+        self._order.remove(slot)
+        if slot.tenant in self._tenants:
+            self._tenants[slot.tenant].order.remove(slot)
+        if not slot.pins:
+            return self._return_object(slot)
+        self._write_header(slot)
+        return None
 
     def clear(self) -> int:
         """Drop every object; returns how many."""
-        slots = [slot for slot in self._slots.values() if slot.namespace is not None]
+        slots = [slot for slot in self._slots.values() if slot.entry is not None]
         for slot in slots:
             self.drop(slot)
         return len(slots)
@@ -287,13 +401,33 @@ class Store:
             assert offset == end, "slots and free runs must tile the arena"
             end = offset + size
         assert end == self.extents.limit_bytes
+        kids: Counter[Entry] = Counter()
         for offset, slot in self._slots.items():
             assert slot.offset == offset
             assert slot.pins >= 0
-            listed = slot.state is SlotState.COMMITTED and slot.namespace is not None and not slot.pins
-            assert listed == (offset in self._lru)
-            if slot.namespace is not None:
-                assert slot.namespace.entries[slot.chunk_hash][slot.group_index] is slot
+            assert self._ending[offset + slot.size_bytes] is slot
+            assert (slot in self._order) == (slot.entry is not None)
+            if slot.entry is not None:
+                assert slot.state is SlotState.COMMITTED
+                assert slot.entry.slots[slot.group_index] is slot
+                assert slot.entry.namespace.entries[slot.entry.chunk_hash] is slot.entry
+                assert slot.entry.prefixes == sum(one is not None and one.is_prefix for one in slot.entry.slots)
+        entries = {slot.entry for slot in self._slots.values() if slot.entry is not None}
+        for entry in entries:
+            if entry.parent is not None:
+                assert entry.prefixes
+                assert entry.parent.number < entry.number
+                kids[entry.parent] += 1
+        assert all(entry.kids == kids[entry] for entry in entries)
+        assert len(self._ending) == len(self._slots)
+        assert len(self._order) == sum(slot.entry is not None for slot in self._slots.values())
+        self._order.check(self._may_go)
+        for number, tenant in self._tenants.items():
+            tenant.order.check(self._may_go)
+            theirs = [slot for slot in self._slots.values() if slot.tenant == number]
+            assert theirs
+            assert tenant.taken_bytes == sum(slot.size_bytes for slot in theirs)
+            assert len(tenant.order) == sum(slot.entry is not None for slot in theirs)
         assert list(self.trailer.slots()) == sorted(taken)
         states = dict.fromkeys(SlotState, 0)
         for slot in self._slots.values():
@@ -302,31 +436,142 @@ class Store:
         assert states[SlotState.COMMITTED] == self._committed_bytes
         assert sum(slot.state is SlotState.COMMITTED for slot in self._slots.values()) == self._objects
 
-    def _return_object(self, slot: Slot) -> None:
+    # The tree of prefixes, and what may go
+
+    def _entry(self, namespace: Namespace, chunk_hash: bytes) -> Entry:
+        entry = namespace.entries.get(chunk_hash)
+        if entry is None:
+            self._entries += 1
+            entry = namespace.entries[chunk_hash] = Entry(namespace, chunk_hash, self._entries)
+        return entry
+
+    def _enter(self, slot: Slot, entry: Entry, group_index: int, before: Entry | None, interior: bool) -> None:
+        """Put an object into the index, the order and its tenant's."""
+        entry.slots[group_index] = slot
+        slot.entry, slot.group_index = entry, group_index
+        if slot.is_prefix:
+            entry.prefixes += 1
+            self._link(entry, before)
+        self._order.add(slot, slot.size_bytes, interior, entry.chunk_hash)
+        if slot.tenant and self._tenant_bytes is not None:
+            tenant = self._tenants.get(slot.tenant)
+            if tenant is None:
+                tenant = self._tenants[slot.tenant] = Tenant(Order(self._policy, self._tenant_bytes))
+            tenant.taken_bytes += slot.size_bytes
+            tenant.order.add(slot, slot.size_bytes, interior, entry.chunk_hash)
+
+    def _link(self, entry: Entry, parent: Entry | None) -> None:
+        if entry.parent is None and parent is not None and parent.prefixes and parent.number < entry.number:
+            entry.parent = parent
+            parent.kids += 1
+
+    def _unlink(self, entry: Entry) -> None:
+        parent, entry.parent = entry.parent, None
+        if parent is None:
+            return
+        parent.kids -= 1
+        for slot in parent.slots:
+            if slot is not None:
+                self._offer(slot)
+
+    def _may_go(self, slot: Slot) -> bool:
+        return not slot.pins and slot.entry is not None and not (slot.entry.kids and slot.is_prefix)
+
+    def _offer(self, slot: Slot) -> None:
+        if self._may_go(slot):
+            self._order.offer(slot)
+            if slot.tenant in self._tenants:
+                self._tenants[slot.tenant].order.offer(slot)
+
+    def _evict(self, slot: Slot) -> tuple[int, int]:
+        """Drop what may go, and what is of no use without it; the (offset, size) of the free run that it is in now."""
+        assert slot.entry is not None
+        useless = [
+            other for other in slot.entry.slots if other is not None and other is not slot and self._may_go(other)
+        ]
+        lost = [*useless, slot] if slot.is_prefix else [slot]
+        for one in lost:
+            self._order.remember(one, slot.entry.chunk_hash)
+        for one in lost:
+            run = self.drop(one)
+        self.evicted += len(lost)
+        assert run is not None, "nobody reads it"
+        return run
+
+    def _make_room(self, size: int) -> bool:
+        """Evict until there is a free run of `size` bytes; False where too little may go."""
+        free_bytes = self.extents.free_bytes
+        while not self.extents.fits(size):
+            vain = self.extents.free_bytes - free_bytes
+            victim = self._order.victim(self._may_go) if vain <= VAIN_MAX * size else None
+            if victim is None:
+                return False
+            run = self._evict(victim)
+            if vain >= size:
+                self._widen(run, size)
+        return True
+
+    def _widen(self, run: tuple[int, int], size: int) -> None:
+        """Evict the neighbours of a free run until it has `size` bytes.
+
+        Where objects are smaller than what is wanted, the oldest ones alone leave holes that are all too short.
+        """
+        offset, length = run
+        while length < size:
+            sides = (self._slots.get(offset + length), self._ending.get(offset))
+            neighbour = next((slot for slot in sides if slot is not None and self._may_go(slot)), None)
+            if neighbour is None:
+                return
+            offset, length = self._evict(neighbour)
+
+    def _admit(self, number: int, size: int) -> bool:
+        """Make a tenant's own objects go until it may have `size` bytes more; False where it may not."""
+        if self._tenant_bytes is None:
+            return True
+        while True:
+            tenant = self._tenants.get(number)
+            if (tenant.taken_bytes if tenant is not None else 0) + size <= self._tenant_bytes:
+                return True
+            victim = tenant.order.victim(self._may_go) if tenant is not None else None
+            if victim is None:
+                return False
+            self.over_quota += 1
+            self._evict(victim)
+
+    def _return_object(self, slot: Slot) -> tuple[int, int]:
         self._committed_bytes -= slot.size_bytes
         self._objects -= 1
-        self._return(slot)
+        if slot.tenant in self._tenants:
+            tenant = self._tenants[slot.tenant]
+            tenant.taken_bytes -= slot.size_bytes
+            if not tenant.taken_bytes:
+                del self._tenants[slot.tenant]
+        return self._return(slot)
 
-    def _return(self, slot: Slot) -> None:
+    def _return(self, slot: Slot) -> tuple[int, int]:
         self.trailer.clear(slot.offset)
         slot.state = SlotState.FREE
         self._write_header(slot)
         del self._slots[slot.offset]
-        self.extents.free(slot.offset, slot.size_bytes)
+        del self._ending[slot.offset + slot.size_bytes]
+        return self.extents.free(slot.offset, slot.size_bytes)
 
     def _write_header(self, slot: Slot) -> None:
-        state = SlotState.DROPPED if slot.state is SlotState.COMMITTED and slot.namespace is None else slot.state
-        owner = slot.owner or bytes(HASH_BYTES)
-        header = SlotHeader(state, slot.generation, slot.parts, slot.part_bytes, namespace=owner)
-        if slot.namespace is not None:
-            gid = slot.namespace.gids[slot.group_index]
+        entry = slot.entry
+        if entry is None:
+            state = SlotState.DROPPED if slot.state is SlotState.COMMITTED else slot.state
+            owner = slot.owner or bytes(HASH_BYTES)
+            header = SlotHeader(state, slot.generation, slot.parts, slot.part_bytes, namespace=owner)
+        else:
             header = SlotHeader(
                 slot.state,
                 slot.generation,
                 slot.parts,
                 slot.part_bytes,
-                gid,
-                slot.namespace.identity,
-                slot.chunk_hash,
+                entry.namespace.gids[slot.group_index],
+                entry.namespace.identity,
+                entry.chunk_hash,
+                slot.parent_tag,
+                slot.tenant,
             )
         self._memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()

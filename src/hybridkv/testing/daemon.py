@@ -43,7 +43,7 @@ class DaemonProcess:
     def start(self) -> None:
         """Return when it answers; raises ConfigError with its own sentence where it cannot run."""
         with tempfile.TemporaryFile() as said:
-            command = [*daemon_command(self.socket_path, None), *self._options]
+            command = daemon_command(self.socket_path, self._options)
             self.process = subprocess.Popen(command, stderr=said)
             deadline = time.monotonic() + START_SECONDS
             while time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -144,13 +144,21 @@ class Want(_Message, frozen=True, tag="want"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """Written slots become objects: i-th slot, group index and chunk hash belong together."""
+    """Written slots become objects: the i-th of everything belong together.
+
+    `parents` are the hashes of the chunks before them (zeros: there is none) and `interior` has a 1 for each that only
+    a hit short of the prompt's end would need; both say what goes first where room is needed.  `tenants` says whose
+    quota they count against (0: nobody's).  Each of the three may be left out.
+    """
 
     offsets: Packed
     generations: Packed
     groups: Packed
     hashes: Hashes
     tokens: Count = 0
+    parents: Hashes = b""
+    interior: Annotated[bytes, Meta(max_length=BATCH_MAX)] = b""
+    tenants: Packed = b""
 
 
 class Abandon(_Message, frozen=True, tag="abandon"):
