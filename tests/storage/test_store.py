@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import HEADER_BYTES, SlotState, slot_bytes, unpack_header
+from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import Namespace, Slot, Store
 
 SIZES = (100, 5000, 9000)
@@ -134,6 +135,20 @@ def test_suffixes_go_before_prefixes() -> None:
     store.unpin(slots)
     store.grant((5000, 1), 2)
     assert sorted(space.entries) == [key(0), key(1)]
+
+
+def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
+    """Not even where nothing is left in the arena: a load may still name what was there."""
+    memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
+    generations: list[int] = []
+    for first in (1000, 1000, 10):
+        store = Store(memory, first, Trailer(behind, ARENA))
+        store.recover()
+        store.grow(ARENA)
+        (slot,) = store.grant((100, 1), 1)
+        generations.append(slot.generation)
+        store.free(slot)
+    assert generations == sorted(set(generations))
 
 
 def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:

@@ -83,7 +83,8 @@ class Store:
         self._slots: dict[int, Slot] = {}
         self._lru: OrderedDict[int, Slot] = OrderedDict()
         """Committed and unpinned slots by offset, least recently used first."""
-        self._generation = first_generation
+        # The clock that the first one is taken from may have stepped back since the last life.
+        self._generation = max(first_generation, self.trailer.generation)
         self._writing_bytes = 0
         self._committed_bytes = 0
         self._objects = 0
@@ -205,6 +206,7 @@ class Store:
                 self.drop(next(iter(self._lru.values())))
                 continue
             self._generation += 1
+            self.trailer.generation = self._generation
             slot = Slot(offset, shape, self._generation)
             slot.owner = owner
             self._slots[offset] = slot
