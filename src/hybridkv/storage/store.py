@@ -134,6 +134,8 @@ class Store:
             if header is not None:
                 self._generation = max(self._generation, header.generation)
             if header is None or not sound or not kept or offset < end or offset + size > limit:
+                if end <= offset <= limit - HEADER_BYTES:
+                    self._void(offset)
                 self.trailer.clear(offset)
                 continue
             slot = Slot(offset, (header.part_bytes, header.parts), header.generation)
@@ -310,11 +312,15 @@ class Store:
         self._return(slot)
 
     def _return(self, slot: Slot) -> None:
-        self.trailer.clear(slot.offset)
         slot.state = SlotState.FREE
-        self._write_header(slot)
+        self._void(slot.offset)
+        self.trailer.clear(slot.offset)
         del self._slots[slot.offset]
         self.extents.free(slot.offset, slot.size_bytes)
+
+    def _void(self, offset: int) -> None:
+        """End a slot's generation: its header may soon be amid another's payload, where nobody writes for a while."""
+        self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()
 
     def _write_header(self, slot: Slot) -> None:
         state = SlotState.DROPPED if slot.state is SlotState.COMMITTED and slot.namespace is None else slot.state
