@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 
-from tests.daemonsim.world import World
+from tests.daemonsim.world import FAULTS, World
 
 PROGRESS_SECONDS = 10.0
 FRESH_SEED_BITS = 40
@@ -32,6 +32,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.daemonsim", description=__doc__)
     parser.add_argument("--seeds", type=_seeds, default="0:500", help="A:B, one seed, or fresh:COUNT")
+    parser.add_argument("--faults", help=f"only these, with commas, instead of drawn ones: {', '.join(FAULTS)}")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that failed")
     parser.add_argument("--digests", action="store_true", help="print what tells each seed's run from every other one")
@@ -52,6 +53,7 @@ def _spread(options: argparse.Namespace, first: int, last: int) -> int:
     more = [
         *(["--keep-going"] if options.keep_going else []),
         *(["--digests"] if options.digests else []),
+        *(["--faults", options.faults] if options.faults else []),
     ]
     processes = [
         subprocess.Popen([sys.executable, "-m", "tests.daemonsim", f"--seeds={start}:{stop}", *more])
@@ -67,11 +69,12 @@ def _run(options: argparse.Namespace, first: int, last: int) -> int:
     for seed in range(first, last):
         ran += 1
         try:
-            result = World(seed).run()
+            result = World(seed, options.faults.split(",") if options.faults else ()).run()
         except Exception:  # noqa: BLE001  # whatever it is, it failed this seed
             failed += 1
             traceback.print_exc()
-            print(f"FAILED: python -m tests.daemonsim --seeds {seed}", flush=True)
+            faults = f" --faults {options.faults}" if options.faults else ""
+            print(f"FAILED: python -m tests.daemonsim --seeds {seed}{faults}", flush=True)
             if not options.keep_going:
                 break
             continue

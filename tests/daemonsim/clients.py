@@ -58,6 +58,8 @@ class Habits:
     checksum: bool = True
     pieces: int = 3
     """Pieces that a worker copies in a step, at most."""
+    loads: int = 4
+    """Loads that an engine has at once, at most."""
     partial: float = 0.2
     """How often a load needs the end of a part only."""
     misbehave: frozenset[str] = frozenset()
@@ -283,7 +285,12 @@ class Scheduler(Client):
                 self._calls.tell(Release(self._held.pop(self.rng.randrange(len(self._held)))))
             for reply in self._answers:
                 self._take(reply, plan_loads, plan_stores)
-            if not self.scene.calm and len(self._asked) < 3 and len(self.loading) < 4 and self.rng.random() < 0.6:
+            if (
+                not self.scene.calm
+                and len(self._asked) < 3
+                and len(self.loading) < self.scene.habits.loads
+                and self.rng.random() < 0.6
+            ):
                 self._ask()
             for shape, count in self.credits.wanted(self.scene.system.seconds()):
                 size, parts = shape

@@ -31,6 +31,7 @@ from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 
 SECOND = 1_000_000
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 SOCKET_PATH = Path("/daemonsim/daemon.sock")
 BACKLOG_MAX = 16
 EPOCH_MS = 1_700_000_000_000
@@ -127,7 +128,8 @@ class Pipe:
     @property
     def is_readable(self) -> bool:
         """Whether `read` has something to say."""
-        self.arrive()
+        if self.flying:
+            self.arrive()
         return bool(self.ready) or self.is_at_end
 
     def _arrival(self) -> int:
@@ -224,12 +226,12 @@ class SimSocket:
 
     def events(self, wanted: int) -> int:
         """Those of `wanted` that select would tell of."""
-        if self.inward is None or self.outward is None:
-            return 0
-        found = selectors.EVENT_READ if wanted & selectors.EVENT_READ and self.inward.is_readable else 0
-        broken = self.outward.is_deaf or self.outward.ends_at is not None
-        if wanted & selectors.EVENT_WRITE and (broken or self.outward.room > 0):
-            found |= selectors.EVENT_WRITE
+        assert self.inward is not None
+        assert self.outward is not None
+        found = READ if self.inward.is_readable else 0
+        if wanted & WRITE:
+            broken = self.outward.is_deaf or self.outward.ends_at is not None
+            found |= WRITE if broken or self.outward.room > 0 else 0
         return found
 
 
@@ -245,6 +247,10 @@ class Listener:
         if not self.backlog:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return self.backlog.popleft(), ""
+
+    def events(self, wanted: int) -> int:
+        """See SimSocket."""
+        return READ if self.backlog else 0
 
     def close(self) -> None:
         """Whoever waits is refused."""
@@ -269,6 +275,10 @@ class Waker:
         self.is_rung = True
         self._system.wake_server(self._system.now)
         return len(data)
+
+    def events(self, wanted: int) -> int:
+        """See SimSocket."""
+        return READ if self.is_rung else 0
 
     def recv(self, size: int) -> bytes:
         """Empty it."""
@@ -306,22 +316,24 @@ class Selector:
 
     def select(self) -> list[tuple[SimpleNamespace, int]]:
         """See selectors; never waits."""
-        found = [(SimpleNamespace(fileobj=fileobj), self._events(fileobj)) for fileobj in self._wanted]
-        ready = [(key, events) for key, events in found if events]
-        self._system.rng.shuffle(ready)
+        ready = [(SimpleNamespace(fileobj=fileobj), events) for fileobj, events in self._ready()]
+        if len(ready) > 1:
+            self._system.rng.shuffle(ready)
         return ready
 
-    def _events(self, fileobj: Any) -> int:
-        match fileobj:
-            case SimSocket():
-                return fileobj.events(self._wanted[fileobj])
-            case Listener():
-                return selectors.EVENT_READ if fileobj.backlog else 0
-            case Waker():
-                return selectors.EVENT_READ if fileobj.is_rung else 0
-            case int():
-                return 0 if self._system.pidfds[fileobj].alive else selectors.EVENT_READ
-        raise AssertionError(f"nobody registers {fileobj}")
+    def is_any_ready(self) -> bool:
+        """Whether `select` would return at once."""
+        return any(True for _ in self._ready())
+
+    def _ready(self) -> Iterator[tuple[Any, int]]:
+        dead = self._system.pidfds
+        for fileobj, wanted in self._wanted.items():
+            if isinstance(fileobj, int):
+                events = 0 if dead[fileobj].alive else READ
+            else:
+                events = fileobj.events(wanted)
+            if events:
+                yield fileobj, events
 
 
 class SlotsMemory:
@@ -570,19 +582,21 @@ class System:
             return
         if not self._runs(server.turn):
             return
-        if server._selector.select():
+        selector: Any = server._selector
+        if selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
 
     def _reserve(self) -> None:
         """One step of the daemon's thread that makes pages exist."""
-        server = self.server
-        if server is None or self._reserver is None:
+        server, arena = self.server, self.arena
+        if server is None or arena is None or self._reserver is None:
             return
         if self.now >= self.server_process.stopped_until:
             self._may_wait = True
             with contextlib.suppress(WouldWaitError):
                 self._reserver()
-        self.after(500, 20_000, self._reserve)
+        if server._reserved < arena.slots_bytes:
+            self.after(500, 40_000, self._reserve)
 
     def _wait_for(self, predicate: Callable[[], bool]) -> bool:
         """threading.Condition.wait_for of that thread: goes on once, if it can."""
@@ -703,8 +717,8 @@ class System:
             "socket": sockets,
             "selectors": SimpleNamespace(
                 DefaultSelector=lambda: Selector(self),
-                EVENT_READ=selectors.EVENT_READ,
-                EVENT_WRITE=selectors.EVENT_WRITE,
+                EVENT_READ=READ,
+                EVENT_WRITE=WRITE,
             ),
             "threading": SimpleNamespace(Condition=Condition, Thread=self._thread),
             "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6),

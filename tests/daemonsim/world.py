@@ -3,7 +3,7 @@
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,16 +119,18 @@ class Engine:
 class World:
     """`run` is one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, faults: Iterable[str] = ()) -> None:
+        """`faults` are those that it has instead of drawn ones."""
         self._system = system = System(seed)
         self._rng = rng = system.rng
-        self._draw = draw = _draw(rng)
+        self._draw = draw = _draw(rng, frozenset(faults))
         self.counts: Counter[str] = Counter()
         self._books = Books(system)
         habits = Habits(
             steps=(2_000, rng.choice((12_000, 40_000))),
             checksum=bool(draw.faults & {"flip", "header"}) or rng.random() < 0.5,
             pieces=rng.choice((1, 2, 4, 8)),
+            loads=rng.choice((2, 4, 4, 40)),
             partial=rng.choice((0.0, 0.3)),
             misbehave=draw.faults & {"late", "twice", "fail"},
         )
@@ -222,11 +224,12 @@ class World:
             if rng.random() < 0.5 and engine.is_whole:
                 engine.end()
             for process in engine.processes:
-                system.after(1, SECOND, lambda process=process: system.kill(process))  # type: ignore[misc]
+                system.after(1, SECOND // 4, lambda process=process: system.kill(process))  # type: ignore[misc]
         for other in self._others:
-            system.after(1, SECOND, lambda other=other: system.kill(other.process))  # type: ignore[misc]
-        until = system.now + 3 * SECOND
-        self._go_on(lambda: system.now > until)
+            system.after(1, SECOND // 4, lambda other=other: system.kill(other.process))  # type: ignore[misc]
+        until = system.now + SECOND
+        system.at(until, lambda: None)
+        self._go_on(lambda: system.now >= until)
         self._check()
         server = system.server
         assert server is not None
@@ -446,11 +449,11 @@ class World:
         return True
 
 
-def _draw(rng: random.Random) -> Draw:
-    faults = frozenset(name for name in FAULTS if rng.random() < FAULT_RATE)
+def _draw(rng: random.Random, faults: frozenset[str]) -> Draw:
+    drawn = frozenset(name for name in FAULTS if rng.random() < FAULT_RATE)
     return Draw(
-        faults=faults,
-        seconds=rng.choice((1.0, 2.0, 4.0)),
+        faults=faults or drawn,
+        seconds=rng.choice((0.7, 1.5, 3.0)),
         fault_seconds=rng.choice((0.05, 0.2, 0.6)),
         engines=rng.choice((1, 2, 2, 3)),
         pages=rng.choice((32, 48, 96, 160)),

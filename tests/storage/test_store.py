@@ -152,7 +152,7 @@ def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
 
 
 def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
-    """A larger slot around it may leave its old header as it was for long; a load from before a restart goes by that."""
+    """A larger slot around it may leave its old header as it was for long, and loads from before a restart go by it."""
     memory = memoryview(bytearray(4 * 4096))
     store = Store(memory)
     store.grow(4 * 4096)
