@@ -36,7 +36,9 @@ FAULTS = {
     "full": "shared memory is used up",
     "rebirth": "an engine ends and another one of its name begins in its processes",
 }
-FAULT_RATE = 0.3
+FAULT_RATE = 0.25
+OFTEN = {"kill": 0.5, "stall": 0.5}
+"""Faults with another rate."""
 PROCESSES_MAX = 64
 CHECK_EVENTS = 25
 QUIET_SECONDS = 40
@@ -450,7 +452,7 @@ class World:
 
 
 def _draw(rng: random.Random, faults: frozenset[str]) -> Draw:
-    drawn = frozenset(name for name in FAULTS if rng.random() < FAULT_RATE)
+    drawn = frozenset(name for name in FAULTS if rng.random() < OFTEN.get(name, FAULT_RATE))
     return Draw(
         faults=faults or drawn,
         seconds=rng.choice((0.7, 1.5, 3.0)),
