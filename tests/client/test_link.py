@@ -7,8 +7,8 @@ import pytest
 
 from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.link import Link
-from hybridkv.wire.codec import Frames, decode_request
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+from hybridkv.wire.codec import Frames, decode_request, encode
+from hybridkv.wire.messages import PROTOCOL_VERSION, Granted, Hello, Welcome
 from tests.conftest import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
@@ -39,6 +39,26 @@ def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_
         link.close()
     for sock in opened:
         sock.close()
+
+
+def test_what_a_lost_connection_said_last_comes_before_its_loss(tmp_path: Path) -> None:
+    """Else slots that a killed daemon granted would be written into after its engine took them for lost."""
+    events: list[object] = []
+    opened: list[socket.socket] = []
+    granted = Granted(2, 1, 1, b"o" * 8, b"g" * 8, 1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, events.append)
+        link.poll(0.0)
+        greeting(listener, opened)
+        opened[0].sendall(encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)) + encode(granted))
+        opened[0].close()
+        for _ in range(3):
+            events += link.poll(0.0)
+        link.close()
+    assert events == [granted, "connection closed by the daemon"]
 
 
 def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:

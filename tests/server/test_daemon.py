@@ -4,8 +4,10 @@ import pytest
 
 from hybridkv.core.geometry import Kind
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.server.daemon import Process
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
+    NEVER,
     PROTOCOL_VERSION,
     Abandon,
     Clear,
@@ -187,6 +189,32 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
     assert values["objects"] == 2, "objects outlive the engine"
     daemon.check()
+
+
+@pytest.mark.parametrize("farewell", ["none", "late"])
+def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> None:
+    """What the worker of the engine before it said was of that one's greetings, and its last word may come late."""
+    daemon, process = make_daemon(), Process(7, 7)
+
+    def greet_worker(connection: int) -> None:
+        daemon.connect(connection, process)
+        daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "worker", "e"))
+
+    greet_worker(1)
+    daemon.handle(1, Drained(5))
+    greet_worker(2)
+    if farewell == "late":
+        daemon.handle(1, Drained(NEVER))
+    daemon.disconnect(1)
+    daemon.connect(3, process)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(QWEN3), session=1)
+    daemon.handle(3, hello)
+    daemon.handle(2, Drained(1))
+    grant(daemon, 3, PART, 2)
+    daemon.disconnect(3)
+    assert daemon.values()["bytes_writing"] == 2 * slot_bytes(PART, 1), "its worker may still write"
+    daemon.handle(2, Drained(2))
+    assert daemon.values()["bytes_writing"] == 0
 
 
 def test_a_thousand_engines_come_and_go() -> None:

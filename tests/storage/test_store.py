@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybridkv.core.eviction import Policy
 from hybridkv.shm.inspect import committed_slots
-from hybridkv.shm.slots import HEADER_BYTES, SlotState, slot_bytes, unpack_header
+from hybridkv.shm.slots import HEADER_BYTES, SlotState, read_generation, slot_bytes, unpack_header
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import VAIN_MAX, Namespace, Slot, Store
 
@@ -331,6 +331,49 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     read(later, space, [0, 1])
     later.grant(SHAPE, 3)
     assert kept(space) == [0, 1, 4]
+
+
+def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
+    """Not even where nothing is left in the arena: a load may still name what was there."""
+    memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
+    generations: list[int] = []
+    for first in (1000, 1000, 10):
+        store = Store(memory, first, Trailer(behind, ARENA))
+        store.recover()
+        store.grow(ARENA)
+        (slot,) = store.grant((100, 1), 1)
+        generations.append(slot.generation)
+        store.free(slot)
+    assert generations == sorted(set(generations))
+
+
+def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
+    """A larger slot around it may leave its old header as it was for long, and loads from before a restart go by it."""
+    memory = memoryview(bytearray(4 * 4096))
+    store = Store(memory)
+    store.grow(4 * 4096)
+    namespace = Namespace(key(1), (0,), (frozenset(SHAPES),))
+    small = store.grant((100, 1), 4)
+    for number, slot in enumerate(small):
+        store.commit(slot, namespace, 0, key(number))
+    read = {slot.offset: slot.generation for slot in small}
+    again = Store(memory, 0, store.trailer)
+    again.recover()
+    assert all(read_generation(memory, offset) == generation for offset, generation in read.items())
+    (large,) = again.grant((9000, 1), 1)
+    taken = [offset for offset in read if large.offset <= offset < large.offset + large.size_bytes]
+    assert len(taken) == 3
+    assert all(read_generation(memory, offset) != read[offset] for offset in taken)
+
+
+def test_a_torn_header_has_no_generation_after_a_restart() -> None:
+    memory = memoryview(bytearray(ARENA))
+    store = Store(memory)
+    store.grow(ARENA)
+    (slot,) = store.grant((100, 1), 1)
+    memory[slot.offset + 24] ^= 1
+    Store(memory, 0, store.trailer).recover()
+    assert read_generation(memory, slot.offset) != slot.generation
 
 
 def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:

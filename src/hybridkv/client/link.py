@@ -44,7 +44,11 @@ class Link:
         return self._sock.fileno() if self._sock is not None else None
 
     def poll(self, now: float) -> list[Reply]:
-        """Connect or receive, whichever is due; replies in order, without the greeting."""
+        """Connect or receive, whichever is due; replies in order, without the greeting.
+
+        What came before the end of a connection is returned first and the loss is told by the next call, so that
+        nothing that was lost with it is taken for new.
+        """
         if self._sock is None:
             if now < self._retry_at:
                 return []
@@ -56,10 +60,12 @@ class Link:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._lose(f"connection broken: {error.strerror}", now)
+                if not replies:
+                    self._lose(f"connection broken: {error.strerror}", now)
                 break
             if not received:
-                self._lose("connection closed by the daemon", now)
+                if not replies:
+                    self._lose("connection closed by the daemon", now)
                 break
             try:
                 for body in self._frames.feed(received):
@@ -71,7 +77,7 @@ class Link:
                 self._lose("the daemon does not greet", now)
             else:
                 self._flush(now)
-        return replies
+        return replies if self._sock is not None else []
 
     def send(self, request: Request, now: float) -> bool:
         """Queue and send what fits; False where there is no usable connection or the queue is full."""

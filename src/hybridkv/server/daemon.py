@@ -83,6 +83,13 @@ class Process(NamedTuple):
     started: int
 
 
+class Copying(NamedTuple):
+    """What a worker's process said last: over which connection, and the session before which it is drained."""
+
+    connection: int
+    drained: int
+
+
 @dataclass(eq=False)
 class Session:
     """One greeting of an engine, and what it holds."""
@@ -131,8 +138,8 @@ class Daemon:
         self._pid = pid
         self._connections: dict[int, Connection] = {}
         self._sessions: list[Session] = []
-        self._workers: dict[bytes, dict[Process, int]] = {}
-        """Per engine (by its tag) every process that may copy for it, and the session before which it is drained."""
+        self._workers: dict[bytes, dict[Process, Copying]] = {}
+        """Per engine (by its tag) every process that may copy for it."""
         self._held: dict[bytes, list[Slot]] = {}
         """Write slots of an earlier life of the daemon, by the tag of the engine that may still write into them."""
         self._namespaces: dict[bytes, Namespace] = {}
@@ -145,7 +152,7 @@ class Daemon:
         """Take over what an earlier daemon left in the arena; `processes` are those of its workers that still live."""
         self._namespaces, writing = self.store.recover()
         for tag, pid, started in processes:
-            self._workers.setdefault(tag, {})[Process(pid, started)] = 0
+            self._workers.setdefault(tag, {})[Process(pid, started)] = Copying(0, 0)
         for slot in writing:
             self._held.setdefault(slot.owner, []).append(slot)
         for tag in list(self._held):
@@ -175,7 +182,7 @@ class Daemon:
                 self.store.trailer.forget(WorkerProcess(tag, *process))
             if not self._workers[tag]:
                 del self._workers[tag]
-        for tag in {*self._held, *(tag_of(session.engine_id) for session in self._sessions)}:
+        for tag in sorted({*self._held, *(tag_of(session.engine_id) for session in self._sessions)}):
             self._retire(tag)
 
     def processes(self) -> set[Process]:
@@ -213,7 +220,7 @@ class Daemon:
             case Clear():
                 return Done(request.id, self.store.clear())
             case Drained():
-                self._drained(connection, request)
+                self._drained(connection_id, connection, request)
             case Identify():
                 session = _session_of(connection)
                 session.namespace = self._namespace(request.namespace, session.geometry)
@@ -261,10 +268,9 @@ class Daemon:
             connection.session = session
         elif hello.role == "worker":
             tag = tag_of(hello.engine_id)
-            workers = self._workers.setdefault(tag, {})
-            if workers.get(connection.process, NEVER) >= NEVER:
-                # New, or an engine of the same name before it in this process has ended.
-                workers[connection.process] = 0
+            # What its process said before may have been of another engine of the same name, which has ended; a worker
+            # that only lost its connection says it again.
+            self._workers.setdefault(tag, {})[connection.process] = Copying(connection_id, 0)
             if connection.process.pid:
                 self.store.trailer.remember(WorkerProcess(tag, *connection.process))
         connection.state = State(hello.role)
@@ -475,15 +481,17 @@ class Daemon:
             raise RequestError(ErrorCode.IDENTITY)
         return known
 
-    def _drained(self, connection: Connection, drained: Drained) -> None:
+    def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
         workers = self._workers[tag]
-        workers[connection.process] = max(workers[connection.process], drained.session)
-        self._retire(tag)
+        known = workers[connection.process]
+        if known.connection == connection_id:
+            workers[connection.process] = Copying(connection_id, max(known.drained, drained.session))
+            self._retire(tag)
 
     def _retire(self, tag: bytes) -> None:
         """End what an engine held in earlier sessions and lives of the daemon, if none of its workers can touch it."""
-        drained = min(self._workers.get(tag, {}).values(), default=None)
+        drained = min((worker.drained for worker in self._workers.get(tag, {}).values()), default=None)
         sessions = [session for session in self._sessions if tag_of(session.engine_id) == tag]
         # Greetings are counted by the engine, so every one of this life is later than those of an earlier one.
         present = max((session.number for session in sessions), default=0)

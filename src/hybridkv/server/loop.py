@@ -113,13 +113,17 @@ class Server:
         """Serve until `stop`; then remove the socket."""
         try:
             while self._running:
-                for key, events in self._selector.select():
-                    self._serve(key.fileobj, events)
-                self._adopt_reserved()
-                while self._asked:
-                    self._asked.popleft().set_result(self.daemon.values())
+                self.turn()
         finally:
             self._close()
+
+    def turn(self) -> None:
+        """One round: whatever is ready is served."""
+        for key, events in self._selector.select():
+            self._serve(key.fileobj, events)
+        self._adopt_reserved()
+        while self._asked:
+            self._asked.popleft().set_result(self.daemon.values())
 
     def stop(self, keep_arena: bool) -> None:
         """End `run`; safe from signal handlers and other threads. The arena is kept for the next daemon, or not."""

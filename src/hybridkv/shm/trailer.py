@@ -27,6 +27,7 @@ _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
 _CRC = struct.Struct("<I")
 _RESERVED_OFFSET = 64
+_GENERATION_OFFSET = 72
 _PROCESS = struct.Struct(f"<{HASH_BYTES}sQQ")
 _USED = re.compile(rb"[^\0]")
 
@@ -51,6 +52,7 @@ class Trailer:
         self._processes = memory[table_end : table_end + PROCESSES_MAX * _PROCESS.size]
         self._super = memory[len(memory) - SLOT_ALIGN :]
         self._reserved = self._super[_RESERVED_OFFSET : _RESERVED_OFFSET + 8].cast("Q")
+        self._generation = self._super[_GENERATION_OFFSET : _GENERATION_OFFSET + 8].cast("Q")
 
     def format(self) -> None:
         """Make a fresh (zeroed) arena one that can be taken over."""
@@ -65,6 +67,15 @@ class Trailer:
     @reserved_bytes.setter
     def reserved_bytes(self, value: int) -> None:
         self._reserved[0] = value
+
+    @property
+    def generation(self) -> int:
+        """No slot was ever given a later one."""
+        return self._generation[0]
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        self._generation[0] = value
 
     def put(self, offset: int, size: int) -> None:
         """A slot of `size` bytes is at `offset` from now on; its header is written."""
@@ -107,7 +118,7 @@ class Trailer:
 
     def release(self) -> None:
         """Let go of the arena's memory."""
-        for view in (self._entries, self._table, self._processes, self._reserved, self._super):
+        for view in (self._entries, self._table, self._processes, self._reserved, self._generation, self._super):
             view.release()
 
 

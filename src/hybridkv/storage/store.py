@@ -149,7 +149,8 @@ class Store:
         """Of all objects in the index."""
         self._tenant_bytes = tenant_bytes
         self._tenants: dict[int, Tenant] = {}
-        self._generation = first_generation
+        # The clock that the first one is taken from may have stepped back since the last life.
+        self._generation = max(first_generation, self.trailer.generation)
         self._entries = 0
         """How many were made."""
         self._writing_bytes = 0
@@ -213,6 +214,8 @@ class Store:
             if header is not None:
                 self._generation = max(self._generation, header.generation)
             if header is None or not sound or not kept or offset < end or offset + size > limit:
+                if end <= offset <= limit - HEADER_BYTES:
+                    self._void(offset)
                 self.trailer.clear(offset)
                 continue
             slot = Slot(offset, (header.part_bytes, header.parts), header.generation)
@@ -289,6 +292,7 @@ class Store:
                     break
                 continue
             self._generation += 1
+            self.trailer.generation = self._generation
             slot = Slot(offset, shape, self._generation)
             slot.owner = owner
             self._slots[offset] = slot
@@ -549,12 +553,16 @@ class Store:
         return self._return(slot)
 
     def _return(self, slot: Slot) -> tuple[int, int]:
-        self.trailer.clear(slot.offset)
         slot.state = SlotState.FREE
-        self._write_header(slot)
+        self._void(slot.offset)
+        self.trailer.clear(slot.offset)
         del self._slots[slot.offset]
         del self._ending[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
+
+    def _void(self, offset: int) -> None:
+        """End a slot's generation: its header may soon be amid another's payload, where nobody writes for a while."""
+        self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()
 
     def _write_header(self, slot: Slot) -> None:
         entry = slot.entry

@@ -1,0 +1,789 @@
+"""Clients as the connector is one: schedulers, workers, an operator, and a liar. Each steps at its own times."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from hybridkv.client.credits import Credits
+from hybridkv.client.link import Link
+from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.wire.codec import Frames, decode_reply, encode
+from hybridkv.wire.messages import (
+    NEVER,
+    PROTOCOL_VERSION,
+    Abandon,
+    Clear,
+    Commit,
+    Condemn,
+    Describe,
+    Done,
+    Drained,
+    Engines,
+    Error,
+    Explain,
+    Explained,
+    Found,
+    Granted,
+    Hello,
+    Identify,
+    ListEngines,
+    Lookup,
+    Release,
+    Reply,
+    Report,
+    Request,
+    Stats,
+    Tell,
+    Want,
+    geometry_to_wire,
+)
+from tests.daemonsim.oracle import CHUNKS, PROMPTS, Books, Copy, Name, cut, prompt_hashes, signature, sizes
+from tests.daemonsim.system import SOCKET_PATH, ArenaFile, SimProcess, SimSocket, System
+
+Ref = tuple[int, int]
+"""(offset, generation) of a slot."""
+
+
+@dataclass
+class Habits:
+    """How the clients of a seed behave; times in microseconds."""
+
+    steps: tuple[int, int] = (3_000, 30_000)
+    checksum: bool = True
+    pieces: int = 3
+    """Pieces that a worker copies in a step, at most."""
+    loads: int = 4
+    """Loads that an engine has at once, at most."""
+    partial: float = 0.2
+    """How often a load needs the end of a part only."""
+    misbehave: frozenset[str] = frozenset()
+    """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
+
+
+@dataclass
+class Scene:
+    """What all clients of a seed share."""
+
+    system: System
+    books: Books
+    habits: Habits
+    counts: Counter[str]
+    calm: bool = False
+    """No new work is begun: the end is near."""
+
+    @property
+    def rng(self) -> random.Random:
+        return self.system.rng
+
+
+class Client:
+    """Something that steps while its process lives."""
+
+    def __init__(self, scene: Scene, process: SimProcess) -> None:
+        self.scene = scene
+        self.process = process
+        self.has_left = False
+        scene.system.after(1, 3000, self._step)
+
+    @property
+    def rng(self) -> random.Random:
+        return self.scene.rng
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it will step again."""
+        return self.process.alive and not self.has_left
+
+    def step(self) -> None:
+        """What it does each time."""
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        system = self.scene.system
+        if not self.is_alive:
+            return
+        if self.process.stopped_until > system.now:
+            system.at(self.process.stopped_until, self._step)
+            return
+        before, system.current = system.current, self.process
+        try:
+            self.step()
+        finally:
+            system.current = before
+        system.after(*self.scene.habits.steps, self._step)
+
+
+class Caller:
+    """A link whose replies are counted: each request gets its own one, in order."""
+
+    def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
+        self._scene = scene
+        self._on_loss = on_loss
+        self.awaited: deque[tuple[int, type[Reply]]] = deque()
+        self._ids = 1
+        self.link = Link(str(SOCKET_PATH), hello, self._lost)
+
+    def poll(self) -> list[Reply]:
+        """Replies, proven to be those to what was asked."""
+        replies = self.link.poll(self._scene.system.seconds())
+        assert self.link.refusal is None, f"a greeting was refused: {self.link.refusal}"
+        for reply in replies:
+            assert not isinstance(reply, Error), f"refused: {reply}"
+            assert self.awaited, f"nobody asked for {type(reply).__name__}"
+            number, kind = self.awaited.popleft()
+            assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
+            assert reply.id == number, f"the reply to {reply.id} instead of {number}"
+        return replies
+
+    def ask(self, make: Callable[[int], Request], kind: type[Reply]) -> bool:
+        """Send a request that has a reply."""
+        self._ids += 1
+        sent = self.tell(make(self._ids))
+        if sent:
+            self.awaited.append((self._ids, kind))
+        return sent
+
+    def tell(self, request: Request) -> bool:
+        """Send a request."""
+        self._scene.counts[f"say_{type(request).__name__.lower()}"] += 1
+        return self.link.send(request, self._scene.system.seconds())
+
+    def _lost(self, why: str) -> None:
+        self._scene.counts["losses"] += 1
+        self.awaited.clear()
+        self._on_loss()
+
+
+@dataclass(eq=False)
+class Storing:
+    """An object that workers are writing."""
+
+    ref: Ref
+    shape: SlotShape
+    group_index: int
+    chunk: int
+    name: Name
+    boot: str
+    ranks_done: set[int] = field(default_factory=set)
+    is_unstored: bool = False
+    is_spoilt: bool = False
+
+
+@dataclass(eq=False)
+class Asking:
+    """A lookup that is not answered yet, or whose answer is not needed any more."""
+
+    prompt: int
+    identity: bytes
+    hashes: tuple[bytes, ...]
+    number: int
+    """Commits that were sent before."""
+    is_wanted: bool = True
+
+
+@dataclass
+class Plan:
+    """What a scheduler tells its workers in a step."""
+
+    boot: str
+    session: int
+    stores: dict[int, Storing]
+    loads: dict[int, list[tuple[Ref, int, int, Name]]]
+    """By lease: slot, group index, chunk and name of every object."""
+
+
+@dataclass
+class Told:
+    """What a worker tells its scheduler in a step."""
+
+    rank: int
+    boot: str
+    done: list[tuple[int, bool]] = field(default_factory=list)
+    """Number of a store, and whether this rank wrote its part."""
+    loaded: list[tuple[int, bool]] = field(default_factory=list)
+    condemned: list[Ref] = field(default_factory=list)
+
+
+class Scheduler(Client):
+    """One engine's scheduler."""
+
+    def __init__(
+        self, scene: Scene, process: SimProcess, engine_id: str, geometry: Geometry, identity: bytes, target: int
+    ) -> None:
+        super().__init__(scene, process)
+        self.engine_id = engine_id
+        self.geometry = geometry
+        self.identity = identity
+        self._calls = Caller(scene, self._hello(), self._lost)
+        targets: Counter[SlotShape] = Counter()
+        for group in geometry.groups:
+            targets.update(dict.fromkeys(slot_shapes(geometry, group), target))
+        self.credits = Credits(targets)
+        self.workers: list[Worker] = []
+        self.inbox: deque[Told] = deque()
+        self._boot = ""
+        self._workers_on: dict[int, str] = {}
+        self._numbers = 0
+        self._leases = 0
+        self._commits = 0
+        self._asked: dict[int, Asking] = {}
+        self.loading: dict[int, set[int]] = {}
+        """By lease the ranks that have not reported."""
+        self._load_failed: set[int] = set()
+        self._held: list[int] = []
+        """Leases that are kept for nothing."""
+        self._storing: dict[int, Storing] = {}
+        self._mine: dict[Name, tuple[int, tuple[object, ...]]] = {}
+        """What this greeting has committed: after how many commits, and what was lost by then."""
+        self._old_refs: deque[tuple[Ref, int]] = deque(maxlen=12)
+        self.new_identity: bytes | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, and the daemon is there."""
+        busy = self._asked or self.loading or self._storing or self._held or self._calls.awaited
+        return self._calls.link.welcome is not None and not busy
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its workers know of the present daemon as well."""
+        link = self._calls.link
+        return self.is_idle and all(worker.has_drained(link.greetings) for worker in self.workers if worker.is_alive)
+
+    def why(self) -> str:
+        """What is under way."""
+        return (
+            f"{self.engine_id}: asked {len(self._asked)} loading {self.loading} storing {len(self._storing)} "
+            f"awaited {list(self._calls.awaited)} welcome {self._calls.link.welcome is not None} "
+            f"workers {[worker.why() for worker in self.workers]}"
+        )
+
+    def close(self) -> None:
+        """The engine is shut down."""
+        self._calls.link.close()
+        self.has_left = True
+
+    def step(self) -> None:
+        """Poll, report, ask, plan."""
+        self._poll()
+        while self.inbox:
+            self._reported(self.inbox.popleft())
+        if self.new_identity is not None:
+            self._identify(self.new_identity)
+            self.new_identity = None
+        plan_loads: dict[int, list[tuple[Ref, int, int, Name]]] = {}
+        plan_stores: dict[int, Storing] = {}
+        if self._calls.link.welcome is not None:
+            self._misbehave()
+            while self._held and self.rng.random() < 0.4:
+                self._calls.tell(Release(self._held.pop(self.rng.randrange(len(self._held)))))
+            for reply in self._answers:
+                self._take(reply, plan_loads, plan_stores)
+            if (
+                not self.scene.calm
+                and len(self._asked) < 3
+                and len(self.loading) < self.scene.habits.loads
+                and self.rng.random() < 0.6
+            ):
+                self._ask()
+            for shape, count in self.credits.wanted(self.scene.system.seconds()):
+                size, parts = shape
+                self._want(size, parts, count)
+        self._answers = []
+        link = self._calls.link
+        plan = Plan(self._boot, link.greetings, plan_stores, plan_loads)
+        for worker in self.workers:
+            worker.inbox.append(plan)
+
+    def _want(self, size: int, parts: int, count: int) -> None:
+        if not self._calls.ask(lambda number: Want(number, size, parts, count), Granted):
+            self.credits.granted((size, parts), b"", b"", self.scene.system.seconds())
+
+    def _poll(self) -> None:
+        self._answers = self._calls.poll()
+        link = self._calls.link
+        if link.welcome is None:
+            self._answers = []
+        elif link.welcome.boot != self._boot:
+            self._boot = link.welcome.boot
+            self._calls.tell(Describe({"engine": self.engine_id}))
+
+    _answers: list[Reply] = []  # noqa: RUF012  # replaced in every step
+
+    def _ask(self) -> None:
+        prompt, chunks = self.rng.randrange(PROMPTS), self.rng.randrange(1, CHUNKS + 1)
+        hashes = prompt_hashes(prompt)[:chunks]
+        self._leases += 1
+        lease = self._leases
+        if self._calls.ask(lambda number: Lookup(number, lease, b"".join(hashes)), Found):
+            self._asked[lease] = Asking(prompt, self.identity, hashes, self._commits)
+
+    def _take(
+        self, reply: Reply, loads: dict[int, list[tuple[Ref, int, int, Name]]], stores: dict[int, Storing]
+    ) -> None:
+        if isinstance(reply, Granted):
+            self._granted(reply)
+        elif isinstance(reply, Found):
+            asked = self._asked.pop(reply.lease)
+            self.scene.books.found(self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks)
+            self._check_own(asked, reply)
+            if not asked.is_wanted or not self._attached():
+                self._calls.tell(Release(reply.lease))
+                return
+            self._load(asked, reply, loads)
+            self._store(asked, reply, stores)
+
+    def _granted(self, granted: Granted) -> None:
+        refs = _refs(granted.offsets, granted.generations)
+        welcome = self._calls.link.welcome
+        assert welcome is not None
+        file = self.scene.system.paths[welcome.arena_path]
+        self.scene.books.granted(file, [generation for _, generation in refs])
+        shape = granted.part_bytes, granted.parts
+        self.credits.granted(shape, granted.offsets, granted.generations, self.scene.system.seconds())
+        self.scene.counts["slots_granted"] += len(refs)
+
+    def _check_own(self, asked: Asking, found: Found) -> None:
+        """What this session committed before it asked is found, unless something may have been lost since."""
+        losses = self.scene.books.losses()
+        for group, mask in zip(self.geometry.groups, found.masks, strict=True):
+            for there, chunk_hash in zip(mask, asked.hashes, strict=True):
+                number, lost = self._mine.get((asked.identity, group.gid, chunk_hash), (self._commits + 1, ()))
+                if not there and number <= asked.number and lost == losses:
+                    raise AssertionError(f"{self.engine_id} does not find what it committed")
+                self.scene.counts["own_writes_read"] += there and number <= asked.number
+
+    def _load(self, asked: Asking, found: Found, loads: dict[int, list[tuple[Ref, int, int, Name]]]) -> None:
+        refs = _refs(found.offsets, found.generations)
+        places = [
+            (index, chunk)
+            for index, group in enumerate(self.geometry.groups)
+            for chunk in needed_chunks(self.geometry, group, found.chunks)
+        ]
+        if not found.chunks:
+            assert not refs
+            return
+        if self.rng.random() < 0.15:
+            self._held.append(found.lease)
+            return
+        loads[found.lease] = [
+            (ref, index, chunk, (asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]))
+            for ref, (index, chunk) in zip(refs, places, strict=True)
+        ]
+        self.loading[found.lease] = set(range(self.geometry.ranks))
+        self.scene.counts["loads"] += 1
+
+    def _store(self, asked: Asking, found: Found, stores: dict[int, Storing]) -> None:
+        if self.scene.calm or self.rng.random() < 0.2:
+            return
+        for chunk, chunk_hash in enumerate(asked.hashes):
+            for index, group in enumerate(self.geometry.groups):
+                shape = sizes(self.geometry, index, chunk)
+                if (found.masks[index][chunk] and self.rng.random() > 0.05) or not shape[0]:
+                    continue
+                offsets, generations = self.credits.take(shape, 1)
+                for ref in _refs(offsets, generations):
+                    name = (self.identity, group.gid, chunk_hash)
+                    self._numbers += 1
+                    stores[self._numbers] = Storing(ref, shape, index, chunk, name, self._boot)
+        self._storing.update(stores)
+        self.scene.counts["stores"] += len(stores)
+
+    def _reported(self, told: Told) -> None:
+        self._workers_on[told.rank] = told.boot
+        ready: list[Storing] = []
+        spoilt: list[Storing] = []
+        for number, is_written in told.done:
+            storing = self._storing.get(number)
+            if storing is None:
+                continue
+            storing.ranks_done.add(told.rank)
+            storing.is_unstored |= not is_written
+            if len(storing.ranks_done) == self.geometry.ranks:
+                del self._storing[number]
+                (spoilt if storing.is_unstored or storing.is_spoilt else ready).append(storing)
+        if told.condemned:
+            self._calls.tell(Condemn(*_packed(told.condemned)))
+        for lease, is_good in told.loaded:
+            if lease not in self.loading:
+                continue
+            self.loading[lease].discard(told.rank)
+            if not is_good:
+                self._load_failed.add(lease)
+            if not self.loading[lease]:
+                del self.loading[lease]
+                failed = lease in self._load_failed
+                self._calls.tell(Release(lease, 0 if failed else 1, 1, failed))
+                self._calls.tell(Tell(f"request {lease}", {"lease": str(lease)}))
+        if spoilt:
+            self._calls.tell(Abandon(*_packed([storing.ref for storing in spoilt])))
+        if ready:
+            self._commit(ready)
+
+    def _commit(self, ready: list[Storing]) -> None:
+        if self._calls.tell(_commit([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])):
+            self._commits += 1
+            losses = self.scene.books.losses()
+            for storing in ready:
+                self.scene.books.written.add(storing.name)
+                self._mine[storing.name] = self._commits, losses
+                self._old_refs.append((storing.ref, storing.group_index))
+            self.scene.counts["commits"] += len(ready)
+
+    def _misbehave(self) -> None:
+        """Messages about slots that are not this session's any more, under other names."""
+        habits = self.scene.habits.misbehave
+        if not self._old_refs or self.rng.random() > 0.1:
+            return
+        ref, group_index = self.rng.choice(self._old_refs)
+        if "late" in habits and self.rng.random() < 0.5:
+            self._calls.tell(_commit([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2))
+            self.scene.counts["commits_late"] += 1
+        if "twice" in habits and self.rng.random() < 0.5:
+            self._calls.tell(Abandon(*_packed([ref, ref])))
+            lease = self.rng.randrange(self._leases + 2)
+            if lease not in self._asked and lease not in self.loading:
+                self._calls.tell(Release(lease))
+            self.scene.counts["abandons_late"] += 1
+
+    def _identify(self, identity: bytes) -> None:
+        self.identity = identity
+        self._calls.link.greet_with(self._hello())
+        self._calls.ask(lambda number: Identify(number, identity), Done)
+        for storing in self._storing.values():
+            storing.is_spoilt = True
+        for asked in self._asked.values():
+            asked.is_wanted = False
+        self.scene.counts["identified"] += 1
+
+    def _hello(self) -> Hello:
+        return Hello(1, PROTOCOL_VERSION, "engine", self.engine_id, self.identity, geometry_to_wire(self.geometry))
+
+    def _attached(self) -> bool:
+        return [self._workers_on.get(rank) for rank in range(self.geometry.ranks)] == [self._boot] * self.geometry.ranks
+
+    def _lost(self) -> None:
+        self.credits.reset()
+        for storing in self._storing.values():
+            self._old_refs.append((storing.ref, storing.group_index))
+        self._storing.clear()
+        self._asked.clear()
+        self.loading.clear()
+        self._held.clear()
+        self._mine.clear()
+
+
+class Worker(Client):
+    """One rank: maps the arena, copies what plans say, reports."""
+
+    def __init__(self, scene: Scene, process: SimProcess, scheduler: Scheduler, rank: int) -> None:
+        super().__init__(scene, process)
+        self._scheduler = scheduler
+        self._geometry = scheduler.geometry
+        self.rank = rank
+        self._calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "worker", scheduler.engine_id), lambda: None)
+        self.inbox: deque[Plan] = deque()
+        self._boot = ""
+        self._files: dict[str, ArenaFile] = {}
+        """By daemon's life: the present one, and the one before for loads that were planned from it."""
+        self.writes: dict[int, Copy] = {}
+        self._loads: dict[int, list[Copy]] = {}
+        self._session = 0
+        self._draining: set[int] = set()
+        self._told = (0, 0)
+
+    def why(self) -> str:
+        """What is under way."""
+        return f"{self.rank}: writes {len(self.writes)} loads {len(self._loads)} told {self._told} boot {self._boot}"
+
+    def has_drained(self, session: int) -> bool:
+        """Whether the daemon was told so."""
+        return self._told == (self._calls.link.greetings, session)
+
+    def close(self) -> None:
+        """Finish what is running, then leave."""
+        for number, copy in list(self.writes.items()):
+            while not self._write(copy):
+                pass
+            del self.writes[number]
+        self._loads.clear()
+        self._calls.link.close(Drained(NEVER))
+        self.has_left = True
+
+    def step(self) -> None:
+        """Plans, then pieces of copies, then the report."""
+        told = Told(self.rank, "")
+        self._calls.poll()
+        while self.inbox:
+            self._begin(self.inbox.popleft(), told)
+        for _ in range(self.rng.randrange(self.scene.habits.pieces + 1) if not self.scene.calm else 20):
+            self._copy(told)
+        told.boot = self._boot
+        self._scheduler.inbox.append(told)
+
+    def owns_all(self) -> None:
+        """No slot that is still written here was taken away."""
+        for copy in self.writes.values():
+            self.scene.books.owns(copy)
+
+    def _begin(self, plan: Plan, told: Told) -> None:
+        self._tell_drained(plan.session)
+        self._attach()
+        for lease, objects in plan.loads.items():
+            file = self._files.get(plan.boot)
+            if file is None:
+                told.loaded.append((lease, False))
+            else:
+                self._loads[lease] = [self._copy_of(file, plan.boot, *which) for which in objects]
+        for number, storing in plan.stores.items():
+            group = self._geometry.groups[storing.group_index]
+            file = self._files.get(plan.boot)
+            if group.replicated and storing.chunk % self._geometry.ranks != self.rank:
+                told.done.append((number, True))
+            elif file is None or ("fail" in self.scene.habits.misbehave and self.rng.random() < 0.1):
+                told.done.append((number, False))
+            else:
+                copy = self._copy_of(file, plan.boot, storing.ref, storing.group_index, storing.chunk, storing.name)
+                copy.pieces = cut(self.rng, 0, copy.size)
+                self.scene.books.owns(copy)
+                self.writes[number] = copy
+
+    def _copy_of(self, file: ArenaFile, boot: str, ref: Ref, index: int, chunk: int, name: Name) -> Copy:
+        size, parts = sizes(self._geometry, index, chunk)
+        part = 0 if self._geometry.groups[index].replicated else self.rank
+        return Copy(file, *ref, name, part, parts, size, self.scene.habits.checksum, boot)
+
+    def _copy(self, told: Told) -> None:
+        """A piece of something."""
+        count = len(self.writes) + len(self._loads)
+        if not count:
+            return
+        at = self.rng.randrange(count)
+        job = next(islice(chain(self.writes, (-lease for lease in self._loads)), at, None))
+        if job > 0 and self._write(self.writes[job]):
+            del self.writes[job]
+            told.done.append((job, True))
+        elif job < 0:
+            self._read(-job, told)
+
+    def _write(self, copy: Copy) -> bool:
+        """Whether the part is whole now."""
+        self.scene.books.owns(copy)
+        if copy.pieces:
+            start, stop = copy.pieces.pop()
+            at = copy.start
+            copy.file.bytes[at + start : at + stop] = copy.expected[start:stop]
+            return False
+        if copy.checksum:
+            copy.file.bytes[copy.signed] = signature(copy.generation, copy.payload)
+        return True
+
+    def _read(self, lease: int, told: Told) -> None:
+        copies = self._loads[lease]
+        if not copies:
+            del self._loads[lease]
+            told.loaded.append((lease, True))
+            return
+        load = copies[0]
+        if not isinstance(load, Loading):
+            copies[0] = load = Loading.of(load, self.rng, self.scene.habits.partial)
+        error = load.go_on(self.scene.system.now)
+        if error is None and not load.is_over:
+            return
+        self.scene.counts["parts_loaded" if error is None else f"parts_failed_{error}"] += 1
+        if error is None:
+            # The end of a part is copied after the proof of all of it, and a bit that flips in between is not seen.
+            if not load.first or self.scene.books.flipped_at < load.begun_at:
+                self.scene.books.accepted(load, bytes(load.loaded[load.first :]), load.first)
+            copies.pop(0)
+            return
+        server = self.scene.system.server
+        is_leased = server is not None and server.daemon.boot == load.boot and self.scene.books.is_exact
+        assert not is_leased, f"a load under a living lease failed: {error}"
+        if error == "bytes" and self.scene.books.is_exact:
+            assert not load.is_there(), "other bytes under the generation of what was stored"
+        told.condemned.append((load.offset, load.generation))
+        told.loaded.append((lease, False))
+        del self._loads[lease]
+
+    def _attach(self) -> None:
+        """Follow the daemon, as connector.worker does."""
+        welcome = self._calls.link.welcome
+        if welcome is None or welcome.boot == self._boot:
+            return
+        old = self._files.get(self._boot)
+        try:
+            file = self.scene.system.attach(welcome.arena_path, welcome.arena_bytes)
+        except HybridKVError:
+            self.scene.counts["attach_failed"] += 1
+            return
+        self._files = {self._boot: old, welcome.boot: file} if old is not None else {welcome.boot: file}
+        self._boot = welcome.boot
+
+    def _tell_drained(self, session: int) -> None:
+        running = {*self.writes, *(-lease for lease in self._loads)}
+        if session != self._session:
+            self._session, self._draining = session, running
+        self._draining &= running
+        told = self._calls.link.greetings, self._session
+        if not self._draining and self._session and told != self._told and self._calls.tell(Drained(session)):
+            self._told = told
+
+
+@dataclass(eq=False)
+class Loading(Copy):
+    """A load in progress: the generation before and after, and the bytes against their checksum."""
+
+    first: int = 0
+    """Where in the part it begins."""
+    loaded: bytearray = field(default_factory=bytearray)
+    begun_at: int = 0
+    is_over: bool = False
+
+    @classmethod
+    def of(cls, copy: Copy, rng: random.Random, partial: float) -> "Loading":
+        """A load of all of a part, or of its end."""
+        first = rng.randrange(copy.size) if rng.random() < partial else 0
+        plain = {name: value for name, value in vars(copy).items() if name != "pieces"}
+        return cls(**plain, pieces=cut(rng, first, copy.size), first=first, loaded=bytearray(copy.size))
+
+    def go_on(self, now: int) -> str | None:
+        """A piece more; why it failed, if it did."""
+        if not self.begun_at:
+            self.begun_at = now
+            if not self.is_there():
+                return "generation"
+            if self.first and self.checksum and not self.is_signed(self.payload):
+                return "bytes"
+            return None
+        if self.pieces:
+            start, stop = self.pieces.pop()
+            piece = self.payload[start:stop]
+            self.loaded[start:stop] = piece
+            return None
+        if not self.first and self.checksum and not self.is_signed(self.loaded):
+            return "bytes"
+        self.is_over = True
+        return None if self.is_there() else "generation"
+
+
+class Operator(Client):
+    """Someone with `hybridkv stats`, `explain` and `clear`."""
+
+    def __init__(self, scene: Scene, process: SimProcess, clears: bool) -> None:
+        super().__init__(scene, process)
+        self._clears = clears
+        self.calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "control"), lambda: None)
+
+    def step(self) -> None:
+        """Ask something."""
+        self.calls.poll()
+        if self.scene.calm or self.rng.random() < 0.8:
+            return
+        what = self.rng.randrange(8)
+        if what < 2:
+            self.calls.ask(Stats, Report)
+        elif what < 4:
+            self.calls.ask(ListEngines, Engines)
+        elif what < 7 or not self._clears:
+            self.calls.ask(lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained)
+        elif self.calls.ask(Clear, Done):
+            self.scene.counts["clears"] += 1
+
+
+class Liar(Client):
+    """A client that says anything: true messages with false contents, and bytes that are no messages."""
+
+    def __init__(self, scene: Scene, process: SimProcess, engine_ids: list[str], geometry: Geometry) -> None:
+        super().__init__(scene, process)
+        self._engine_ids = engine_ids
+        self._geometry = geometry
+        self._sock: SimSocket | None = None
+        self._frames = Frames()
+
+    def step(self) -> None:
+        """A lie."""
+        system, rng = self.scene.system, self.rng
+        if self._sock is None:
+            if self.scene.calm:
+                return
+            sock = system.new_socket()
+            try:
+                sock.connect(str(SOCKET_PATH))
+            except OSError:
+                sock.close()
+                return
+            self._sock, self._frames = sock, Frames()
+        raw = b"".join(encode(self._lie()) for _ in range(rng.randrange(1, 4)))
+        if rng.random() < 0.1:
+            raw = raw[: rng.randrange(len(raw))] + rng.randbytes(rng.randrange(1, 40))
+        try:
+            self._sock.send(raw)
+            for body in self._frames.feed(self._sock.recv(1 << 16)):
+                decode_reply(body)
+            self.scene.counts["lies"] += 1
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._hang_up()
+        if self.scene.calm or rng.random() < 0.05:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def _lie(self) -> Request:
+        rng = self.rng
+        engine_id = rng.choice((*self._engine_ids, "liar"))
+        role = "engine" if engine_id == "liar" and rng.random() < 0.7 else "worker"
+        geometry = geometry_to_wire(self._geometry)
+        session = rng.choice((0, 1, 5, 1 << 40, NEVER))
+        refs = [self._ref() for _ in range(rng.randrange(4))]
+        offsets, generations = _packed(refs)
+        groups = pack_u64([rng.randrange(4) for _ in refs])
+        hashes = b"".join(rng.choice(prompt_hashes(rng.randrange(PROMPTS))) for _ in refs)
+        shape = rng.choice([shape for group in self._geometry.groups for shape in slot_shapes(self._geometry, group)])
+        return rng.choice(
+            (
+                Hello(1, PROTOCOL_VERSION, role, engine_id, b"liar" * 8, geometry, session=session),
+                Hello(1, rng.randrange(3), "control"),
+                Drained(session),
+                Lookup(2, rng.randrange(3), hashes[: rng.choice((None, 5))]),
+                Want(3, *shape, rng.randrange(3)),
+                Commit(offsets, generations, groups, hashes),
+                Abandon(offsets, generations[: rng.choice((None, 5))]),
+                Release(rng.randrange(3)),
+                Condemn(*_packed(refs[:1])) if rng.random() < 0.2 else Stats(4),
+                Identify(5, b"rail" * 8),
+            )
+        )
+
+    def _ref(self) -> Ref:
+        """A slot of somebody, as it may have been overheard."""
+        server = self.scene.system.server
+        if server is None or not server.daemon.store._slots:
+            return 0, 1
+        slot = self.rng.choice(list(server.daemon.store._slots.values()))
+        return slot.offset, slot.generation
+
+
+def _refs(offsets: bytes, generations: bytes) -> list[Ref]:
+    return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
+
+
+def _packed(refs: list[Ref]) -> tuple[bytes, bytes]:
+    return pack_u64([offset for offset, _ in refs]), pack_u64([generation for _, generation in refs])
+
+
+def _commit(objects: list[tuple[Ref, int, bytes]]) -> Commit:
+    assert all(len(chunk_hash) == HASH_BYTES for _, _, chunk_hash in objects)
+    groups = pack_u64([index for _, index, _ in objects])
+    return Commit(*_packed([ref for ref, _, _ in objects]), groups, b"".join(name for _, _, name in objects))

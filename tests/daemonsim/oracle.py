@@ -1,0 +1,210 @@
+"""What every byte must be, and whose bytes they are."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import random
+from dataclasses import dataclass, field
+
+from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
+from hybridkv.core.geometry import Geometry
+from hybridkv.shm.slots import (
+    CHECKSUM_BYTES,
+    HEADER_BYTES,
+    SlotState,
+    checksum_offset,
+    payload_offset,
+    read_generation,
+    slot_bytes,
+    unpack_header,
+)
+from hybridkv.storage.store import Slot
+from tests.daemonsim.system import ArenaFile, System
+from tests.layouts import LAYOUTS, wide
+
+CHUNKS = 6
+PROMPTS = 5
+GEOMETRIES = {
+    "full": wide(LAYOUTS["qwen3"], 5),
+    "gemma3": wide(LAYOUTS["gemma3"], 1, 1, 14),
+    "gemma4": wide(LAYOUTS["gemma4"], 3, 9),
+    "llama4": wide(LAYOUTS["llama4"], 7, 15),
+    "qwen3next": wide(LAYOUTS["qwen3next"], 1, 20, 5),
+    "falconh1": wide(LAYOUTS["falconh1"], 2, 12),
+    "deepseekv4": wide(LAYOUTS["deepseekv4"], 3, 3, 8, 9, 9),
+    "odd_window": wide(LAYOUTS["odd_window"], 7, 30, 1),
+    "two_ranks": wide(LAYOUTS["two_ranks"], 4, 11),
+    "two_ranks_mla": wide(LAYOUTS["two_ranks_mla"], 9, 9),
+    "four_ranks": dataclasses.replace(wide(LAYOUTS["gemma4"], 3, 5), ranks=4),
+}
+"""Slots of one to some pages; every kind of group, one to four ranks."""
+Name = tuple[bytes, int, bytes]
+"""(identity, gid, chunk hash) of an object."""
+
+
+@functools.cache
+def prompt_hashes(prompt: int) -> tuple[bytes, ...]:
+    """Prompts share their first two chunks."""
+    return tuple(hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS))
+
+
+@functools.lru_cache(maxsize=8192)
+def content(name: Name, part: int, size: int) -> bytes:
+    """What a part of an object holds."""
+    identity, gid, chunk_hash = name
+    return hashlib.shake_128(identity + bytes([gid, part]) + chunk_hash).digest(size)
+
+
+def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes:
+    """As connector.copier signs a part."""
+    digest = hashlib.blake2b(payload, digest_size=CHECKSUM_BYTES, key=generation.to_bytes(8, "little"))
+    return (int.from_bytes(digest.digest(), "little") | 1).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def largest_slot(geometry: Geometry) -> int:
+    """Bytes of the largest slot of any of its objects."""
+    return max(slot_bytes(*shape) for group in geometry.groups for shape in slot_shapes(geometry, group))
+
+
+@dataclass(eq=False)
+class Copy:
+    """One part of one object between a worker and its slot, piece by piece at later times."""
+
+    file: ArenaFile
+    offset: int
+    generation: int
+    name: Name
+    part: int
+    parts: int
+    size: int
+    checksum: bool
+    boot: str
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    """(start, stop) in the part of what is not copied yet."""
+
+    @property
+    def start(self) -> int:
+        """Where the part is in the arena."""
+        return self.offset + payload_offset(self.parts) + self.part * self.size
+
+    @property
+    def signed(self) -> slice:
+        """Where its checksum is."""
+        at = self.offset + checksum_offset(self.part)
+        return slice(at, at + CHECKSUM_BYTES)
+
+    @property
+    def payload(self) -> memoryview:
+        """The part as it is in the arena."""
+        return self.file.bytes[self.start : self.start + self.size]
+
+    @property
+    def expected(self) -> bytes:
+        """What it must be."""
+        return content(self.name, self.part, self.size)
+
+    def is_there(self) -> bool:
+        """Whether the slot is still of the same generation."""
+        return read_generation(self.file.bytes, self.offset) == self.generation
+
+    def is_signed(self, payload: bytes | bytearray | memoryview) -> bool:
+        """Whether the writer signed these bytes."""
+        return bytes(self.file.bytes[self.signed]) == signature(self.generation, payload)
+
+
+def cut(rng: random.Random, start: int, stop: int) -> list[tuple[int, int]]:
+    """[start, stop) in one to four pieces, in any order: not every copy engine goes from the front to the back."""
+    edges = sorted({start, stop, *(rng.randrange(start, stop) for _ in range(rng.randrange(4)))})
+    pieces = list(itertools.pairwise(edges))
+    rng.shuffle(pieces)
+    return pieces
+
+
+class Books:
+    """What was said and done, against which the daemon's answers are held."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self.written: set[Name] = set()
+        """Everything that some engine ever committed."""
+        self.is_exact = True
+        """No bit was flipped: bytes are right wherever the generation is, whatever the checksum says."""
+        self.flipped_at = 0
+        """When the last bit was."""
+        self.is_exclusive = True
+        """No header was spoilt from which a restarted daemon knows who may still write."""
+
+    def losses(self) -> tuple[object, ...]:
+        """Changes whenever an object may be lost."""
+        server = self._system.server
+        if server is None:
+            return ("down", self._system.lives)
+        daemon = server.daemon
+        counts = (daemon.counters["objects_condemned"], daemon.counters["requests_clear"])
+        return (self._system.lives, daemon.store.evicted, *counts)
+
+    def granted(self, file: ArenaFile, generations: list[int]) -> None:
+        """No generation is ever given twice."""
+        for generation in generations:
+            assert generation not in file.granted, f"generation {generation:#x} was given twice"
+            file.granted.add(generation)
+
+    def owns(self, copy: Copy) -> None:
+        """Whoever may still write into a slot is the only one."""
+        server = self._system.server
+        if server is None or self._system.arena is not copy.file or not self.is_exclusive:
+            return
+        slot = server.daemon.store.get(copy.offset, copy.generation)
+        assert slot is not None, f"slot {copy.offset} was taken from a living writer"
+        assert slot.state is SlotState.WRITING, f"slot {copy.offset} became {slot.state.name} under a living writer"
+
+    def accepted(self, copy: Copy, loaded: bytes, start: int) -> None:
+        """A load took these bytes of the part, from `start` on, for the object's."""
+        # Of two writers in one slot, the later one signs what both have written.
+        assert loaded == copy.expected[start:] or not self.is_exclusive, (
+            f"LIE: a load of part {copy.part} of {copy.name[1]}:{copy.name[2].hex()[:8]} accepted other bytes"
+        )
+
+    def found(
+        self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...], masks: list[bytes], chunks: int
+    ) -> None:
+        """An answer claims only what was stored, and a hit lacks nothing."""
+        assert all(len(mask) == len(hashes) for mask in masks)
+        for group, mask in zip(geometry.groups, masks, strict=True):
+            for there, chunk_hash in zip(mask, hashes, strict=True):
+                assert not there or (identity, group.gid, chunk_hash) in self.written, "what nobody stored is found"
+            assert all(mask[at] for at in needed_chunks(geometry, group, chunks)), "a hit lacks a chunk"
+
+    def audit(self) -> int:
+        """Every object of the index is what its name says, or its checksum tells; how many there are."""
+        server, file = self._system.server, self._system.arena
+        assert server is not None
+        assert file is not None
+        objects = 0
+        for identity, namespace in server.daemon._namespaces.items():
+            for chunk_hash, entry in namespace.entries.items():
+                for index, slot in enumerate(entry.slots):
+                    if slot is not None and (identity, namespace.gids[index], chunk_hash) in self.written:
+                        self._audit(file, slot, (identity, namespace.gids[index], chunk_hash))
+                        objects += 1
+        return objects
+
+    def _audit(self, file: ArenaFile, slot: Slot, name: Name) -> None:
+        header = unpack_header(bytes(file.bytes[slot.offset : slot.offset + HEADER_BYTES]))
+        if header is None:
+            assert not self.is_exact, "a header is broken"
+            return
+        assert (header.state, header.generation) == (SlotState.COMMITTED, slot.generation)
+        assert (header.namespace, header.gid, header.chunk_hash) == name
+        assert (header.part_bytes, header.parts) == slot.shape
+        for part in range(slot.parts):
+            copy = Copy(file, slot.offset, slot.generation, name, part, slot.parts, slot.part_bytes, True, "")
+            if self.is_exact or copy.is_signed(copy.payload):
+                self.accepted(copy, bytes(copy.payload), 0)
+
+
+def sizes(geometry: Geometry, index: int, chunk: int) -> tuple[int, int]:
+    """(part bytes, parts) of the object of a group in a chunk; no bytes where there is none."""
+    group = geometry.groups[index]
+    return part_bytes(geometry, group, chunk), geometry.parts(group)

@@ -1,0 +1,740 @@
+"""A machine that is only a heap of events: clocks, processes, sockets, pidfds and shared memory files.
+
+`installed` puts it under server/loop.py and client/link.py in place of the operating system; what is above is the real
+code.
+Times are integers in microseconds of a clock that stands still while code runs.  Nothing here depends on the order of a
+set, on an id or on a hash, so that a seed repeats to the last byte.
+"""
+
+import contextlib
+import errno
+import hashlib
+import heapq
+import os
+import random
+import selectors
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from hybridkv.client import link
+from hybridkv.core.errors import HybridKVError
+from hybridkv.server import loop
+from hybridkv.server.daemon import Process
+from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
+from hybridkv.shm.trailer import Trailer, trailer_bytes
+
+SECOND = 1_000_000
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+SOCKET_PATH = Path("/daemonsim/daemon.sock")
+BACKLOG_MAX = 16
+EPOCH_MS = 1_700_000_000_000
+FIRST_FD = 1000
+TRACED = ("storage/store.py", "storage/extents.py", "shm/trailer.py", "shm/slots.py", "server/daemon.py")
+"""Where the daemon can be killed: at any line of these."""
+UNTRACED = ("tag_of",)
+"""Cached functions of these, whose lines run or not with what ran before."""
+
+
+class Killed(BaseException):
+    """SIGKILL arrived at this line of the daemon."""
+
+
+class WouldWaitError(Exception):
+    """A thread of the daemon has nothing to do now."""
+
+
+class SimProcess:
+    """A process of this machine."""
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self.started = started
+        self.alive = True
+        self.stopped_until = 0
+        self.sockets: list[SimSocket] = []
+
+
+class Pipe:
+    """One direction of a connection: bytes arrive in order, each piece some time after it was written."""
+
+    def __init__(self, system: "System", capacity: int, wakes: bool) -> None:
+        self._system = system
+        self._capacity = capacity
+        self._wakes = wakes
+        """Whether its reader is the daemon."""
+        self.flying: deque[tuple[int, bytes]] = deque()
+        self.ready = bytearray()
+        self._bytes = 0
+        self._last = 0
+        self.ends_at: int | None = None
+        """When the reader sees the writer's end."""
+        self.is_reset = False
+        self.is_deaf = False
+        """The reader is gone."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that can be written now."""
+        return self._capacity - self._bytes
+
+    def write(self, data: bytes) -> None:
+        """Send what there is room for."""
+        self._bytes += len(data)
+        self.flying.append((self._arrival(), data))
+
+    def end(self) -> None:
+        """The writer has closed."""
+        if self.ends_at is None:
+            self.ends_at = self._arrival()
+
+    def cut(self, rng: random.Random) -> None:
+        """Lose a random rest of what is on its way, then end."""
+        keep = rng.randrange(len(self.flying) + 1)
+        while len(self.flying) > keep:
+            self.flying.pop()
+        if self.flying and rng.random() < 0.5:
+            at, last = self.flying.pop()
+            self.flying.append((at, last[: rng.randrange(len(last) + 1)]))
+        self.is_reset = rng.random() < 0.5
+        self.end()
+
+    def arrive(self) -> None:
+        """Make readable what has arrived by now."""
+        while self.flying and self.flying[0][0] <= self._system.now:
+            self.ready += self.flying.popleft()[1]
+
+    def read(self, size: int) -> bytes | None:
+        """Bytes, b"" at the end, None where there is nothing yet."""
+        self.arrive()
+        if self.ready:
+            taken = bytes(self.ready[:size])
+            del self.ready[:size]
+            self._bytes -= len(taken)
+            return taken
+        return b"" if self.is_at_end else None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the end has arrived (behind all bytes)."""
+        return self.ends_at is not None and self.ends_at <= self._system.now and not self.flying
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `read` has something to say."""
+        if self.flying:
+            self.arrive()
+        return bool(self.ready) or self.is_at_end
+
+    def _arrival(self) -> int:
+        self._last = max(self._last, self._system.now + self._system.latency())
+        if self._wakes:
+            self._system.wake_server(self._last)
+        return self._last
+
+
+class SimSocket:
+    """A Unix socket of this machine, non-blocking."""
+
+    def __init__(self, system: "System", process: SimProcess) -> None:
+        self._system = system
+        self.process = process
+        self.peer: SimProcess | None = None
+        self.inward: Pipe | None = None
+        self.outward: Pipe | None = None
+        self.is_closed = False
+        process.sockets.append(self)
+
+    def connect(self, path: str) -> None:
+        """Reach the daemon's listener."""
+        listener = self._system.listener
+        if listener is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        if len(listener.backlog) >= BACKLOG_MAX:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        far = SimSocket(self._system, self._system.server_process)
+        far.peer, self.peer = self.process, far.process
+        capacity = self._system.capacity
+        self.outward = far.inward = Pipe(self._system, capacity, wakes=True)
+        self.inward = far.outward = Pipe(self._system, capacity, wakes=False)
+        listener.backlog.append(far)
+        self._system.wake_server(self._system.now)
+
+    def recv(self, size: int) -> bytes:
+        """See socket.socket."""
+        assert self.inward is not None
+        assert not self.is_closed, "a closed socket is read"
+        received = self.inward.read(self._system.cut_of(size))
+        if received is None:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        if not received and self.inward.is_reset:
+            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+        if self.process is not self._system.server_process:
+            self._system.wake_server(self._system.now)
+        return received
+
+    def send(self, data: bytes | bytearray) -> int:
+        """See socket.socket."""
+        assert self.outward is not None
+        assert not self.is_closed, "a closed socket is written to"
+        if self.outward.is_deaf or self.outward.ends_at is not None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        size = min(len(data), self.outward.room)
+        if size <= 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        self._system.trace("send", self.process.pid, bytes(data[:size]))
+        self.outward.write(bytes(data[:size]))
+        return size
+
+    def close(self) -> None:
+        """See socket.socket; what was sent still arrives."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.process.sockets.remove(self)
+        if self.outward is None or self.inward is None:
+            return
+        self.inward.is_deaf = True
+        if self.inward.ready or self.inward.flying:
+            self.outward.is_reset = True
+        self.outward.end()
+        # A reader's end frees a writer that waits for room.
+        self._system.wake_server(self._system.now)
+
+    def cut(self) -> None:
+        """Break the connection with bytes in flight in both directions."""
+        assert self.inward is not None
+        assert self.outward is not None
+        self.inward.cut(self._system.rng)
+        self.outward.cut(self._system.rng)
+
+    def setblocking(self, flag: bool) -> None:
+        """No socket here blocks."""
+        assert not flag
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """SO_PEERCRED."""
+        assert (level, option, size) == (socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        assert self.peer is not None
+        return struct.pack("3i", self.peer.pid, os.geteuid(), os.getegid())
+
+    def events(self, wanted: int) -> int:
+        """Those of `wanted` that select would tell of."""
+        assert self.inward is not None
+        assert self.outward is not None
+        found = READ if self.inward.is_readable else 0
+        if wanted & WRITE:
+            broken = self.outward.is_deaf or self.outward.ends_at is not None
+            found |= WRITE if broken or self.outward.room > 0 else 0
+        return found
+
+
+class Listener:
+    """The daemon's listening socket."""
+
+    def __init__(self, system: "System") -> None:
+        self._system = system
+        self.backlog: deque[SimSocket] = deque()
+
+    def accept(self) -> tuple[SimSocket, str]:
+        """See socket.socket."""
+        if not self.backlog:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return self.backlog.popleft(), ""
+
+    def events(self, wanted: int) -> int:
+        """See SimSocket."""
+        return READ if self.backlog else 0
+
+    def close(self) -> None:
+        """Whoever waits is refused."""
+        self._system.listener = None
+        for waiting in self.backlog:
+            waiting.close()
+
+
+class Waker:
+    """Both ends of the daemon's socket pair, by which its threads wake the loop."""
+
+    def __init__(self, system: "System") -> None:
+        self._system = system
+        self.is_rung = False
+
+    def setblocking(self, flag: bool) -> None:
+        """No socket here blocks."""
+        assert not flag
+
+    def send(self, data: bytes) -> int:
+        """Wake the loop."""
+        self.is_rung = True
+        self._system.wake_server(self._system.now)
+        return len(data)
+
+    def events(self, wanted: int) -> int:
+        """See SimSocket."""
+        return READ if self.is_rung else 0
+
+    def recv(self, size: int) -> bytes:
+        """Empty it."""
+        self.is_rung = False
+        return b"\0"
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Selector:
+    """selectors.DefaultSelector; what is ready comes in any order."""
+
+    def __init__(self, system: "System") -> None:
+        self._system = system
+        self._wanted: dict[Any, int] = {}
+
+    def register(self, fileobj: Any, events: int) -> None:
+        """See selectors."""
+        assert fileobj not in self._wanted
+        self._wanted[fileobj] = events
+
+    def modify(self, fileobj: Any, events: int) -> None:
+        """See selectors."""
+        assert fileobj in self._wanted
+        self._wanted[fileobj] = events
+
+    def unregister(self, fileobj: Any) -> None:
+        """See selectors."""
+        del self._wanted[fileobj]
+
+    def close(self) -> None:
+        """See selectors."""
+        self._wanted.clear()
+
+    def select(self) -> list[tuple[SimpleNamespace, int]]:
+        """See selectors; never waits."""
+        ready = [(SimpleNamespace(fileobj=fileobj), events) for fileobj, events in self._ready()]
+        if len(ready) > 1:
+            self._system.rng.shuffle(ready)
+        return ready
+
+    def is_any_ready(self) -> bool:
+        """Whether `select` would return at once."""
+        return any(True for _ in self._ready())
+
+    def _ready(self) -> Iterator[tuple[Any, int]]:
+        dead = self._system.pidfds
+        for fileobj, wanted in self._wanted.items():
+            if isinstance(fileobj, int):
+                events = 0 if dead[fileobj].alive else READ
+            else:
+                events = fileobj.events(wanted)
+            if events:
+                yield fileobj, events
+
+
+class SlotsMemory:
+    """The slots as the daemon's store sees them: it may write headers alone, and may be killed within one."""
+
+    def __init__(self, system: "System", view: memoryview) -> None:
+        self._system = system
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __getitem__(self, at: slice) -> memoryview:
+        return self._view[at]
+
+    def __setitem__(self, at: slice, data: bytes) -> None:
+        assert at.start % SLOT_ALIGN == 0, "the daemon writes headers, and nothing else"
+        assert len(data) == HEADER_BYTES == at.stop - at.start
+        torn = self._system.tears()
+        if torn is not None:
+            self._view[at.start : at.start + torn] = data[:torn]
+            raise Killed
+        self._view[at] = data
+
+
+class ArenaFile:
+    """A file in shared memory; it outlives daemons, and its mappings outlive its name."""
+
+    def __init__(self, system: "System", path: Path, slots_bytes: int) -> None:
+        self._system = system
+        self.path = path
+        self.slots_bytes = slots_bytes
+        self.size_bytes = slots_bytes + trailer_bytes(slots_bytes)
+        self.bytes = memoryview(bytearray(self.size_bytes))
+        self.granted: set[int] = set()
+        """Every generation that a client was ever given here."""
+        self.memory = self
+
+    def __getitem__(self, at: slice) -> SlotsMemory:
+        return SlotsMemory(self._system, self.bytes[at])
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Make pages exist; raises OSError where the machine has no more."""
+        assert start < stop <= self.slots_bytes
+        if stop > self._system.pages_end:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        """Unmap."""
+
+    def unlink(self) -> None:
+        """Remove the name."""
+        if self in self._system.files:
+            self._system.files.remove(self)
+
+
+class System:
+    """The machine of one seed, and the daemon that runs on it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now = SECOND
+        self.wall_ms = EPOCH_MS
+        """Time of day when `now` is 0; steps with the administrator's hand."""
+        self.events: list[tuple[int, int, Callable[[], None]]] = []
+        self._numbers = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.latencies = (5, 200)
+        self.capacity = 1 << 16
+        self.pages_end = 1 << 60
+        self.default_bytes = 48 * SLOT_ALIGN
+        self.processes: dict[int, SimProcess] = {}
+        self._last_pid = 100
+        self._free_pids: list[int] = []
+        self.reuses_pids = False
+        self.current = self.spawn()
+        """Whose code runs."""
+        self.pidfds: dict[int, SimProcess] = {}
+        self._last_fd = FIRST_FD
+        self.files: list[ArenaFile] = []
+        self.paths: dict[str, ArenaFile] = {}
+        """Every arena there ever was, by its name."""
+        self.listener: Listener | None = None
+        self.server: loop.Server | None = None
+        self.server_process = self.current
+        self.lives = 0
+        self.life_starts_ms: list[int] = []
+        self._reserver: Callable[[], None] | None = None
+        self._may_wait = False
+        self._turns: set[int] = set()
+        self._lines_left = 0
+        self._writes_left = 0
+        self.on_death: Callable[[], None] = lambda: None
+
+    @property
+    def arena(self) -> ArenaFile | None:
+        """That of the living daemon."""
+        arena: Any = self.server._arena if self.server is not None else None
+        assert arena is None or isinstance(arena, ArenaFile)
+        return arena
+
+    # Time
+
+    def at(self, when: int, what: Callable[[], None]) -> None:
+        """Do something later."""
+        self._numbers += 1
+        heapq.heappush(self.events, (when, self._numbers, what))
+
+    def after(self, low: int, high: int, what: Callable[[], None]) -> None:
+        """Do something a random time later."""
+        self.at(self.now + self.rng.randrange(low, high), what)
+
+    def step(self) -> None:
+        """The next event."""
+        when, _, what = heapq.heappop(self.events)
+        self.now = max(self.now, when)
+        what()
+
+    def seconds(self) -> float:
+        """The clock that clients are told."""
+        return self.now / SECOND
+
+    def time_ms(self) -> int:
+        """The time of day."""
+        return self.wall_ms + self.now // 1000
+
+    def trace(self, *what: object) -> None:
+        """Make something part of the run's digest."""
+        self._digest.update(repr((self.now, *what)).encode())
+
+    def digest(self) -> str:
+        """What tells this run from every other one: all that was traced, and the bytes of every arena."""
+        whole = self._digest.copy()
+        for file in self.files:
+            whole.update(file.bytes)
+        return whole.hexdigest()
+
+    def latency(self) -> int:
+        """Time that a piece of a stream takes."""
+        return self.rng.randrange(*self.latencies)
+
+    def cut_of(self, size: int) -> int:
+        """How much one read takes: streams have no messages."""
+        return self.rng.randrange(1, 200) if self.rng.random() < 0.1 else size
+
+    # Processes
+
+    def spawn(self) -> SimProcess:
+        """A new process, maybe with the id of a dead one."""
+        if self.reuses_pids and self._free_pids and self.rng.random() < 0.7:
+            pid = self._free_pids.pop(self.rng.randrange(len(self._free_pids)))
+        else:
+            self._last_pid += 1
+            pid = self._last_pid
+        self._numbers += 1
+        process = SimProcess(pid, self.now // 10_000 * 1000 + self._numbers % 1000)
+        self.processes[pid] = process
+        return process
+
+    def kill(self, process: SimProcess) -> None:
+        """SIGKILL: the kernel closes what it had open."""
+        if not process.alive:
+            return
+        self.trace("kill", process.pid)
+        process.alive = False
+        del self.processes[process.pid]
+        self._free_pids.append(process.pid)
+        for sock in list(process.sockets):
+            sock.close()
+        self.wake_server(self.now)
+
+    def process_of(self, pid: int) -> Process | None:
+        """As server.loop.process_of."""
+        process = self.processes.get(pid)
+        return Process(pid, process.started) if process is not None else None
+
+    def pidfd_open(self, pid: int) -> int:
+        """See os."""
+        if pid not in self.processes:
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+        self._last_fd += 1
+        self.pidfds[self._last_fd] = self.processes[pid]
+        return self._last_fd
+
+    def close_fd(self, fd: int) -> None:
+        """See os."""
+        self.pidfds.pop(fd, None)
+
+    # The daemon
+
+    def start_server(self, ram_bytes: int | None, fresh: bool = False) -> bool:
+        """Start a daemon; False where it was killed before it served."""
+        assert self.server is None
+        self.server_process = self.spawn()
+        self.lives += 1
+        self.life_starts_ms.append(self.time_ms())
+        self.trace("start", self.time_ms(), ram_bytes, fresh)
+        self._may_wait = False
+        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh)
+        server: list[loop.Server] = []
+        if not self._runs(lambda: server.append(loop.Server(options))):
+            return False
+        self.server = server[0]
+        self.wake_server(self.now)
+        self.after(10, 3000, self._reserve)
+        return True
+
+    def stop_server(self, keep_arena: bool) -> None:
+        """SIGTERM or SIGINT."""
+        assert self.server is not None
+        self.trace("stop", keep_arena)
+        server = self.server
+        server.stop(keep_arena)
+        if self._runs(server.run):
+            self._server_ended()
+
+    def kill_server(self) -> None:
+        """SIGKILL."""
+        self.trace("kill server")
+        self._server_ended()
+
+    def arm(self, lines: int = 0, writes: int = 0) -> None:
+        """Kill the daemon at the line, or within the header write, that comes so many later."""
+        self._lines_left, self._writes_left = lines, writes
+
+    def tears(self) -> int | None:
+        """Bytes of this header that are still written where the daemon dies within it, else None."""
+        if not self._writes_left:
+            return None
+        self._writes_left -= 1
+        return None if self._writes_left else self.rng.randrange(HEADER_BYTES + 1)
+
+    def wake_server(self, when: int) -> None:
+        """Have a round of the daemon's loop then."""
+        if when not in self._turns:
+            self._turns.add(when)
+            self.at(when, lambda: self._turn(when))
+
+    def _turn(self, when: int) -> None:
+        self._turns.remove(when)
+        server = self.server
+        if server is None:
+            return
+        if self.now < self.server_process.stopped_until:
+            self.wake_server(self.server_process.stopped_until)
+            return
+        if not self._runs(server.turn):
+            return
+        selector: Any = server._selector
+        if selector.is_any_ready():
+            self.wake_server(self.now + self.rng.randrange(5, 60))
+
+    def _reserve(self) -> None:
+        """One step of the daemon's thread that makes pages exist."""
+        server, arena = self.server, self.arena
+        if server is None or arena is None or self._reserver is None:
+            return
+        if self.now >= self.server_process.stopped_until:
+            self._may_wait = True
+            with contextlib.suppress(WouldWaitError):
+                self._reserver()
+        if server._reserved < arena.slots_bytes:
+            self.after(500, 40_000, self._reserve)
+
+    def _wait_for(self, predicate: Callable[[], bool]) -> bool:
+        """threading.Condition.wait_for of that thread: goes on once, if it can."""
+        if not self._may_wait or not predicate():
+            raise WouldWaitError
+        self._may_wait = False
+        return True
+
+    def _runs(self, code: Callable[[], None]) -> bool:
+        """Run the daemon's code; False where it was killed by what `arm` set."""
+        traced = self._lines_left > 0
+        before, self.current = self.current, self.server_process
+        try:
+            if traced:
+                sys.settrace(self._trace_call)
+            code()
+        except Killed:
+            sys.settrace(None)
+            self.trace("killed within")
+            self._server_ended()
+            return False
+        finally:
+            if traced:
+                sys.settrace(None)
+            self.current = before
+        return True
+
+    def _trace_call(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._trace_line if _is_traced(frame.f_code) else None
+
+    def _trace_line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and self._lines_left:
+            self._lines_left -= 1
+            if not self._lines_left:
+                raise Killed
+        return self._trace_line
+
+    def _server_ended(self) -> None:
+        self.server = None
+        self._reserver = None
+        self._lines_left = self._writes_left = 0
+        self.listener = None
+        self.kill(self.server_process)
+        self.pidfds.clear()
+        self.on_death()
+
+    # What the daemon finds in place of the operating system
+
+    def open_arena(
+        self, socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str
+    ) -> tuple[ArenaFile, Trailer, bool]:
+        """As server.place.open_arena."""
+        taken = next((file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)), None)
+        for file in list(self.files):
+            if file is not taken:
+                file.unlink()
+        warm = taken is not None
+        if taken is None:
+            taken = ArenaFile(self, Path(f"/daemonsim/{boot}"), ram_bytes or self.default_bytes)
+            self.files.append(taken)
+            self.paths[str(taken.path)] = taken
+        trailer = Trailer(taken.bytes[taken.slots_bytes :], taken.slots_bytes)
+        if not warm:
+            trailer.format()
+        return taken, trailer, warm
+
+    def attach(self, path: str, size_bytes: int) -> ArenaFile:
+        """As shm.arena.attach_arena."""
+        for file in self.files:
+            if str(file.path) == path and file.size_bytes == size_bytes:
+                return file
+        raise HybridKVError(f"arena {path} is gone")
+
+    def new_socket(self, *_: int) -> SimSocket:
+        """socket.socket of whoever runs now."""
+        return SimSocket(self, self.current)
+
+    def _listen(self, *_: object) -> Listener:
+        self.listener = Listener(self)
+        return self.listener
+
+    def _socketpair(self) -> tuple[Waker, Waker]:
+        waker = Waker(self)
+        return waker, waker
+
+    def _uuid4(self) -> SimpleNamespace:
+        self._numbers += 1
+        return SimpleNamespace(hex=f"boot{self._numbers}")
+
+    def _thread(self, target: Callable[[], None], **_: object) -> SimpleNamespace:
+        self._reserver = target
+        return SimpleNamespace(start=lambda: None, join=lambda: None)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Be the operating system of the daemon's loop and of clients' links."""
+
+        class Condition:
+            """Of a machine on which a thread runs between two rounds of the loop."""
+
+            wait_for = staticmethod(self._wait_for)
+            notify = staticmethod(lambda: None)
+
+            def __enter__(self) -> None:
+                """Nobody else runs."""
+
+            def __exit__(self, *_: object) -> None:
+                """Nobody else waits."""
+
+        sockets = SimpleNamespace(**{name: getattr(socket, name) for name in dir(socket) if name.isupper()})
+        sockets.socket = self.new_socket
+        sockets.socketpair = self._socketpair
+        kernel = SimpleNamespace(
+            pidfd_open=self.pidfd_open, close=self.close_fd, geteuid=os.geteuid, getpid=lambda: self.server_process.pid
+        )
+        server = {
+            "os": kernel,
+            "socket": sockets,
+            "selectors": SimpleNamespace(
+                DefaultSelector=lambda: Selector(self),
+                EVENT_READ=READ,
+                EVENT_WRITE=WRITE,
+            ),
+            "threading": SimpleNamespace(Condition=Condition, Thread=self._thread),
+            "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6),
+            "uuid": SimpleNamespace(uuid4=self._uuid4),
+            "process_of": self.process_of,
+            "open_arena": self.open_arena,
+            "listen": self._listen,
+            "take_lock": lambda path: 0,
+            "make_private_directory": lambda *_: None,
+        }
+        with contextlib.ExitStack() as stack:
+            for name, value in server.items():
+                stack.enter_context(mock.patch.object(loop, name, value))
+            stack.enter_context(mock.patch.object(link, "socket", sockets))
+            yield
+
+
+def _is_traced(code: CodeType) -> bool:
+    return code.co_filename.endswith(TRACED) and code.co_name not in UNTRACED

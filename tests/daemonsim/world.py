@@ -1,0 +1,462 @@
+"""One seed: engines, a daemon and what goes wrong; an AssertionError is a lie, a stall or a leak."""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.server import loop
+from hybridkv.shm import trailer
+from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotState
+from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Worker
+from tests.daemonsim.oracle import GEOMETRIES, Books, largest_slot
+from tests.daemonsim.system import EPOCH_MS, SECOND, System
+
+FAULTS = {
+    "kill": "the daemon is killed, between any two lines or within a header",
+    "stop": "the daemon is stopped and started in good order",
+    "bound": "it comes back with another bound, or fresh",
+    "stall": "the daemon or a client does not run for a while",
+    "cut": "a connection breaks with bytes in flight",
+    "death": "an engine dies, its workers with it or later",
+    "reuse": "process ids are given again",
+    "clock": "the time of day steps",
+    "jump": "the machine sleeps",
+    "flip": "bits of payload change",
+    "header": "bits of headers change",
+    "identity": "an engine takes other weights",
+    "clear": "somebody clears the cache",
+    "liar": "a client says anything",
+    "late": "commits of slots that are not one's own any more",
+    "twice": "what was given back is given back again",
+    "fail": "workers do not write",
+    "full": "shared memory is used up",
+    "rebirth": "an engine ends and another one of its name begins in its processes",
+}
+FAULT_RATE = 0.25
+OFTEN = {"kill": 0.5, "stall": 0.5}
+"""Faults with another rate."""
+PROCESSES_MAX = 64
+CHECK_EVENTS = 25
+QUIET_SECONDS = 40
+"""Time in which everything must come to an end once nothing goes wrong any more."""
+
+
+@dataclass
+class Draw:
+    """What a seed decided before it began."""
+
+    faults: frozenset[str]
+    seconds: float
+    fault_seconds: float
+    """Mean time between two faults."""
+    engines: int
+    pages: int
+
+
+class Logged(logging.Handler):
+    """Faults that the daemon survived are faults."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging."""
+        self.records.append(self.format(record))
+
+
+class Engine:
+    """A scheduler, its workers, and their processes."""
+
+    def __init__(self, scene: Scene, engine_id: str, geometry_name: str, identity: bytes, together: bool) -> None:
+        self.scene = scene
+        self.engine_id = engine_id
+        self.geometry_name = geometry_name
+        geometry = GEOMETRIES[geometry_name]
+        system = scene.system
+        head = system.spawn()
+        self.processes = [head]
+        if not together:
+            self.processes += [system.spawn() for _ in range(geometry.ranks)]
+        self._begin(identity)
+
+    def _begin(self, identity: bytes) -> None:
+        geometry = GEOMETRIES[self.geometry_name]
+        target = self.scene.rng.randrange(1, 5)
+        self.scheduler = Scheduler(self.scene, self.processes[0], self.engine_id, geometry, identity, target)
+        self.scheduler.workers = [
+            Worker(self.scene, self.processes[min(rank + 1, len(self.processes) - 1)], self.scheduler, rank)
+            for rank in range(geometry.ranks)
+        ]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of it is left."""
+        return any(process.alive for process in self.processes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it works."""
+        return self.scheduler.is_alive and all(worker.is_alive for worker in self.scheduler.workers)
+
+    def end(self) -> None:
+        """Shut down in good order; the processes stay."""
+        system = self.scene.system
+        clients: list[Scheduler | Worker] = [self.scheduler, *self.scheduler.workers]
+        for client in clients:
+            if client.is_alive:
+                before, system.current = system.current, client.process
+                client.close()
+                system.current = before
+
+    def begin_again(self) -> None:
+        """Another engine of the same name in the same processes."""
+        self._begin(self.scheduler.identity)
+
+
+class World:
+    """`run` is one seed."""
+
+    def __init__(self, seed: int, faults: Iterable[str] = ()) -> None:
+        """`faults` are those that it has instead of drawn ones."""
+        self._system = system = System(seed)
+        self._rng = rng = system.rng
+        self._draw = draw = _draw(rng, frozenset(faults))
+        self.counts: Counter[str] = Counter()
+        self._books = Books(system)
+        habits = Habits(
+            steps=(2_000, rng.choice((12_000, 40_000))),
+            checksum=bool(draw.faults & {"flip", "header"}) or rng.random() < 0.5,
+            pieces=rng.choice((1, 2, 4, 8)),
+            loads=rng.choice((2, 4, 4, 40)),
+            partial=rng.choice((0.0, 0.3)),
+            misbehave=draw.faults & {"late", "twice", "fail"},
+        )
+        self._scene = Scene(system, self._books, habits, self.counts)
+        models = rng.sample(sorted(GEOMETRIES), rng.choice((1, 1, 2, 3)))
+        self._identities = {
+            name: [f"{name}{number}".encode().ljust(HASH_BYTES, b".") for number in range(rng.choice((1, 2)))]
+            for name in models
+        }
+        largest = max(largest_slot(GEOMETRIES[name]) for name in models) // SLOT_ALIGN
+        self._pages = max(draw.pages, 8 * largest)
+        system.default_bytes = self._pages * SLOT_ALIGN
+        system.latencies = rng.choice(((5, 200), (5, 3000), (1000, 20_000)))
+        system.capacity = rng.choice((600, 1 << 13, 1 << 16))
+        system.reuses_pids = "reuse" in draw.faults
+        if "full" in draw.faults:
+            system.pages_end = rng.randrange(largest * 2, self._pages) * SLOT_ALIGN
+        system.on_death = self._daemon_died
+        self._ends_at = system.now + int(draw.seconds * SECOND)
+        self._engines: list[Engine] = []
+        self._others: list[Client] = []
+        self._names = 0
+        self._restarting = False
+        self._over = False
+        self._logged = Logged()
+
+    def run(self) -> dict[str, Any]:
+        """Every count of the seed, and the digest of all that happened."""
+        reserve = 4 * SLOT_ALIGN * self._rng.choice((1, 4, 64))
+        logger = logging.getLogger("hybridkv.daemon")
+        logger.addHandler(self._logged)
+        logger.propagate = False
+        before = loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX
+        loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = reserve, 4 * reserve, PROCESSES_MAX
+        try:
+            with self._system.installed():
+                self._live()
+        finally:
+            loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = before
+            logger.removeHandler(self._logged)
+            logger.propagate = True
+        return {**self.counts, "lives": self._system.lives, "digest": self._system.digest()}
+
+    # The course of a seed
+
+    def _live(self) -> None:
+        system, rng = self._system, self._rng
+        self._start()
+        for _ in range(self._draw.engines):
+            self._add_engine()
+        self._others.append(Operator(self._scene, system.spawn(), "clear" in self._draw.faults))
+        if "liar" in self._draw.faults:
+            model = rng.choice(sorted(self._identities))
+            names = [engine.engine_id for engine in self._engines]
+            self._others.append(Liar(self._scene, system.spawn(), names, GEOMETRIES[model]))
+        self._later(self._fault)
+        self._go_on(lambda: system.now >= self._ends_at)
+        self._calm()
+        self._leave()
+
+    def _go_on(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self._system.step()
+            self.counts["events"] += 1
+            if self.counts["events"] % CHECK_EVENTS == 0:
+                self._check()
+
+    def _calm(self) -> None:
+        """No faults any more: whatever was begun ends, and every engine is served."""
+        system = self._system
+        self._over = self._scene.calm = True
+        system.arm()
+        for process in (*system.processes.values(), system.server_process):
+            process.stopped_until = 0
+        deadline = system.now + QUIET_SECONDS * SECOND
+
+        def is_over() -> bool:
+            assert system.now < deadline, f"STALL: {[engine.scheduler.why() for engine in self._engines]}"
+            if system.server is None:
+                return False
+            return all(engine.scheduler.is_settled for engine in self._engines if engine.is_whole)
+
+        self._go_on(is_over)
+        self._check()
+        self.counts["objects_audited"] += self._books.audit()
+
+    def _leave(self) -> None:
+        """All clients end, each in its way: nothing is held."""
+        system, rng = self._system, self._rng
+        for engine in self._engines:
+            if rng.random() < 0.5 and engine.is_whole:
+                engine.end()
+            for process in engine.processes:
+                system.after(1, SECOND // 4, lambda process=process: system.kill(process))  # type: ignore[misc]
+        for other in self._others:
+            system.after(1, SECOND // 4, lambda other=other: system.kill(other.process))  # type: ignore[misc]
+        until = system.now + SECOND
+        system.at(until, lambda: None)
+        self._go_on(lambda: system.now >= until)
+        self._check()
+        server = system.server
+        assert server is not None
+        values = server.daemon.values()
+        left = {name: values[name] for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")}
+        assert not any(left.values()), f"LEAK: {left}"
+        assert not server._pidfds, "LEAK: processes are watched for nobody"
+        assert not server._peers
+        assert not server.daemon.processes()
+        assert not server._trailer.processes(), "LEAK: dead processes are remembered"
+        extents = server.daemon.store.extents
+        assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]
+        assert all(not slot.pins for slot in server.daemon.store._slots.values())
+        assert not self._logged.records or not self._books.is_exclusive, self._logged.records
+        self.counts["objects_left"] += self._books.audit()
+
+    # Always
+
+    def _check(self) -> None:
+        server = self._system.server
+        for engine in self._engines:
+            for worker in engine.scheduler.workers:
+                if worker.is_alive:
+                    worker.owns_all()
+        if server is None:
+            return
+        daemon = server.daemon
+        daemon.check()
+        store = daemon.store
+        assert store.writing_bytes + store.committed_bytes <= store.extents.limit_bytes <= len(store)
+        assert not self._logged.records or not self._books.is_exact, self._logged.records
+
+    # The daemon
+
+    def _start(self, fresh: bool = False, other_bound: bool = False) -> None:
+        system, rng = self._system, self._rng
+        self._restarting = False
+        if other_bound:
+            system.default_bytes = rng.randrange(self._pages, self._pages * 2) * SLOT_ALIGN
+        if "kill" in self._draw.faults and not self._over and rng.random() < 0.2:
+            self._arm(2000)
+        ram = rng.choice((None, system.default_bytes))
+        if system.start_server(ram, fresh):
+            self.counts["starts"] += 1
+            self.counts["objects_recovered"] += int(self._daemon().counters["objects_recovered"])
+        else:
+            self.counts["kills_while_starting"] += 1
+
+    def _daemon(self) -> Any:
+        assert self._system.server is not None
+        return self._system.server.daemon
+
+    def _daemon_died(self) -> None:
+        if self._restarting:
+            return
+        self._restarting = True
+        rng = self._rng
+        unusual = "bound" in self._draw.faults and rng.random() < 0.5
+        fresh, other = unusual and rng.random() < 0.5, unusual and rng.random() < 0.5
+        if "clock" in self._draw.faults and rng.random() < 0.5:
+            self._step_clock()
+        self._system.after(1000, rng.choice((5000, SECOND)), lambda: self._start(fresh, other))
+
+    def _arm(self, lines: int) -> None:
+        if self._rng.random() < 0.3:
+            self._system.arm(writes=self._rng.randrange(1, 8))
+        else:
+            self._system.arm(lines=self._rng.randrange(1, lines))
+
+    # Engines
+
+    def _add_engine(self) -> None:
+        rng = self._rng
+        if self._over or sum(engine.is_alive for engine in self._engines) >= 4:
+            return
+        name = rng.choice(sorted(self._identities))
+        self._names += 1
+        engine_id = f"engine{self._names}"
+        gone = [engine for engine in self._engines if not engine.scheduler.is_alive]
+        if gone and rng.random() < 0.5:
+            # Its workers may live on.
+            engine_id = rng.choice(gone).engine_id
+        if any(engine.engine_id == engine_id for engine in self._engines if engine.scheduler.is_alive):
+            return
+        identity = rng.choice(self._identities[name])
+        together = GEOMETRIES[name].ranks == 1 and rng.random() < 0.4
+        self._engines.append(Engine(self._scene, engine_id, name, identity, together))
+        self.counts["engines"] += 1
+
+    # Faults
+
+    def _later(self, what: Callable[[], None]) -> None:
+        mean = int(self._draw.fault_seconds * SECOND)
+        self._system.after(mean // 10, 2 * mean, what)
+
+    def _fault(self) -> None:
+        if self._over:
+            return
+        able = [name for name in sorted(self._draw.faults) if hasattr(self, f"_do_{name}")]
+        if able:
+            name = self._rng.choice(able)
+            self._system.trace("fault", name)
+            if getattr(self, f"_do_{name}")() is not False:
+                self.counts[f"fault_{name}"] += 1
+        self._later(self._fault)
+
+    def _do_kill(self) -> bool:
+        if self._system.server is None:
+            return False
+        if self._rng.random() < 0.2:
+            self._system.kill_server()
+        else:
+            self._arm(600)
+        return True
+
+    def _do_stop(self) -> bool:
+        system = self._system
+        if system.server is None or system.now < system.server_process.stopped_until:
+            return False
+        system.stop_server("bound" not in self._draw.faults or self._rng.random() < 0.7)
+        return True
+
+    def _do_stall(self) -> None:
+        system, rng = self._system, self._rng
+        daemon = rng.random() < 0.3
+        process = system.server_process if daemon else rng.choice(list(system.processes.values()))
+        process.stopped_until = system.now + rng.randrange(1000, rng.choice((100_000, 3 * SECOND)))
+        system.trace("stall", process.pid, process.stopped_until)
+
+    def _do_cut(self) -> bool:
+        sockets = [sock for sock in self._system.server_process.sockets if sock.inward is not None]
+        if self._system.server is None or not sockets:
+            return False
+        self._rng.choice(sockets).cut()
+        return True
+
+    def _do_death(self) -> bool:
+        system, rng = self._system, self._rng
+        engines = [engine for engine in self._engines if engine.is_alive]
+        if not engines:
+            self._add_engine()
+            return False
+        engine = rng.choice(engines)
+        lag = rng.choice((1, 1, 50_000, SECOND, 3 * SECOND))
+        processes = list(engine.processes)
+        if rng.random() < 0.2:
+            rng.shuffle(processes)
+        system.kill(processes[0])
+        for process in processes[1:]:
+            system.after(0, lag, lambda process=process: system.kill(process))  # type: ignore[misc]
+        system.after(1, 2 * SECOND, self._add_engine)
+        return True
+
+    def _do_clock(self) -> None:
+        self._step_clock()
+
+    def _step_clock(self) -> None:
+        """Any step; often to just where an earlier life of the daemon began."""
+        system, rng = self._system, self._rng
+        if rng.random() < 0.6:
+            system.wall_ms += rng.choice(system.life_starts_ms) - system.time_ms() - rng.randrange(3)
+        else:
+            system.wall_ms += rng.choice((-1, 1)) * rng.randrange(1, rng.choice((10, 10_000, EPOCH_MS // 2)))
+        system.trace("clock", system.wall_ms)
+
+    def _do_jump(self) -> None:
+        self._system.now += self._rng.randrange(SECOND // 10, 10 * SECOND)
+
+    def _do_flip(self) -> bool:
+        slot = self._slot(SlotState.COMMITTED)
+        if slot is None:
+            return False
+        start = slot.offset + HEADER_BYTES
+        self._flip(start, slot.offset + slot.size_bytes)
+        return True
+
+    def _do_header(self) -> bool:
+        state = SlotState.WRITING if self._rng.random() < 0.1 else SlotState.COMMITTED
+        slot = self._slot(state)
+        if slot is None:
+            return False
+        if state is SlotState.WRITING:
+            self._books.is_exclusive = False
+        self._flip(slot.offset, slot.offset + HEADER_BYTES)
+        return True
+
+    def _slot(self, state: SlotState) -> Any:
+        if self._system.server is None:
+            return None
+        slots = [slot for slot in self._daemon().store._slots.values() if slot.state is state]
+        return self._rng.choice(slots) if slots else None
+
+    def _flip(self, start: int, stop: int) -> None:
+        self._books.is_exact = False
+        self._books.flipped_at = self._system.now
+        file = self._system.arena
+        assert file is not None
+        file.bytes[self._rng.randrange(start, stop)] ^= 1 << self._rng.randrange(8)
+
+    def _do_identity(self) -> bool:
+        engines = [engine for engine in self._engines if engine.is_whole]
+        if not engines:
+            return False
+        engine = self._rng.choice(engines)
+        engine.scheduler.new_identity = self._rng.choice(self._identities[engine.geometry_name])
+        return True
+
+    def _do_rebirth(self) -> bool:
+        engines = [engine for engine in self._engines if engine.is_whole]
+        if not engines:
+            return False
+        engine = self._rng.choice(engines)
+        if any(process.stopped_until > self._system.now for process in engine.processes):
+            return False
+        engine.end()
+        engine.begin_again()
+        return True
+
+
+def _draw(rng: random.Random, faults: frozenset[str]) -> Draw:
+    drawn = frozenset(name for name in FAULTS if rng.random() < OFTEN.get(name, FAULT_RATE))
+    return Draw(
+        faults=faults or drawn,
+        seconds=rng.choice((0.7, 1.5, 3.0)),
+        fault_seconds=rng.choice((0.05, 0.2, 0.6)),
+        engines=rng.choice((1, 2, 2, 3)),
+        pages=rng.choice((32, 48, 96, 160)),
+    )
