@@ -43,7 +43,18 @@ from hybridkv.wire.messages import (
     Want,
     geometry_to_wire,
 )
-from tests.daemonsim.oracle import CHUNKS, PROMPTS, Books, Copy, Name, cut, prompt_hashes, signature, sizes
+from tests.daemonsim.oracle import (
+    CHUNKS,
+    PROMPTS,
+    Books,
+    Copy,
+    Name,
+    chunk_before,
+    cut,
+    prompt_hashes,
+    signature,
+    sizes,
+)
 from tests.daemonsim.system import SOCKET_PATH, ArenaFile, SimProcess, SimSocket, System
 
 Ref = tuple[int, int]
@@ -786,4 +797,12 @@ def _packed(refs: list[Ref]) -> tuple[bytes, bytes]:
 def _commit(objects: list[tuple[Ref, int, bytes]]) -> Commit:
     assert all(len(chunk_hash) == HASH_BYTES for _, _, chunk_hash in objects)
     groups = pack_u64([index for _, index, _ in objects])
-    return Commit(*_packed([ref for ref, _, _ in objects]), groups, b"".join(name for _, _, name in objects))
+    names = [chunk_hash for _, _, chunk_hash in objects]
+    return Commit(
+        *_packed([ref for ref, _, _ in objects]),
+        groups,
+        b"".join(names),
+        parents=b"".join(map(chunk_before, names)),
+        interior=bytes(name[0] % 2 for name in names),
+        tenants=pack_u64([name[1] % 3 for name in names]),
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     HEADER_BYTES,
@@ -47,6 +48,16 @@ Name = tuple[bytes, int, bytes]
 def prompt_hashes(prompt: int) -> tuple[bytes, ...]:
     """Prompts share their first two chunks."""
     return tuple(hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS))
+
+
+@functools.cache
+def chunk_before(chunk_hash: bytes) -> bytes:
+    """The chunk before one of a prompt; zeros for the first."""
+    for prompt in range(PROMPTS):
+        hashes = prompt_hashes(prompt)
+        if chunk_hash in hashes[1:]:
+            return hashes[hashes.index(chunk_hash) - 1]
+    return bytes(HASH_BYTES)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -142,7 +153,7 @@ class Books:
             return ("down", self._system.lives)
         daemon = server.daemon
         counts = (daemon.counters["objects_condemned"], daemon.counters["requests_clear"])
-        return (self._system.lives, daemon.store.evicted, *counts)
+        return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts)
 
     def granted(self, file: ArenaFile, generations: list[int]) -> None:
         """No generation is ever given twice."""

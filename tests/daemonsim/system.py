@@ -25,6 +25,7 @@ from unittest import mock
 
 from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.eviction import Policy
 from hybridkv.server import loop
 from hybridkv.server.daemon import Process
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
@@ -532,7 +533,9 @@ class System:
         self.life_starts_ms.append(self.time_ms())
         self.trace("start", self.time_ms(), ram_bytes, fresh)
         self._may_wait = False
-        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh)
+        policy = tuple(Policy)[self.lives % len(Policy)]
+        quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3]
+        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh, policy, quota)
         server: list[loop.Server] = []
         if not self._runs(lambda: server.append(loop.Server(options))):
             return False
