@@ -7,8 +7,8 @@ import pytest
 
 from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.link import Link
-from hybridkv.wire.codec import Frames, decode_request
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello
+from hybridkv.wire.codec import Frames, decode_request, encode
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Release, Welcome
 from tests.conftest import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
@@ -39,6 +39,31 @@ def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_
         link.close()
     for sock in opened:
         sock.close()
+
+
+def test_what_is_queued_leaves_in_one_go_and_in_order(tmp_path: Path) -> None:
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+        assert not link.queue(Release(1), 0.0)
+        link.poll(0.0)
+        greeting(listener, opened)
+        opened[0].send(encode(Welcome(1, PROTOCOL_VERSION, "boot", "arena", 0, 0, 1)))
+        link.poll(0.0)
+        for lease in (1, 2, 3):
+            assert link.queue(Release(lease), 0.0)
+        opened[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            opened[0].recv(1)
+        assert link.flush(0.0)
+        bodies = Frames().feed(opened[0].recv(1 << 16))
+        assert [decode_request(body) for body in bodies] == [Release(1), Release(2), Release(3)]
+        link.close()
+        assert not link.flush(0.0)
+    opened[0].close()
 
 
 def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:
