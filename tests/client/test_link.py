@@ -8,7 +8,7 @@ import pytest
 from hybridkv.client.control import Control, DaemonUnreachableError
 from hybridkv.client.link import Link
 from hybridkv.wire.codec import Frames, decode_request, encode
-from hybridkv.wire.messages import PROTOCOL_VERSION, Granted, Hello, Welcome
+from hybridkv.wire.messages import PROTOCOL_VERSION, Granted, Hello, Release, Welcome
 from tests.conftest import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
@@ -59,6 +59,31 @@ def test_what_a_lost_connection_said_last_comes_before_its_loss(tmp_path: Path) 
             events += link.poll(0.0)
         link.close()
     assert events == [granted, "connection closed by the daemon"]
+
+
+def test_what_is_queued_leaves_in_one_go_and_in_order(tmp_path: Path) -> None:
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+        assert not link.queue(Release(1), 0.0)
+        link.poll(0.0)
+        greeting(listener, opened)
+        opened[0].send(encode(Welcome(1, PROTOCOL_VERSION, "boot", "arena", 0, 0, 1)))
+        link.poll(0.0)
+        for lease in (1, 2, 3):
+            assert link.queue(Release(lease), 0.0)
+        opened[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            opened[0].recv(1)
+        assert link.flush(0.0)
+        bodies = Frames().feed(opened[0].recv(1 << 16))
+        assert [decode_request(body) for body in bodies] == [Release(1), Release(2), Release(3)]
+        link.close()
+        assert not link.flush(0.0)
+    opened[0].close()
 
 
 def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:

@@ -409,6 +409,12 @@ def test_start_and_idle_footprint(tmp_path: Path) -> None:
     assert running.stop() == 0
 
 
+def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonProcess) -> None:
+    assert daemon.process is not None
+    for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir():
+        assert os.sched_getscheduler(int(thread.name)) == os.SCHED_BATCH
+
+
 def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
     losses: list[str] = []
     link = Link(daemon.socket_path, HELLO, losses.append)

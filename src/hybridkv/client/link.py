@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from hybridkv.wire.codec import Frames, WireError, decode_reply, encode
+from hybridkv.wire.codec import Frames, WireError, append, decode_reply, encode
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Request, Welcome
 
 RECONNECT_SECONDS = 0.1
@@ -81,13 +81,22 @@ class Link:
 
     def send(self, request: Request, now: float) -> bool:
         """Queue and send what fits; False where there is no usable connection or the queue is full."""
+        return self.queue(request, now) and self.flush(now)
+
+    def queue(self, request: Request, now: float) -> bool:
+        """As `send`, but it leaves with the next `flush` or `poll`: several in one go wake the daemon once."""
         if self._sock is None or self.welcome is None:
             return False
-        self._out += encode(request)
+        append(self._out, request)
         if len(self._out) > SEND_QUEUE_BYTES_MAX:
             self._lose("the daemon does not read", now)
             return False
-        self._flush(now)
+        return True
+
+    def flush(self, now: float) -> bool:
+        """Send what fits of what is queued; False where there is no connection (any more)."""
+        if self._out and self._sock is not None:
+            self._flush(now)
         return self._sock is not None
 
     def greet_with(self, hello: Hello) -> None:

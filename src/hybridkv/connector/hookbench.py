@@ -1,25 +1,32 @@
 """The measurement behind `hybridkv bench hooks`: what each scheduler-side hook costs, per request and step.
 
-The scheduler side, its link and the daemon are the real ones, and so are vLLM's request, hashes and block tables.
+The scheduler side, its supervision, its link and the daemon are the real ones, and so are vLLM's request, hashes and
+block tables. As in the engine the collector leaves alone what was there at the start. Before every call the same bench
+times a loop of fixed work, which shows what the machine alone does to a measurement of that length.
+
+A request is measured with one clock: asking for a thread's processor time is a call into the kernel's scheduler, which
+lets others run then and there, and that would count as the hook's time.
 """
 
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from vllm import SamplingParams
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.request import Request
 
 from hybridkv.connector.metadata import StepPlan, StepReport
 from hybridkv.connector.scheduler import SchedulerSide
-from hybridkv.connector.tracked import BlockTable
+from hybridkv.connector.supervise import Supervisor
+from hybridkv.connector.tracked import block_tables
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Kind
@@ -27,7 +34,11 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.settings import Settings
 
 ANSWER_SECONDS = 10.0
-DECODE_STEPS = 200
+DECODE_STEPS = 50
+LOOP_US = 50
+"""What the loop of fixed work takes where nothing disturbs it."""
+WARM_ROUNDS = 2
+"""Not counted."""
 Result = TypeVar("Result")
 
 
@@ -37,8 +48,12 @@ def measure_hooks(
     """Microseconds of every hook over `rounds` computed requests and as many that hit, of `prompt_tokens` tokens."""
     init_none_hash(sha256)
     bench = _Bench(socket_path, geometry, step_tokens, fingerprint({"prompt tokens": prompt_tokens}))
+    freeze_gc_heap()
     try:
-        for number in range(rounds):
+        for number in range(-WARM_ROUNDS, rounds):
+            if not number:
+                bench.forget()
+            bench.processor_time = number % 2 == 1
             for hits in (False, True):
                 bench.serve(number, prompt_tokens, hits)
     finally:
@@ -52,6 +67,7 @@ def measure_hooks(
             "p99_us": round(_p99(times) * 1e6, 1),
             "max_us": round(max(times) * 1e6, 1),
             "cpu_p99_us": round(_p99(bench.cpu_times[hook]) * 1e6, 1),
+            f"p99_us of a {LOOP_US} us loop": round(_p99(bench.loop_times[hook]) * 1e6, 1),
         }
         for hook, times in bench.times.items()
     ]
@@ -69,20 +85,32 @@ class _Bench:
         self.times: dict[str, list[float]] = defaultdict(list)
         self.cpu_times: dict[str, list[float]] = defaultdict(list)
         """Without what the thread waited for a core."""
-        counters: Counter[str] = Counter()
+        self.loop_times: dict[str, list[float]] = defaultdict(list)
+        """Of the loop before each call."""
+        self._loop = range(_loop_length())
+        self._supervisor = Supervisor("bench")
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
-        self.side = SchedulerSide(settings, geometry, namespace, "bench", socket_path, step_tokens, counters, 1 << 30)
-        self._report(self._plan({}, {}), "")
+        self.side = SchedulerSide(
+            settings, geometry, namespace, "bench", socket_path, step_tokens, self._supervisor.counters, 1 << 30
+        )
+        self._report(self._plan_nothing(), "")
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._boot and time.monotonic() < deadline:
-            self._boot = self._plan({}, {}).boot
+            self._boot = self._plan_nothing().boot
         self._report(StepPlan(boot=self._boot), "")
 
     _boot = ""
+    processor_time = False
+    """Whether hooks are timed without what the thread waits for a core."""
+
+    def forget(self) -> None:
+        """What was measured so far."""
+        for times in (self.times, self.cpu_times, self.loop_times):
+            times.clear()
 
     def serve(self, number: int, hit_tokens: int, hits: bool) -> None:
         """One request from arrival to its end; one token beyond the last boundary, which is always computed."""
-        token = 1000 + number
+        token = 1000 + WARM_ROUNDS + number
         prompt_tokens = hit_tokens + 1
         request = Request(
             f"{number}-{hits}",
@@ -97,13 +125,13 @@ class _Bench:
         if bool(external) != hits:
             raise HybridKVError(f"a lookup gave {external} tokens where a {kind} was expected")
         blocks = self._blocks(prompt_tokens, external)
-        tables = blocks.get_block_ids
+        tables = partial(block_tables, blocks)
         self._timed(
             f"update_state_after_alloc ({kind})",
-            lambda: self.side.allocated(request, [*map(BlockTable, blocks.blocks)], external),
+            lambda: self.side.allocated(request, tables(), external),
         )
         if external:
-            plan = self._timed("build_connector_meta (load)", lambda: self._plan({}, {}))
+            plan = self._timed("build_connector_meta (load)", self._plan_nothing)
             if list(plan.loads) != [request.request_id]:
                 raise HybridKVError("the load was not planned")
             self._report(StepPlan(boot=self._boot), "update_connector_output (loaded)", request.request_id)
@@ -134,14 +162,11 @@ class _Bench:
         if what == "prefill" and boundary % self._geometry.chunk_tokens == 0:
             recurrent = [group for group in self._geometry.groups if group.kind is Kind.RECURRENT]
             offers = {request.request_id: [(g.gid, boundary // g.tokens_per_block, boundary) for g in recurrent]}
-        state = KVConnectorBlockState({request.request_id}, lambda _: tables(), offers)
-        return self._timed(f"build_connector_meta ({what})", lambda: self._plan({request.request_id: scheduled}, state))
+        output = _output({request.request_id: scheduled}, offers)
+        return self._timed(f"build_connector_meta ({what})", lambda: self.side.planned(output, lambda _: tables()))
 
-    def _plan(self, scheduled: dict[str, int], state: Any) -> StepPlan:
-        if not scheduled:
-            state = KVConnectorBlockState(set(), lambda _: (), {})
-        output = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
-        return self.side.planned(output)
+    def _plan_nothing(self) -> StepPlan:
+        return self.side.planned(_output({}, {}), lambda _: ())
 
     def _report(self, plan: StepPlan, hook: str, finished: str = "") -> None:
         report = StepReport({self._boot: 1} if self._boot else {}, {number: {0} for number in plan.stores})
@@ -158,9 +183,9 @@ class _Bench:
     def _wait_for_slots(self) -> None:
         """A real step takes so long that the daemon's grant is always there; ours take microseconds."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        self._plan({}, {})
+        self._plan_nothing()
         while self.side.awaits_slots and time.monotonic() < deadline:
-            self._plan({}, {})
+            self._plan_nothing()
 
     def _blocks(self, prompt_tokens: int, external: int) -> KVCacheBlocks:
         """Tables as the engine has them: after a hit, null where it needs nothing."""
@@ -176,9 +201,32 @@ class _Bench:
         return KVCacheBlocks(tuple(tables))
 
     def _timed(self, hook: str, work: Callable[[], Result]) -> Result:
-        started, cpu_started = time.perf_counter(), time.thread_time()
-        result = work()
-        cpu_ended, ended = time.thread_time(), time.perf_counter()
-        self.times[hook].append(ended - started)
-        self.cpu_times[hook].append(cpu_ended - cpu_started)
+        self.loop_times[hook].append(_loop_seconds(self._loop))
+        clock, times = (time.thread_time, self.cpu_times) if self.processor_time else (time.perf_counter, self.times)
+        started = clock()
+        result: Result = self._supervisor.run(hook, work, _give_up)
+        times[hook].append(clock() - started)
         return result
+
+
+def _give_up() -> Any:
+    raise HybridKVError("a hook failed")
+
+
+def _output(scheduled: dict[str, int], offers: dict[str, list[tuple[int, int, int]]]) -> Any:
+    """What of the engine's SchedulerOutput the connector reads."""
+    state = SimpleNamespace(boundary_state_offloads=offers)
+    return SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+
+
+def _loop_seconds(steps: range) -> float:
+    started = time.perf_counter()
+    for _ in steps:
+        pass
+    return time.perf_counter() - started
+
+
+def _loop_length() -> int:
+    """Steps of a loop that takes LOOP_US."""
+    trial = range(1000)
+    return round(LOOP_US * 1e-6 / min(_loop_seconds(trial) for _ in range(1000)) * len(trial))

@@ -3,7 +3,7 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
 from hybridkv.connector.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.supervise import Supervisor
-from hybridkv.connector.tracked import BlockTable
+from hybridkv.connector.tracked import block_tables
 from hybridkv.connector.worker import WorkerSide
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
@@ -53,6 +53,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._facts: dict[str, object] = {}
+        self._blocks_of: Callable[[str], Any] | None = None
+        """The engine's own look at a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         if role == KVConnectorRole.SCHEDULER:
             self._start_daemon()
@@ -147,6 +149,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         _announce(geometry, namespace, self._socket_path)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Block tables are read where the engine keeps them: its `get_block_ids` lists every block of a request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._blocks_of = kv_cache_manager.get_blocks
+
     def on_new_request(self, request: Any) -> None:
         """Send the lookup on arrival."""
         scheduler = self._scheduler
@@ -169,7 +176,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run(
                 "update_state_after_alloc",
-                lambda: scheduler.allocated(request, [*map(BlockTable, blocks.blocks)], num_external_tokens),
+                lambda: scheduler.allocated(request, block_tables(blocks), num_external_tokens),
                 lambda: scheduler.must_fail(request.request_id, num_external_tokens),
             )
 
@@ -179,7 +186,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is None:
             return StepPlan()
         return self._supervisor.run(
-            "build_connector_meta", lambda: scheduler.planned(scheduler_output), scheduler.emergency
+            "build_connector_meta", lambda: scheduler.planned(scheduler_output, self._tables), scheduler.emergency
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -238,6 +245,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = None
         if self._worker is not None:
             self._worker.close()
+
+    def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
+        assert self._blocks_of is not None, "bound when the engine's scheduler was made"
+        return block_tables(self._blocks_of(request_id))
 
     def _start_daemon(self) -> None:
         """At start-up: have a daemon with "auto"; with a socket, say at once what is wrong with it."""

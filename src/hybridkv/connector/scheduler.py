@@ -1,13 +1,14 @@
 """The scheduler role: asks the daemon about each request and plans its load; stores.py plans the stores.
 
-Nothing here waits. The daemon's answers are picked up by whichever hook comes next.
+Nothing here waits. The daemon's answers are picked up by whichever hook comes next. What a hook has to say is queued;
+it leaves at the end of the hook, or with `planned`, which ends the engine's scheduling.
 """
 
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridkv.client.link import Link
@@ -135,6 +136,7 @@ class SchedulerSide:
         tracked = Tracked(request, chain, adapter, tenant=tenant, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, now)
+        self._link.flush(now)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the cache can load; None = ask again in the next step."""
@@ -198,8 +200,11 @@ class SchedulerSide:
         if external_tokens and (tracked is None or tracked not in self._to_plan):
             self._to_fail.append(request_id)
 
-    def planned(self, output: Any) -> StepPlan:
-        """This step's copies: loads that have blocks now, stores of what the step completes."""
+    def planned(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
+        """This step's copies: loads that have blocks now, stores of what the step completes.
+
+        `tables` gives a request's block tables as they are now, one for each of the engine's groups.
+        """
         now = time.monotonic()
         self._poll(now)
         plan = StepPlan(failed=list(self._to_fail))
@@ -212,13 +217,14 @@ class SchedulerSide:
         plan.boot, plan.session, plan.reserved_bytes = self._boot, self._link.greetings, self._reserved_bytes
         if self._link.welcome is not None:
             if self._workers_attached():
-                plan.stores = self._stores.planned(output, self._requests)
+                plan.stores = self._stores.planned(output, self._requests, tables)
             self._refill(now)
         for tracked in self._to_plan:
             tracked.handed_over = True
         self._to_plan, self._to_fail = [], []
         for request_id in [name for name in self._held if name in output.num_scheduled_tokens]:
             del self._held[request_id]
+        self._link.flush(now)
         return plan
 
     def emergency(self) -> StepPlan:
@@ -238,22 +244,23 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._loaded(tracked, request_id in failed)
-        if report is None:
-            return
-        self._workers_on = report.boots
-        self._counters.update(report.counters)
-        if report.condemned:
-            names = sorted(report.condemned)
-            self._counters["slots_condemned"] += len(names)
-            self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
-        for message in self._stores.reported(report):
-            self._send(message, now)
+        if report is not None:
+            self._workers_on = report.boots
+            self._counters.update(report.counters)
+            if report.condemned:
+                names = sorted(report.condemned)
+                self._counters["slots_condemned"] += len(names)
+                self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
+            for message in self._stores.reported(report):
+                self._send(message, now)
+        self._link.flush(now)
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
+            self._link.flush(time.monotonic())
 
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """From here on bytes belong to another identity; what is being computed now belongs to neither."""
@@ -267,6 +274,7 @@ class SchedulerSide:
             tracked.storable = False
             if tracked.state is State.PREFETCHING:
                 self._advance(tracked, Event.SETTLED)
+        self._link.flush(now)
 
     def close(self) -> None:
         """End the session."""
@@ -292,7 +300,8 @@ class SchedulerSide:
                 self._decline(tracked, "lookups_adapter", why=adapter.refused)
                 self._advance(tracked, Event.SETTLED)
             return
-        self._poll(now)
+        if self._link.welcome is None:
+            self._poll(now)
         if self._link.welcome is None or not self._breaker.allows(now):
             self._decline(tracked, "lookups_no_daemon" if self._link.welcome is None else "lookups_breaker_open")
             self._advance(tracked, Event.SETTLED)
@@ -335,14 +344,17 @@ class SchedulerSide:
             self._send(Release(found.lease), now)
             return
         tracked.found = tracked.answer = found
+        if not found.chunks:
+            # A miss opened no lease.
+            tracked.lease = 0
+            del self._by_lease[found.lease]
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
 
-    def _release(self, tracked: Tracked, tokens: int = 0, failed: bool = False) -> None:
+    def _release(self, tracked: Tracked, tokens: int = 0, loaded_bytes: int = 0, failed: bool = False) -> None:
         if not tracked.lease:
             return
         self._by_lease.pop(tracked.lease, None)
-        loaded = self._load_bytes(tracked.load.runs) if tokens else 0
-        self._send(Release(tracked.lease, tokens, loaded, failed), time.monotonic())
+        self._send(Release(tracked.lease, tokens, loaded_bytes, failed), time.monotonic())
         tracked.lease = 0
 
     # Loads
@@ -371,7 +383,7 @@ class SchedulerSide:
             self._counters["tokens_loaded"] += tracked.load_tokens
             self._counters["bytes_loaded"] += loaded_bytes
             tracked.loaded = tracked.loaded[0] + tracked.load_tokens, tracked.loaded[1] + loaded_bytes
-            self._release(tracked, tokens=tracked.load_tokens)
+            self._release(tracked, tracked.load_tokens, loaded_bytes)
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
 
     def _load_bytes(self, runs: Sequence[CopyRun]) -> int:
@@ -403,6 +415,7 @@ class SchedulerSide:
             self._send(Describe(self._about), now)
             logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
             self._refill(now)
+        self._link.flush(now)
 
     def _take(self, reply: Reply, now: float) -> None:
         if isinstance(reply, Found):
@@ -419,7 +432,7 @@ class SchedulerSide:
             self._send(Want(part_bytes, part_bytes, parts, count), now)
 
     def _send(self, message: Request, now: float) -> bool:
-        sent = self._link.send(message, now)
+        sent = self._link.queue(message, now)
         if not sent:
             self._counters[f"unsent_{type(message).__name__.lower()}"] += 1
         return sent

@@ -5,7 +5,7 @@ Decisions only: what must be sent to the daemon is returned.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -65,11 +65,12 @@ class Stores:
         for storing in self._storing.values():
             storing.spoilt = True
 
-    def planned(self, output: Any, requests: dict[str, Tracked]) -> dict[int, CopyRun]:
+    def planned(
+        self, output: Any, requests: dict[str, Tracked], tables: Callable[[str], Sequence[Sequence[int]]]
+    ) -> dict[int, CopyRun]:
         """Copies of the objects that this step completes, as far as there are slots for them."""
         runs: dict[int, CopyRun] = {}
-        state = output.kv_connector_block_state
-        offers = state.boundary_state_offloads if self._recurrent_groups else {}
+        offers = output.kv_connector_block_state.boundary_state_offloads if self._recurrent_groups else {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = requests.get(request_id)
             if tracked is None or not tracked.storable or not tracked.is_named():
@@ -81,7 +82,7 @@ class Stores:
             chunks = self._geometry.whole_chunks(tokens)
             completed: list[CopyRun] = []
             if self._attention_groups and min(tracked.next_chunk[i] for i in self._attention_groups) < chunks:
-                completed += self._attention(tracked, chunks, state.get_block_ids(request_id))
+                completed += self._attention(tracked, chunks, tables(request_id))
             for gid, block, boundary in offers.get(request_id, ()):
                 completed += self._state(tracked, gid, block, boundary, tokens)
             runs.update(self._begin(tracked, completed))

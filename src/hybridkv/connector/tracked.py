@@ -13,7 +13,7 @@ from hybridkv.core.requests import State
 from hybridkv.wire.messages import Found
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Tracked:
     """One request of the engine."""
 
@@ -94,3 +94,8 @@ class BlockTable(Sequence[int]):
             return [block.block_id for block in self._blocks[at]]
         block_id: int = self._blocks[at].block_id
         return block_id
+
+
+def block_tables(blocks: Any) -> list[BlockTable]:
+    """The table of each of the engine's groups, of its KVCacheBlocks."""
+    return [*map(BlockTable, blocks.blocks)]

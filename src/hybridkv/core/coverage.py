@@ -104,8 +104,11 @@ def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tup
     """(group, its first missing chunk) of every group that keeps a hit of `chunks` chunks from being."""
     lacks: list[tuple[Group, int]] = []
     for group, mask in zip(geometry.groups, masks, strict=True):
-        missing = [chunk for chunk in needed_chunks(geometry, group, chunks) if not mask[chunk : chunk + 1].count(1)]
-        lacks += [(group, missing[0])] if missing else []
+        need = needed_chunks(geometry, group, chunks)
+        missing = mask.find(0, need.start, need.stop)
+        if missing < 0:
+            missing = max(need.start, len(mask))
+        lacks += [(group, missing)] if missing < need.stop else []
     return lacks
 
 

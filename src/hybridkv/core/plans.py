@@ -25,6 +25,9 @@ NULL_BLOCK = 0
 """The engine's null block: never stored, never loaded into."""
 
 
+# Values, and yet not frozen where a step makes many: that would make each cost it six times as much.
+
+
 class PlanError(HybridKVError):
     """A load that cannot be planned; the request is computed instead."""
 
@@ -54,7 +57,7 @@ class CopyOp:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Objects of one size of consecutive chunks of one group, and the engine's blocks that hold them, in order."""
 
@@ -71,10 +74,14 @@ class Span:
 
     def head(self, objects: int) -> "Span":
         """The first `objects` of them."""
-        return Span(self.group_index, self.first_chunk, self.count, self.blocks[: objects * self.count])
+        return (
+            self
+            if objects == self.objects
+            else Span(self.group_index, self.first_chunk, self.count, self.blocks[: objects * self.count])
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyRun:
     """A span and its slots: one offset and one generation for each object (core.packed)."""
 
@@ -113,6 +120,9 @@ def storable_spans(
     holes = 0
     for absent in _absent(mask, chunks):
         for span in _spans(geometry, group_index, absent, table):
+            if NULL_BLOCK not in span.blocks:
+                spans.append(span)
+                continue
             whole = list(_without_holes(span))
             spans += whole
             holes += span.objects - sum(part.objects for part in whole)
@@ -156,10 +166,11 @@ def plan_load(
             skipped = max(0, start - (end - span.count))
             slot = (at + span.first_chunk - chunks.start) * U64
             size = span.objects * U64
-            if NULL_BLOCK in span.blocks[skipped:]:
+            if skipped:
+                span = Span(index, span.first_chunk, span.count, span.blocks[skipped:])
+            if NULL_BLOCK in span.blocks:
                 raise PlanError(f"group {group.gid}: the engine has no block for a chunk of the hit")
-            cut = Span(index, span.first_chunk, span.count, span.blocks[skipped:]) if skipped else span
-            runs.append(CopyRun(cut, offsets[slot : slot + size], generations[slot : slot + size], skipped))
+            runs.append(CopyRun(span, offsets[slot : slot + size], generations[slot : slot + size], skipped))
         at += len(chunks)
     return tuple(runs)
 

@@ -21,10 +21,22 @@ class WireError(HybridKVError):
 
 def encode(message: Request | Reply) -> bytes:
     """One frame."""
-    body = _encoder.encode(message)
-    if len(body) > MESSAGE_BYTES_MAX:
-        raise WireError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
-    return _LENGTH.pack(len(body)) + body
+    out = bytearray()
+    append(out, message)
+    return bytes(out)
+
+
+def append(out: bytearray, message: Request | Reply) -> None:
+    """Put a frame at the end of `out`, without a copy on the way; raises WireError and leaves `out` as it was."""
+    start = len(out)
+    body = start + _LENGTH.size
+    out += bytes(_LENGTH.size)
+    _encoder.encode_into(message, out, body)
+    size = len(out) - body
+    if size > MESSAGE_BYTES_MAX:
+        del out[start:]
+        raise WireError(f"a message of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    _LENGTH.pack_into(out, start, size)
 
 
 def decode_request(body: bytes) -> Request:
