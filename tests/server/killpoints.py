@@ -73,7 +73,8 @@ def line(frame, event, arg):
 from hybridkv.cli.main import main
 if left:
     sys.settrace(lambda frame, event, arg: line if frame.f_code.co_filename.endswith(TRACED) else None)
-sys.exit(main(["serve", "--metrics-port", "-1", "--ram", sys.argv[2], "--socket", sys.argv[1]]))
+serve = ["serve", "--metrics-port", "-1", "--salt-quota", "64KiB"]
+sys.exit(main([*serve, "--ram", sys.argv[2], "--socket", sys.argv[1]]))
 """
 
 
@@ -150,8 +151,8 @@ class Client:
             group = rng.randrange(len(SIZES))
             granted = _call(engine, Want(2, SIZES[group], 1, rng.randrange(1, 9)))
             assert isinstance(granted, Granted)
-            names = zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True)
-            slots += [(*slot, group) for slot in names]
+            refs = zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True)
+            slots += [(*ref, group) for ref in refs]
         elif what in ("commit", "abandon") and slots:
             taken = [slots.pop(rng.randrange(len(slots))) for _ in range(min(len(slots), rng.randrange(1, 6)))]
             offsets, generations = pack_u64([slot[0] for slot in taken]), pack_u64([slot[1] for slot in taken])
@@ -162,7 +163,10 @@ class Client:
             for (offset, _, group), number in zip(taken, numbers, strict=True):
                 _write(arena, offset, content(group, number))
             groups = pack_u64([group for _, _, group in taken])
-            engine.tell(Commit(offsets, generations, groups, b"".join(map(name, numbers))))
+            names = b"".join(map(name, numbers))
+            parents = b"".join(map(name, (rng.randrange(NAMES) for _ in numbers)))
+            tenants = pack_u64([rng.randrange(3) for _ in numbers])
+            engine.tell(Commit(offsets, generations, groups, names, 0, parents, rng.randbytes(len(numbers)), tenants))
         elif what == "lookup":
             self._leases += 1
             found = _call(engine, Lookup(3, self._leases, b"".join(map(name, range(NAMES)))))

@@ -14,7 +14,13 @@ from hybridkv.shm.slots import checksum_offset, payload_offset
 from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
 
-ARENAS = {"roomy": "16MiB", "tight": "1MiB"}
+QUOTA_BYTES = 256 << 10
+ARENAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "roomy": ("16MiB", ()),
+    "tight": ("1MiB", ()),
+    "shared": ("1MiB", ("--eviction", "lru", "--salt-quota", str(QUOTA_BYTES))),
+}
+"""Size and options of each daemon."""
 
 
 class Clock:
@@ -40,7 +46,9 @@ class Node:
     """One daemon: it can be killed, stopped, cleared, and its arena tampered with."""
 
     def __init__(self, directory: Path, arena: str) -> None:
-        self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ARENAS[arena])
+        ram, options = ARENAS[arena]
+        self.quota_bytes = QUOTA_BYTES if "--salt-quota" in options else None
+        self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ram, options=options)
         self._control: Control | None = None
         self.stopped = False
         self.spoilt: set[tuple[int, int]] = set()

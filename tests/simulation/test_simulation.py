@@ -18,7 +18,7 @@ BEHAVIOURS = (
     *("hit_whole_prompt", "hit_resumed", "prompt_short", "prompt_boundary", "preemptions", "failed_loads"),
     *("abort_waiting_prefetching", "abort_running_ready", "repeated_reports", "lookups_late_answer", "shed"),
     *("reset", "flush", "forget", "identity", "clear", "stop", "cut", "kill", "flip", "harm_between"),
-    *("intermission_engine", "intermission_daemon", "blocks_audited", "objects_audited"),
+    *("intermission_engine", "intermission_daemon", "blocks_audited", "objects_audited", "objects_of_tenants"),
 )
 """What the seeds of one run must have come to."""
 

@@ -16,9 +16,10 @@ from vllm.v1.request import Request
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.core.coverage import stored_blocks
 from hybridkv.core.geometry import Geometry, Kind
+from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.inspect import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset
+from hybridkv.shm.slots import SlotHeader, payload_offset, slot_bytes, tag_of_hash
 from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
@@ -423,8 +424,10 @@ class _Life:
                 self.counts["blocks_audited"] += 1
 
     def _audit_arena(self) -> None:
-        """Each object that a later lookup could find holds what its name says."""
+        """Each object that a later lookup could find holds what its name says, and names what is before it."""
         welcome = self._node.control.welcome
+        tags = {(identity, tag_of_hash(name)): named for (identity, name), named in self._names.items()}
+        taken: Counter[int] = Counter()
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
             for offset, header in committed_slots(arena.memory):
@@ -432,13 +435,22 @@ class _Life:
                     continue
                 named = self._names.get((header.namespace, header.chunk_hash))
                 assert named is not None, f"the object at {offset} has a name that nothing was computed for"
+                before = tags.get((header.namespace, header.parent_tag)) if header.parent_tag else (named[0], 0)
+                assert before is not None, f"the object at {offset} comes after a chunk that nobody knows"
+                assert before[1] == named[1] - self._geometry.chunk_tokens
+                assert np.array_equal(before[0].upto(before[1]), named[0].upto(before[1]))
+                taken[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
                 for rank in range(header.parts):
                     part = arena.memory[start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes]
                     self._audit_part(header, rank, np.frombuffer(part, np.int64).copy(), *named)
                 self.counts["objects_audited"] += 1
+                self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
             arena.close()
+        quota = self._node.quota_bytes
+        assert quota is None or all(size <= quota for tenant, size in taken.items() if tenant), taken
+        assert set(taken) <= {0, tenant_of("a"), tenant_of("b")}
 
     def _audit_part(self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int) -> None:
         words = next(w for w in self.sites[0].engine.ranks[rank].oracle.groups if w.group.gid == header.gid)

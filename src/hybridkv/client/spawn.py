@@ -14,6 +14,9 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path
 
 START_SECONDS = 10.0
+ANSWER_SECONDS = 1.0
+"""For one greeting where a socket is there: on a busy machine it is slow, and another attempt only costs more."""
+RETRY_SECONDS = 0.01
 EXIT_ALREADY_SERVED = 3
 
 
@@ -44,24 +47,25 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
 
     Raises ConfigError with the daemon's own sentence where it cannot run, DaemonUnreachableError where it hangs.
     """
-    if Path(socket_path).is_socket() and _answers(socket_path, 1.0):
+    if Path(socket_path).is_socket() and _answers(socket_path):
         return
     with tempfile.TemporaryFile() as said:
         process = start_detached(socket_path, options, said)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if _answers(socket_path, 0.05):
+            if _answers(socket_path):
                 return
             if process.returncode not in (None, EXIT_ALREADY_SERVED):
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
                 raise ConfigError(lines[-1].removeprefix("hybridkv: ") if lines else "the daemon ended without a word")
+            time.sleep(RETRY_SECONDS)
     raise DaemonUnreachableError(f"the daemon at {socket_path} did not answer within {START_SECONDS:g} s")
 
 
-def _answers(socket_path: str, timeout_seconds: float) -> bool:
+def _answers(socket_path: str) -> bool:
     try:
-        with Control(socket_path, timeout_seconds):
+        with Control(socket_path, ANSWER_SECONDS):
             return True
     except DaemonUnreachableError:
         return False

@@ -1,13 +1,15 @@
 """A daemon of one's own, as `hybridkv serve` runs it, for a proof, a measurement or a test."""
 
+import contextlib
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hybridkv.client.control import Control, DaemonUnreachableError
-from hybridkv.client.spawn import daemon_command
+from hybridkv.client.spawn import ANSWER_SECONDS, RETRY_SECONDS, daemon_command
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.server.place import stale_arenas
 
@@ -18,13 +20,21 @@ STOP_SECONDS = 20.0
 class DaemonProcess:
     """One daemon process at a time on one socket; it can be killed and started again. A context manager."""
 
-    def __init__(self, socket_path: str, ram: str | None, metrics_port: int = -1, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        ram: str | None,
+        metrics_port: int = -1,
+        fresh: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
         self.socket_path = socket_path
         self._options = [
             *(["--ram", ram] if ram is not None else []),
             "--metrics-port",
             str(metrics_port),
             *(["--fresh"] if fresh else []),
+            *options,
         ]
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -48,10 +58,11 @@ class DaemonProcess:
             deadline = time.monotonic() + START_SECONDS
             while time.monotonic() < deadline:
                 try:
-                    with Control(self.socket_path, 0.05):
+                    with Control(self.socket_path, ANSWER_SECONDS):
                         return
                 except DaemonUnreachableError:
-                    if self.process.poll() is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(RETRY_SECONDS)
                         said.seek(0)
                         raise ConfigError(said.read().decode().strip().removeprefix("hybridkv: ")) from None
         raise HybridKVError(f"the daemon did not answer within {START_SECONDS:g} s")
