@@ -48,6 +48,9 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     },
     loop: {
         "CONNECTIONS_MAX": "connections of a daemon",
+        "DESCRIPTORS_MAX": "descriptors that a daemon allows itself, where the system lets it",
+        "LISTEN_AGAIN_SECONDS": "seconds after which a daemon that had no descriptor left listens again, at the latest",
+        "LAST_WORDS_BYTES_MAX": "bytes that are still read from a connection whose process has ended",
         "RECEIVE_BYTES": "bytes that are read from one connection before the others have their turn",
         "SEND_QUEUE_BYTES_MAX": "bytes of replies that a client leaves unread before it is disconnected",
     },

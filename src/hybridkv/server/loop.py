@@ -1,8 +1,10 @@
 """The daemon's one loop: sockets in, `Daemon.handle`, sockets out. Everything that blocks is elsewhere."""
 
 import contextlib
+import errno
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -39,6 +41,12 @@ SEND_QUEUE_BYTES_MAX = 64 << 20
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 VALUES_TIMEOUT_SECONDS = 5.0
+LISTEN_AGAIN_SECONDS = 0.2
+"""After a connection could not be accepted, unless one of ours ends before."""
+SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
+"""Errors that say nothing of what was asked for, and pass."""
+DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
+"""That the daemon may come to need: a socket for each connection, and one more where its process is another one."""
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist this far ahead of the used part of the arena."""
@@ -83,6 +91,10 @@ class Server:
             self._arena.close()
             self._open(options, fresh=True)
         self._listener = listen(options.socket_path, "socket")
+        self._listen_at: float | None = None
+        """While nobody can be accepted: when to try again, by the monotonic clock."""
+        self._short = False
+        """Whether the last one who came could not be served for lack of descriptors."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -108,7 +120,7 @@ class Server:
         """Serve until `stop`; then remove the socket."""
         try:
             while self._running:
-                for key, events in self._selector.select():
+                for key, events in self._selector.select(self._patience()):
                     self._serve(key.fileobj, events)
                 self._adopt_reserved()
                 while self._asked:
@@ -142,14 +154,25 @@ class Server:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                # Whoever waits stays in the listener's queue, which would wake the loop for ever.
+                self._selector.unregister(self._listener)
+                self._listen_at = time.monotonic() + LISTEN_AGAIN_SECONDS
+                self._say_short(error)
             return
         sock.setblocking(False)
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", raw)
         self._numbers += 1
-        process = process_of(pid)
-        peer = _Peer(sock, self._numbers, process if process is not None and self._watch(process) else None)
+        process, shortage = None, None
+        try:
+            process = process_of(pid)
+            if process is not None and not self._watch(process):
+                process = None
+        except OSError as error:
+            shortage = error
+        peer = _Peer(sock, self._numbers, process)
         self._peers[sock] = peer
         self._selector.register(sock, selectors.EVENT_READ)
         self.daemon.connect(peer.number, peer.process)
@@ -159,6 +182,34 @@ class Server:
         elif len(self._peers) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
             self._refuse(peer, ErrorCode.CONNECTIONS, message)
+        elif shortage is not None:
+            # It would be taken for gone at the end of its connection, and might still be copying.
+            message = f"process {pid} cannot be watched ({shortage.strerror}); a higher limit (ulimit -n) works"
+            self._say_short(shortage)
+            self._refuse(peer, ErrorCode.CONNECTIONS, message)
+        else:
+            self._short = False
+
+    def _say_short(self, error: OSError) -> None:
+        if not self._short:
+            logger.warning("no more clients can be served: %s; a higher limit (ulimit -n) works", error.strerror)
+        self._short = True
+
+    def _patience(self) -> float | None:
+        """Seconds that the loop may sleep; the listener is heard again when they are over."""
+        if self._listen_at is None:
+            return None
+        left = self._listen_at - time.monotonic()
+        if left <= 0:
+            self._listen()
+            return None
+        return left
+
+    def _listen(self) -> None:
+        """Hear the listener again."""
+        if self._listen_at is not None:
+            self._listen_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _receive(self, peer: _Peer) -> bool:
         """Serve what has come; whether there was anything."""
@@ -222,6 +273,7 @@ class Server:
             return
         self._selector.unregister(peer.sock)
         peer.sock.close()
+        self._listen()
         self.daemon.disconnect(peer.number)
         if peer.process is not None:
             self._unwatch(peer.process)
@@ -229,14 +281,21 @@ class Server:
     # Processes are watched through descriptors, since a closed socket does not tell that nobody copies any more.
 
     def _watch(self, process: Process) -> bool:
-        """Whether the end of a process will be noticed."""
+        """Whether the end of a process will be noticed. Raises OSError where it would be, but for a shortage."""
         if process in self._pidfds:
             return True
         try:
             fd = os.pidfd_open(process.pid)
-        except OSError:
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise
             return False
-        if process_of(process.pid) != process:
+        try:
+            same = process_of(process.pid) == process
+        except OSError:
+            os.close(fd)
+            raise
+        if not same:
             os.close(fd)
             return False
         self._pidfds[process] = fd
@@ -355,16 +414,27 @@ class Server:
 
 def serve(options: ServeOptions) -> None:
     """Run a daemon until SIGTERM, which leaves the arena to the next one, or SIGINT, which removes it."""
+    _allow_descriptors()
     server = Server(options)
     signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
     signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
     server.run()
 
 
+def _allow_descriptors() -> None:
+    """The usual limit is for programs that use select(), and far below ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def process_of(pid: int) -> Process | None:
-    """A living process of this pid namespace, with its start in clock ticks since boot."""
+    """A living process of this pid namespace, and its start in clock ticks since boot. Raises OSError on a shortage."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
         return None
     return Process(pid, int(stat.rpartition(")")[2].split()[19]))
