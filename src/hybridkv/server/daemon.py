@@ -181,7 +181,10 @@ class Daemon:
         return {process for workers in self._workers.values() for process in workers if process.pid}
 
     def handle(self, connection_id: int, request: Request) -> Reply | None:
-        """The reply to one request; None for one-way messages."""
+        """The reply to one request; None for one-way messages.
+
+        After an Error whose code closes (wire.protocol), nothing more of this connection may be handled.
+        """
         connection = self._connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
         try:
@@ -213,9 +216,7 @@ class Daemon:
             case Drained():
                 self._drained(connection, request)
             case Identify():
-                session = _session_of(connection)
-                session.namespace = self._namespace(request.namespace, session.geometry)
-                return Done(request.id, 0)
+                return self._identify(_session_of(connection), request)
             case Lookup():
                 return self._lookup(_session_of(connection), request)
             case Want():
@@ -271,6 +272,14 @@ class Daemon:
         return Welcome(
             hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self._arena_bytes, self._pid
         )
+
+    def _identify(self, session: Session, identify: Identify) -> Reply:
+        try:
+            session.namespace = self._namespace(identify.namespace, session.geometry)
+        except RequestError as error:
+            # Its bytes are not those of the old identity any more: the connection ends, and nothing else is heard.
+            raise RequestError(ErrorCode.IDENTIFY) from error
+        return Done(identify.id, 0)
 
     def _lookup(self, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:

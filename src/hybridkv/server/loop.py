@@ -26,7 +26,7 @@ from hybridkv.shm.arena import (
 )
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
-from hybridkv.wire.messages import Reply, Report
+from hybridkv.wire.messages import Error, Reply, Report
 from hybridkv.wire.protocol import REFUSALS, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -226,12 +226,13 @@ class Server:
             return True
         try:
             for body in peer.frames.feed(received):
-                if peer.sock not in self._peers:
+                if peer.closing or peer.sock not in self._peers:
                     break  # It was closed while it was being answered.
                 reply = self.daemon.handle(peer.number, decode_request(body))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
                 if reply is not None:
+                    peer.closing = isinstance(reply, Error) and REFUSALS[ErrorCode(reply.code)].closes
                     self._send(peer, reply)
         except WireError as error:
             self._refuse(peer, ErrorCode.WIRE, str(error))
