@@ -21,11 +21,12 @@ from hybridkv.connector.tracked import Tracked
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.coverage import held_blocks
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
+    CHANGES_MAX,
     CHUNKS_MAX,
     PROTOCOL_VERSION,
     TEXT_MAX,
@@ -243,7 +244,10 @@ class SchedulerSide:
         if report.condemned:
             names = sorted(report.condemned)
             self._counters["slots_condemned"] += len(names)
-            self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
+            for offsets, generations in batches(
+                CHANGES_MAX, (pack_u64([name[0] for name in names]), U64), (pack_u64([name[1] for name in names]), U64)
+            ):
+                self._send(Condemn(offsets, generations), now)
         for message in self._stores.reported(report):
             self._send(message, now)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
@@ -24,6 +25,7 @@ from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
     BATCH_MAX,
+    CHANGES_MAX,
     NEVER,
     PROTOCOL_VERSION,
     Abandon,
@@ -212,7 +214,7 @@ class Daemon:
             case ListEngines():
                 return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
-                return Done(request.id, self.store.clear())
+                return Done(request.id, self._clear())
             case Drained():
                 self._drained(connection, request)
             case Identify():
@@ -333,7 +335,8 @@ class Daemon:
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(shape, min(want.count, max(0, room) // size), tag_of(session.engine_id))
+        count = min(want.count, CHANGES_MAX, max(0, room) // size)
+        slots = self.store.grant(shape, count, tag_of(session.engine_id))
         session.writing.update((slot.offset, slot) for slot in slots)
         session.writing_bytes += size * len(slots)
         self.counters["slots_granted"] += len(slots)
@@ -385,6 +388,14 @@ class Daemon:
             if slot is not None and slot.state is SlotState.COMMITTED:
                 self.store.drop(slot)
                 self.counters["objects_condemned"] += 1
+
+    def _clear(self) -> int:
+        """Drop some of the objects; how many."""
+        entries = (entry for namespace in self._namespaces.values() for entry in namespace.entries.values())
+        slots = list(islice((slot for entry in entries for slot in entry if slot is not None), CHANGES_MAX))
+        for slot in slots:
+            self.store.drop(slot)
+        return len(slots)
 
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import logging
+import math
 import os
 import resource
 import selectors
@@ -35,7 +36,9 @@ CONNECTIONS_MAX = 4096
 LAST_WORDS_BYTES_MAX = 4 << 20
 """Read from a connection after its process ended; a socket's buffer holds less."""
 RECEIVE_BYTES = 1 << 14
-"""Taken from one client before the next one's turn: many small requests are also work."""
+"""Taken from one client before the next one's turn."""
+TURN_SECONDS = 0.002
+"""After which the others have their turn: many small requests are also work."""
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
 GENERATION_BITS = 22
@@ -71,6 +74,8 @@ class _Peer:
         self.number = number
         self.process = process
         self.frames = Frames()
+        self.said: deque[bytes] = deque()
+        """Messages that were read and wait for their turn; nothing more is read before."""
         self.out = bytearray()
         self.closing = False
 
@@ -85,6 +90,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[Process, int] = {}
         self._peers: dict[socket.socket, _Peer] = {}
+        self._behind: dict[_Peer, None] = {}
+        """Those whose messages wait for their turn."""
         if not self._open(options, options.fresh):
             # Whatever is wrong with what the last daemon left, it must not keep this one from serving.
             self._trailer.release()
@@ -120,8 +127,11 @@ class Server:
         """Serve until `stop`; then remove the socket."""
         try:
             while self._running:
+                behind = list(self._behind)
                 for key, events in self._selector.select(self._patience()):
                     self._serve(key.fileobj, events)
+                for peer in behind:
+                    self._answer(peer, TURN_SECONDS)
                 self._adopt_reserved()
                 while self._asked:
                     self._asked.popleft().set_result(self.daemon.values())
@@ -146,8 +156,8 @@ class Server:
             peer = self._peers.get(fileobj)  # type: ignore[call-overload]  # a socket, as registered
             if peer is None:
                 return
-            if events & selectors.EVENT_READ:
-                self._receive(peer)
+            if events & selectors.EVENT_READ and not peer.said:
+                self._receive(peer, TURN_SECONDS)
             if events & selectors.EVENT_WRITE and peer.sock in self._peers:
                 self._flush(peer)
 
@@ -197,13 +207,11 @@ class Server:
 
     def _patience(self) -> float | None:
         """Seconds that the loop may sleep; the listener is heard again when they are over."""
-        if self._listen_at is None:
-            return None
-        left = self._listen_at - time.monotonic()
-        if left <= 0:
+        left = None if self._listen_at is None else self._listen_at - time.monotonic()
+        if left is not None and left <= 0:
             self._listen()
-            return None
-        return left
+            left = None
+        return 0.0 if self._behind else left
 
     def _listen(self) -> None:
         """Hear the listener again."""
@@ -211,8 +219,8 @@ class Server:
             self._listen_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _receive(self, peer: _Peer) -> bool:
-        """Serve what has come; whether there was anything."""
+    def _receive(self, peer: _Peer, seconds: float) -> bool:
+        """Read what has come, and serve it for some time; whether there was anything."""
         try:
             received = peer.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -225,10 +233,23 @@ class Server:
         if peer.closing:
             return True
         try:
-            for body in peer.frames.feed(received):
-                if peer.closing or peer.sock not in self._peers:
-                    break  # It was closed while it was being answered.
-                reply = self.daemon.handle(peer.number, decode_request(body))
+            peer.said += peer.frames.feed(received)
+        except WireError as error:
+            self._refuse(peer, ErrorCode.WIRE, str(error))
+            return True
+        self._answer(peer, seconds)
+        return True
+
+    def _answer(self, peer: _Peer, seconds: float) -> None:
+        """Handle what a client said, for so long; the rest in its next turn."""
+        self._behind.pop(peer, None)
+        until = time.monotonic() + seconds
+        try:
+            while peer.said and not peer.closing and peer.sock in self._peers:
+                if time.monotonic() > until:
+                    self._behind[peer] = None
+                    return
+                reply = self.daemon.handle(peer.number, decode_request(peer.said.popleft()))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
                 if reply is not None:
@@ -239,7 +260,7 @@ class Server:
         except Exception:  # the supervised boundary: one client's fault must not end the others'
             logger.exception("a request failed inside the daemon; its connection is closed")
             self._refuse(peer, ErrorCode.INTERNAL, "the daemon failed on this request")
-        return True
+        peer.said.clear()
 
     def _send(self, peer: _Peer, reply: Reply) -> None:
         try:
@@ -272,6 +293,7 @@ class Server:
     def _drop(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock, None) is None:
             return
+        self._behind.pop(peer, None)
         self._selector.unregister(peer.sock)
         peer.sock.close()
         self._listen()
@@ -315,8 +337,9 @@ class Server:
         for process in [process for process, known in self._pidfds.items() if known == fd]:
             for peer in [peer for peer in self._peers.values() if peer.process == process]:
                 # Its last words, such as what it committed, may still be in the socket.
+                self._answer(peer, math.inf)
                 for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
-                    if peer.sock not in self._peers or not self._receive(peer):
+                    if peer.sock not in self._peers or not self._receive(peer, math.inf):
                         break
                 self._drop(peer)
             self.daemon.gone(process)
