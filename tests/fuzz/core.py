@@ -66,6 +66,8 @@ class Line:
     drained: int = 0
     """Of a worker: the greeting before which it copies nothing."""
     account: Account | None = None
+    closed: bool = False
+    """The last answer was one that closes the connection."""
 
 
 class CoreFuzz:
@@ -137,6 +139,9 @@ class CoreFuzz:
                 bodies = line.frames.feed(part)
                 for body in bodies:
                     self._message(line, decode_request(body))
+                    if line.closed:
+                        self._again(at)
+                        return
         except WireError as error:
             refusal = self.daemon.refuse(0, ErrorCode.WIRE, str(error))
             assert decode_reply(encode(refusal)[4:]) == refusal
@@ -182,9 +187,10 @@ class CoreFuzz:
             self._liar.heard(line.peer, reply)
         because = refused(line.state, type(request))
         if isinstance(reply, Error):
-            assert not REFUSALS[ErrorCode(reply.code)].closes
             assert because in (None, reply.code)
             assert before is None or _kept(before) == _kept(self.daemon.values()), "a refused message changed something"
+            line.closed = REFUSALS[ErrorCode(reply.code)].closes
+            assert not line.closed or isinstance(request, Identify)
             return
         assert because is None
         expected = RULES[type(request)].reply

@@ -546,7 +546,8 @@ class DaemonMachine(RuleBasedStateMachine):
         reply = self.daemon.handle(number, Identify(4, identity))
         if not fits:
             assert isinstance(reply, Error)
-            assert reply.code == "identity"
+            assert reply.code == "identify"
+            self.close(number)
         else:
             assert reply == Done(4, 0)
             self.known.add(identity)

@@ -26,6 +26,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
 from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.slots import slot_bytes
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
@@ -38,8 +39,10 @@ from hybridkv.wire.messages import (
     Found,
     Granted,
     Hello,
+    Identify,
     Lookup,
     Release,
+    Reply,
     Stats,
     Tell,
     Want,
@@ -50,6 +53,7 @@ from tests.layouts import LAYOUTS
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
+SLOT = slot_bytes(PART, 1)
 WORKER = Hello(1, PROTOCOL_VERSION, "worker", "test")
 HELLO = Hello(1, PROTOCOL_VERSION, "engine", "test", b"n" * 32, geometry_to_wire(QWEN3))
 
@@ -413,6 +417,42 @@ def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonPro
     assert daemon.process is not None
     for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir():
         assert os.sched_getscheduler(int(thread.name)) == os.SCHED_BATCH
+
+
+@pytest.mark.parametrize("unread", [0, 2000])
+def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: int) -> None:
+    """What the engine said behind it, before it could know, would be of bytes that belong to neither identity."""
+    taken = Hello(1, PROTOCOL_VERSION, "engine", "other", b"o" * 32, geometry_to_wire(LAYOUTS["gemma3"]))
+    with Control(daemon.socket_path, hello=taken) as other:
+        with Control(daemon.socket_path, hello=HELLO) as engine, socket.socket(socket.AF_UNIX) as raw:
+            store(engine, 1)
+            slots = granted_slots(engine, 1)
+            raw.settimeout(DEADLINE_SECONDS)
+            raw.connect(daemon.socket_path)
+            raw.sendall(encode(HELLO) + encode(Want(2, PART, 1, 1)))
+            frames, replies = Frames(), list[Reply]()
+            while len(replies) < 2:
+                replies += map(decode_reply, frames.feed(raw.recv(1 << 16)))
+            mine = replies[1]
+            assert isinstance(mine, Granted)
+            commit = Commit(mine.offsets, mine.generations, pack_u64([0]), names(2)[32:])
+            said = encode(Identify(4, b"o" * 32)) + encode(Lookup(5, 1, names(1))) + encode(commit)
+            raw.sendall(encode(Stats(3)) * unread + said)
+            until(lambda: "refused_identify" in engine.stats().values)
+            received = b""
+            while piece := raw.recv(1 << 16):
+                received += piece
+            *reports, refused = map(decode_reply, frames.feed(received))
+            assert len(reports) == unread
+            assert isinstance(refused, Error)
+            assert (refused.id, refused.code) == (4, "identify")
+            until(lambda: engine.stats().values["sessions"] == 2)
+            found = engine.call(Lookup(6, 1, names(2)))
+            assert isinstance(found, Found)
+            assert found.chunks == 1, "nothing was stored under the old identity"
+            assert (engine.stats().values["leases"], engine.stats().values["bytes_writing"]) == (1, SLOT)
+            engine.tell(Abandon(slots.offsets, slots.generations))
+        until(lambda: other.stats().values["sessions"] == 1)
 
 
 def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:

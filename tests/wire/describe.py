@@ -25,7 +25,8 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     messages: {
         "MESSAGE_BYTES_MAX": "bytes of one message, either way; a longer frame is refused before it is read",
         "CHUNKS_MAX": "chunks in one lookup; of those `BATCH_MAX` // groups are looked at",
-        "BATCH_MAX": "slots in one message, either way",
+        "BATCH_MAX": "slots in one `found`, and that one `want` may ask for",
+        "CHANGES_MAX": "slots that one message grants, or changes",
         "TEXT_MAX": "characters of a name",
         "FACT_MAX": "characters of a fact",
     },
@@ -48,8 +49,11 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     },
     loop: {
         "CONNECTIONS_MAX": "connections of a daemon",
+        "DESCRIPTORS_MAX": "descriptors that a daemon allows itself, where the system lets it",
+        "LISTEN_AGAIN_SECONDS": "seconds after which a daemon that had no descriptor left listens again, at the latest",
+        "LAST_WORDS_BYTES_MAX": "bytes that are still read from a connection whose process has ended",
+        "TURN_SECONDS": "seconds after which a connection's further messages wait for the others'",
         "RECEIVE_BYTES": "bytes that are read from one connection before the others have their turn",
-        "LAST_WORDS_BYTES_MAX": "bytes that are read of what a process left in its socket when it ended",
         "SEND_QUEUE_BYTES_MAX": "bytes of replies that a client leaves unread before it is disconnected",
     },
     link: {

@@ -6,6 +6,7 @@ import time
 from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.wire.messages import (
+    CHANGES_MAX,
     PROTOCOL_VERSION,
     TEXT_MAX,
     Clear,
@@ -107,9 +108,13 @@ class Control:
 
     def clear(self) -> int:
         """Drop every object; returns how many."""
-        reply = self.call(Clear(self._next_id()))
-        assert isinstance(reply, Done)
-        return reply.count
+        dropped = 0
+        while True:
+            reply = self.call(Clear(self._next_id()))
+            assert isinstance(reply, Done)
+            dropped += reply.count
+            if reply.count < CHANGES_MAX:
+                return dropped
 
     def _next_id(self) -> int:
         self._ids += 1

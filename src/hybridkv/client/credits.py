@@ -1,10 +1,12 @@
 """Write slots granted ahead of need, so that a store costs the engine's step no round trip."""
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.packed import U64
+from hybridkv.wire.messages import CHANGES_MAX
 
 RETRY_SECONDS = 0.02
 """After a grant of fewer slots than asked for, the next question waits this long."""
@@ -15,8 +17,8 @@ class _Pool:
     target: int
     offsets: bytes = b""
     generations: bytes = b""
-    asked: int = 0
-    """Slots that the daemon was asked for and has not answered yet."""
+    asked: deque[int] = field(default_factory=deque)
+    """Slots that the daemon was asked for and has not answered yet, question by question."""
     retry_at: float = 0.0
 
     @property
@@ -41,23 +43,25 @@ class Credits:
         return taken
 
     def wanted(self, now: float) -> list[tuple[SlotShape, int]]:
-        """(shape, count) to ask the daemon for now; each is then taken as asked until `granted`."""
+        """(shape, count) to ask the daemon for now, one by one; each is then taken as asked until `granted`."""
         wanted: list[tuple[SlotShape, int]] = []
         for shape, pool in self._pools.items():
             if not pool.asked and now >= pool.retry_at and pool.count * 2 <= pool.target:
-                pool.asked = pool.target - pool.count
-                wanted.append((shape, pool.asked))
+                whole, rest = divmod(pool.target - pool.count, CHANGES_MAX)
+                pool.asked.extend([CHANGES_MAX] * whole + [rest] * (rest > 0))
+                wanted += [(shape, count) for count in pool.asked]
         return wanted
 
     def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
-        """The daemon's answer, maybe shorter than asked for."""
+        """The daemon's next answer, maybe shorter than asked for."""
         pool = self._pools.get(shape)
         if pool is None:
             return
         pool.offsets += offsets
         pool.generations += generations
-        pool.retry_at = now + RETRY_SECONDS if len(offsets) < pool.asked * U64 else 0.0
-        pool.asked = 0
+        asked = pool.asked.popleft() if pool.asked else 0
+        if len(offsets) < asked * U64:
+            pool.retry_at = now + RETRY_SECONDS
 
     @property
     def awaited(self) -> bool:
@@ -68,5 +72,5 @@ class Credits:
         """The daemon is gone, and every slot with it."""
         for pool in self._pools.values():
             pool.offsets = pool.generations = b""
-            pool.asked = 0
+            pool.asked.clear()
             pool.retry_at = 0.0

@@ -23,11 +23,12 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.coverage import held_blocks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import tenant_of
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
 from hybridkv.wire.messages import (
+    CHANGES_MAX,
     CHUNKS_MAX,
     PROTOCOL_VERSION,
     TEXT_MAX,
@@ -250,7 +251,9 @@ class SchedulerSide:
             if report.condemned:
                 names = sorted(report.condemned)
                 self._counters["slots_condemned"] += len(names)
-                self._send(Condemn(pack_u64([name[0] for name in names]), pack_u64([name[1] for name in names])), now)
+                offsets, generations = (pack_u64([name[at] for name in names]) for at in (0, 1))
+                for some in batches(CHANGES_MAX, (offsets, U64), (generations, U64)):
+                    self._send(Condemn(*some), now)
             for message in self._stores.reported(report):
                 self._send(message, now)
         self._link.flush(now)

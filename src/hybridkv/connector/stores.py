@@ -16,9 +16,9 @@ from hybridkv.connector.tracked import Tracked
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import U64, pack_u64
+from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import NULL_BLOCK, CopyRun, Span, storable_spans
-from hybridkv.wire.messages import Abandon, Commit
+from hybridkv.wire.messages import CHANGES_MAX, Abandon, Commit
 
 
 @dataclass(slots=True)
@@ -115,24 +115,29 @@ class Stores:
     def _abandons(self, runs: list[CopyRun]) -> Iterator[Abandon]:
         if runs:
             self._counters["stores_failed"] += sum(run.objects for run in runs)
-            yield Abandon(b"".join(run.offsets for run in runs), b"".join(run.generations for run in runs))
+            for offsets, generations in batches(
+                CHANGES_MAX,
+                (b"".join(run.offsets for run in runs), U64),
+                (b"".join(run.generations for run in runs), U64),
+            ):
+                yield Abandon(offsets, generations)
 
     def _commits(self, ready: list[_Storing]) -> Iterator[Commit]:
         if ready:
             runs = [storing.run for storing in ready]
             self._counters["objects_stored"] += sum(run.objects for run in runs)
             self._counters["bytes_stored"] += sum(math.prod(storing.shape) * storing.run.objects for storing in ready)
-            yield Commit(
-                b"".join(run.offsets for run in runs),
-                b"".join(run.generations for run in runs),
-                b"".join(pack_u64([run.span.group_index]) * run.objects for run in runs),
-                b"".join(storing.hashes for storing in ready),
-                parents=b"".join(storing.parents for storing in ready),
-                interior=b"".join(storing.interior for storing in ready),
-                tenants=b"".join(pack_u64([storing.tenant]) * storing.run.objects for storing in ready)
-                if any(storing.tenant for storing in ready)
-                else b"",
-            )
+            for offsets, generations, groups, hashes, parents, interior, tenants in batches(
+                CHANGES_MAX,
+                (b"".join(run.offsets for run in runs), U64),
+                (b"".join(run.generations for run in runs), U64),
+                (b"".join(pack_u64([run.span.group_index]) * run.objects for run in runs), U64),
+                (b"".join(storing.hashes for storing in ready), HASH_BYTES),
+                (b"".join(storing.parents for storing in ready), HASH_BYTES),
+                (b"".join(storing.interior for storing in ready), 1),
+                (b"".join(pack_u64([storing.tenant]) * storing.run.objects for storing in ready), U64),
+            ):
+                yield Commit(offsets, generations, groups, hashes, 0, parents, interior, tenants)
 
     def _attention(self, tracked: Tracked, chunks: int, tables: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
         """Objects of attention groups in the first `chunks` chunks that are not settled yet, prefix first."""

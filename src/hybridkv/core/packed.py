@@ -15,6 +15,12 @@ def pack_u64(values: "list[int] | array[int]") -> bytes:
     return packed.tobytes()
 
 
+def batches(items: int, *columns: tuple[bytes, int]) -> list[tuple[bytes, ...]]:
+    """Columns, each (packed, bytes of one item), cut together into pieces of at most so many items."""
+    cut = [[packed[at : at + items * size] for at in range(0, len(packed), items * size)] for packed, size in columns]
+    return list(zip(*cut, strict=True))
+
+
 def unpack_u64(raw: bytes) -> "array[int]":
     """Inverse of `pack_u64`; raises ValueError on a broken length."""
     values = array("Q")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
@@ -25,6 +26,7 @@ from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.wire.messages import (
     BATCH_MAX,
+    CHANGES_MAX,
     NEVER,
     PROTOCOL_VERSION,
     Abandon,
@@ -190,7 +192,10 @@ class Daemon:
         return {process for workers in self._workers.values() for process in workers if process.pid}
 
     def handle(self, connection_id: int, request: Request) -> Reply | None:
-        """The reply to one request; None for one-way messages."""
+        """The reply to one request; None for one-way messages.
+
+        After an Error whose code closes (wire.protocol), nothing more of this connection may be handled.
+        """
         connection = self._connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
         try:
@@ -218,13 +223,11 @@ class Daemon:
             case ListEngines():
                 return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
-                return Done(request.id, self.store.clear())
+                return Done(request.id, self._clear())
             case Drained():
                 self._drained(connection_id, connection, request)
             case Identify():
-                session = _session_of(connection)
-                session.namespace = self._namespace(request.namespace, session.geometry)
-                return Done(request.id, 0)
+                return self._identify(_session_of(connection), request)
             case Lookup():
                 return self._lookup(_session_of(connection), request)
             case Want():
@@ -280,6 +283,14 @@ class Daemon:
             hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self._arena_bytes, self._pid
         )
 
+    def _identify(self, session: Session, identify: Identify) -> Reply:
+        try:
+            session.namespace = self._namespace(identify.namespace, session.geometry)
+        except RequestError as error:
+            # Its bytes are not those of the old identity any more: the connection ends, and nothing else is heard.
+            raise RequestError(ErrorCode.IDENTIFY) from error
+        return Done(identify.id, 0)
+
     def _lookup(self, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:
             raise RequestError(ErrorCode.HASHES, f"{len(lookup.hashes)} bytes are no whole number of hashes")
@@ -333,7 +344,8 @@ class Daemon:
             self._arena_bytes // SESSION_SHARE - session.writing_bytes,
             self._arena_bytes // 2 - self.store.writing_bytes,
         )
-        slots = self.store.grant(shape, min(want.count, max(0, room) // size), tag_of(session.engine_id))
+        count = min(want.count, CHANGES_MAX, max(0, room) // size)
+        slots = self.store.grant(shape, count, tag_of(session.engine_id))
         session.writing.update((slot.offset, slot) for slot in slots)
         session.writing_bytes += size * len(slots)
         self.counters["slots_granted"] += len(slots)
@@ -397,6 +409,14 @@ class Daemon:
             if slot is not None and slot.state is SlotState.COMMITTED:
                 self.store.drop(slot)
                 self.counters["objects_condemned"] += 1
+
+    def _clear(self) -> int:
+        """Drop some of the objects; how many."""
+        entries = (entry for namespace in self._namespaces.values() for entry in namespace.entries.values())
+        slots = list(islice((slot for entry in entries for slot in entry.slots if slot is not None), CHANGES_MAX))
+        for slot in slots:
+            self.store.drop(slot)
+        return len(slots)
 
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}

@@ -1,8 +1,11 @@
 """The daemon's one loop: sockets in, `Daemon.handle`, sockets out. Everything that blocks is elsewhere."""
 
 import contextlib
+import errno
 import logging
+import math
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -25,7 +28,7 @@ from hybridkv.shm.arena import (
 )
 from hybridkv.storage.store import Store
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
-from hybridkv.wire.messages import Reply, Report
+from hybridkv.wire.messages import Error, Reply, Report
 from hybridkv.wire.protocol import REFUSALS, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -34,13 +37,21 @@ CONNECTIONS_MAX = 4096
 LAST_WORDS_BYTES_MAX = 4 << 20
 """Read from a connection after its process ended; a socket's buffer holds less."""
 RECEIVE_BYTES = 1 << 14
-"""Taken from one client before the next one's turn: many small requests are also work."""
+"""Taken from one client before the next one's turn."""
+TURN_SECONDS = 0.002
+"""After which the others have their turn: many small requests are also work."""
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 VALUES_TIMEOUT_SECONDS = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LISTEN_AGAIN_SECONDS = 0.2
+"""After a connection could not be accepted, unless one of ours ends before."""
+SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
+"""Errors that say nothing of what was asked for, and pass."""
+DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
+"""That the daemon may come to need: a socket for each connection, and one more where its process is another one."""
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist this far ahead of the used part of the arena."""
@@ -68,6 +79,8 @@ class _Peer:
         self.number = number
         self.process = process
         self.frames = Frames()
+        self.said: deque[bytes] = deque()
+        """Messages that were read and wait for their turn; nothing more is read before."""
         self.out = bytearray()
         self.closing = False
 
@@ -82,12 +95,18 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[Process, int] = {}
         self._peers: dict[socket.socket, _Peer] = {}
+        self._behind: dict[_Peer, None] = {}
+        """Those whose messages wait for their turn."""
         if not self._open(options, options.fresh):
             # Whatever is wrong with what the last daemon left, it must not keep this one from serving.
             self._trailer.release()
             self._arena.close()
             self._open(options, fresh=True)
         self._listener = listen(options.socket_path, "socket")
+        self._listen_at: float | None = None
+        """While nobody can be accepted: when to try again, by the monotonic clock."""
+        self._short = False
+        """Whether the last one who came could not be served for lack of descriptors."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -119,8 +138,11 @@ class Server:
 
     def turn(self) -> None:
         """One round: whatever is ready is served."""
-        for key, events in self._selector.select():
+        behind = list(self._behind)
+        for key, events in self._selector.select(self._patience()):
             self._serve(key.fileobj, events)
+        for peer in behind:
+            self._answer(peer, TURN_SECONDS)
         self._adopt_reserved()
         while self._asked:
             self._asked.popleft().set_result(self.daemon.values())
@@ -143,22 +165,33 @@ class Server:
             peer = self._peers.get(fileobj)  # type: ignore[call-overload]  # a socket, as registered
             if peer is None:
                 return
-            if events & selectors.EVENT_READ:
-                self._receive(peer)
+            if events & selectors.EVENT_READ and not peer.said:
+                self._receive(peer, TURN_SECONDS)
             if events & selectors.EVENT_WRITE and peer.sock in self._peers:
                 self._flush(peer)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                # Whoever waits stays in the listener's queue, which would wake the loop for ever.
+                self._selector.unregister(self._listener)
+                self._listen_at = time.monotonic() + LISTEN_AGAIN_SECONDS
+                self._say_short(error)
             return
         sock.setblocking(False)
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", raw)
         self._numbers += 1
-        process = process_of(pid)
-        peer = _Peer(sock, self._numbers, process if process is not None and self._watch(process) else None)
+        process, shortage = None, None
+        try:
+            process = process_of(pid)
+            if process is not None and not self._watch(process):
+                process = None
+        except OSError as error:
+            shortage = error
+        peer = _Peer(sock, self._numbers, process)
         self._peers[sock] = peer
         self._selector.register(sock, selectors.EVENT_READ)
         self.daemon.connect(peer.number, peer.process)
@@ -168,9 +201,35 @@ class Server:
         elif len(self._peers) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
             self._refuse(peer, ErrorCode.CONNECTIONS, message)
+        elif shortage is not None:
+            # It would be taken for gone at the end of its connection, and might still be copying.
+            message = f"process {pid} cannot be watched ({shortage.strerror}); a higher limit (ulimit -n) works"
+            self._say_short(shortage)
+            self._refuse(peer, ErrorCode.CONNECTIONS, message)
+        else:
+            self._short = False
 
-    def _receive(self, peer: _Peer) -> bool:
-        """Serve what has come; whether there was anything."""
+    def _say_short(self, error: OSError) -> None:
+        if not self._short:
+            logger.warning("no more clients can be served: %s; a higher limit (ulimit -n) works", error.strerror)
+        self._short = True
+
+    def _patience(self) -> float | None:
+        """Seconds that the loop may sleep; the listener is heard again when they are over."""
+        left = None if self._listen_at is None else self._listen_at - time.monotonic()
+        if left is not None and left <= 0:
+            self._listen()
+            left = None
+        return 0.0 if self._behind else left
+
+    def _listen(self) -> None:
+        """Hear the listener again."""
+        if self._listen_at is not None:
+            self._listen_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _receive(self, peer: _Peer, seconds: float) -> bool:
+        """Read what has come, and serve it for some time; whether there was anything."""
         try:
             received = peer.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -183,20 +242,34 @@ class Server:
         if peer.closing:
             return True
         try:
-            for body in peer.frames.feed(received):
-                if peer.sock not in self._peers:
-                    break  # It was closed while it was being answered.
-                reply = self.daemon.handle(peer.number, decode_request(body))
+            peer.said += peer.frames.feed(received)
+        except WireError as error:
+            self._refuse(peer, ErrorCode.WIRE, str(error))
+            return True
+        self._answer(peer, seconds)
+        return True
+
+    def _answer(self, peer: _Peer, seconds: float) -> None:
+        """Handle what a client said, for so long; the rest in its next turn."""
+        self._behind.pop(peer, None)
+        until = time.monotonic() + seconds
+        try:
+            while peer.said and not peer.closing and peer.sock in self._peers:
+                if time.monotonic() > until:
+                    self._behind[peer] = None
+                    return
+                reply = self.daemon.handle(peer.number, decode_request(peer.said.popleft()))
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
                 if reply is not None:
+                    peer.closing = isinstance(reply, Error) and REFUSALS[ErrorCode(reply.code)].closes
                     self._send(peer, reply)
         except WireError as error:
             self._refuse(peer, ErrorCode.WIRE, str(error))
         except Exception:  # the supervised boundary: one client's fault must not end the others'
             logger.exception("a request failed inside the daemon; its connection is closed")
             self._refuse(peer, ErrorCode.INTERNAL, "the daemon failed on this request")
-        return True
+        peer.said.clear()
 
     def _send(self, peer: _Peer, reply: Reply) -> None:
         try:
@@ -229,8 +302,10 @@ class Server:
     def _drop(self, peer: _Peer) -> None:
         if self._peers.pop(peer.sock, None) is None:
             return
+        self._behind.pop(peer, None)
         self._selector.unregister(peer.sock)
         peer.sock.close()
+        self._listen()
         self.daemon.disconnect(peer.number)
         if peer.process is not None:
             self._unwatch(peer.process)
@@ -238,14 +313,21 @@ class Server:
     # Processes are watched through descriptors, since a closed socket does not tell that nobody copies any more.
 
     def _watch(self, process: Process) -> bool:
-        """Whether the end of a process will be noticed."""
+        """Whether the end of a process will be noticed. Raises OSError where it would be, but for a shortage."""
         if process in self._pidfds:
             return True
         try:
             fd = os.pidfd_open(process.pid)
-        except OSError:
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise
             return False
-        if process_of(process.pid) != process:
+        try:
+            same = process_of(process.pid) == process
+        except OSError:
+            os.close(fd)
+            raise
+        if not same:
             os.close(fd)
             return False
         self._pidfds[process] = fd
@@ -264,8 +346,9 @@ class Server:
         for process in [process for process, known in self._pidfds.items() if known == fd]:
             for peer in [peer for peer in self._peers.values() if peer.process == process]:
                 # Its last words, such as what it committed, may still be in the socket.
+                self._answer(peer, math.inf)
                 for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
-                    if peer.sock not in self._peers or not self._receive(peer):
+                    if peer.sock not in self._peers or not self._receive(peer, math.inf):
                         break
                 self._drop(peer)
             self.daemon.gone(process)
@@ -370,6 +453,7 @@ def serve(options: ServeOptions) -> None:
         # core is free or the engine pauses; any other would compute its answer in the middle of the engine's step.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _allow_descriptors()
     # A signal that comes as soon as the socket is there waits for its handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -381,10 +465,20 @@ def serve(options: ServeOptions) -> None:
     server.run()
 
 
+def _allow_descriptors() -> None:
+    """The usual limit is for programs that use select(), and far below ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def process_of(pid: int) -> Process | None:
-    """A living process of this pid namespace, with its start in clock ticks since boot."""
+    """A living process of this pid namespace, and its start in clock ticks since boot. Raises OSError on a shortage."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
         return None
     return Process(pid, int(stat.rpartition(")")[2].split()[19]))

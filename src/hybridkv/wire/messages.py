@@ -17,6 +17,8 @@ CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
 """Slots in one message."""
+CHANGES_MAX = 256
+"""Slots that one message may change: each takes the daemon some 10 us, in which it answers nobody else."""
 MESSAGE_BYTES_MAX = 16 << 20
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -29,6 +31,8 @@ Facts = Annotated[dict[Annotated[str, Meta(max_length=64)], Fact], Meta(max_leng
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
+Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * 8)]
+ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
 
 
 class WireGroup(Struct, frozen=True, array_like=True):
@@ -151,21 +155,21 @@ class Commit(_Message, frozen=True, tag="commit"):
     quota they count against (0: nobody's).  Each of the three may be left out.
     """
 
-    offsets: Packed
-    generations: Packed
-    groups: Packed
-    hashes: Hashes
+    offsets: Changed
+    generations: Changed
+    groups: Changed
+    hashes: ChangedHashes
     tokens: Count = 0
-    parents: Hashes = b""
-    interior: Annotated[bytes, Meta(max_length=BATCH_MAX)] = b""
-    tenants: Packed = b""
+    parents: ChangedHashes = b""
+    interior: Annotated[bytes, Meta(max_length=CHANGES_MAX)] = b""
+    tenants: Changed = b""
 
 
 class Abandon(_Message, frozen=True, tag="abandon"):
     """Give write slots back unused."""
 
-    offsets: Packed
-    generations: Packed
+    offsets: Changed
+    generations: Changed
 
 
 class Tell(_Message, frozen=True, tag="tell"):
@@ -201,7 +205,7 @@ class ListEngines(_Message, frozen=True, tag="list_engines"):
 
 
 class Clear(_Message, frozen=True, tag="clear"):
-    """Drop every object; those under a read lease go when it ends."""
+    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends."""
 
     id: Count
 
@@ -209,8 +213,8 @@ class Clear(_Message, frozen=True, tag="clear"):
 class Condemn(_Message, frozen=True, tag="condemn"):
     """Objects whose bytes were proven wrong: they are dropped, whatever leases they are under."""
 
-    offsets: Packed
-    generations: Packed
+    offsets: Changed
+    generations: Changed
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
@@ -242,13 +246,13 @@ class Found(_Message, frozen=True, tag="found"):
 
 
 class Granted(_Message, frozen=True, tag="granted"):
-    """Answer to Want: maybe fewer slots than asked for. Pages below `reserved_bytes` exist."""
+    """Answer to Want: maybe fewer slots than asked for, CHANGES_MAX at most. Pages below `reserved_bytes` exist."""
 
     id: Count
     part_bytes: Count
     parts: Count
-    offsets: Packed
-    generations: Packed
+    offsets: Changed
+    generations: Changed
     reserved_bytes: Count
 
 

@@ -53,6 +53,7 @@ class ErrorCode(StrEnum):
     VERSION = "version"
     GEOMETRY = "geometry"
     IDENTITY = "identity"
+    IDENTIFY = "identify"
     SESSIONS = "sessions"
     ROLE = "role"
     HASHES = "hashes"
@@ -83,6 +84,10 @@ REFUSALS: Mapping[ErrorCode, Refusal] = {
     ErrorCode.VERSION: Refusal("the daemon speaks another version of the protocol"),
     ErrorCode.GEOMETRY: Refusal("the geometry contradicts itself or cannot be served"),
     ErrorCode.IDENTITY: Refusal("this identity is in use with another geometry"),
+    ErrorCode.IDENTIFY: Refusal(
+        "the session's new identity is in use with another geometry, and what it says next would belong to none",
+        closes=True,
+    ),
     ErrorCode.SESSIONS: Refusal("there are as many sessions as a daemon keeps"),
     ErrorCode.ROLE: Refusal("a connection of this role may not say this"),
     ErrorCode.HASHES: Refusal("the bytes of `hashes` are no whole number of hashes"),
