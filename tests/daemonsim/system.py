@@ -315,8 +315,8 @@ class Selector:
         """See selectors."""
         self._wanted.clear()
 
-    def select(self) -> list[tuple[SimpleNamespace, int]]:
-        """See selectors; never waits."""
+    def select(self, timeout: float | None = None) -> list[tuple[SimpleNamespace, int]]:
+        """See selectors; never waits, whatever the `timeout`."""
         ready = [(SimpleNamespace(fileobj=fileobj), events) for fileobj, events in self._ready()]
         if len(ready) > 1:
             self._system.rng.shuffle(ready)
@@ -397,6 +397,7 @@ class System:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = SECOND
+        self._looks = 0
         self.wall_ms = EPOCH_MS
         """Time of day when `now` is 0; steps with the administrator's hand."""
         self.events: list[tuple[int, int, Callable[[], None]]] = []
@@ -460,6 +461,11 @@ class System:
     def time_ms(self) -> int:
         """The time of day."""
         return self.wall_ms + self.now // 1000
+
+    def _monotonic(self) -> float:
+        """Seconds; within a round of the loop each look at it finds it a little later."""
+        self._looks += 1
+        return self.now / SECOND + self._looks * self.rng.choice((0.0, 0.0, 1e-6, 1e-4))
 
     def trace(self, *what: object) -> None:
         """Make something part of the run's digest."""
@@ -583,10 +589,11 @@ class System:
         if self.now < self.server_process.stopped_until:
             self.wake_server(self.server_process.stopped_until)
             return
+        self._looks = 0
         if not self._runs(server.turn):
             return
         selector: Any = server._selector
-        if selector.is_any_ready():
+        if server._behind or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
 
     def _reserve(self) -> None:
@@ -724,7 +731,7 @@ class System:
                 EVENT_WRITE=WRITE,
             ),
             "threading": SimpleNamespace(Condition=Condition, Thread=self._thread),
-            "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6),
+            "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6, monotonic=self._monotonic),
             "uuid": SimpleNamespace(uuid4=self._uuid4),
             "process_of": self.process_of,
             "open_arena": self.open_arena,
