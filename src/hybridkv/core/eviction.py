@@ -12,7 +12,7 @@ item is just the most recently used of probation.  docs/decisions/0004 has the f
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from enum import IntEnum, StrEnum
 from itertools import count
 from typing import Generic, TypeVar
@@ -83,14 +83,17 @@ class Order(Generic[T]):
         place.tick = next(self._ticks)
         self.offer(item)
 
-    def use(self, item: T) -> None:
-        """The item is read. It is not looked at again before it is `offered`, for now it may not go."""
-        place = self._places[item]
-        place.tick = next(self._ticks)
+    def use(self, items: Iterable[T]) -> None:
+        """The items are read, all at once. They may not go now, and are not looked at before they are `offered`."""
+        tick = next(self._ticks)
         wanted = Queue.PROTECTED if self._two_queues else Queue.PROBATION
-        if place.queue is not wanted:
-            self._withdraw(place)
-            self._move(place, wanted)
+        places = self._places
+        for item in items:
+            place = places[item]
+            place.tick = tick
+            if place.queue is not wanted:
+                self._withdraw(place)
+                self._move(place, wanted)
 
     def offer(self, item: T) -> None:
         """The item may go from here on, as far as is known."""

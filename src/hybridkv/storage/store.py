@@ -6,7 +6,7 @@ whole and cleared before the slot is free, and a torn header is one whose checks
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.eviction import Order, Policy
@@ -348,22 +348,27 @@ class Store:
         self._writing_bytes -= slot.size_bytes
         self._return(slot)
 
-    def pin(self, slots: Iterable[Slot]) -> None:
+    def pin(self, slots: Sequence[Slot]) -> None:
         """Keep objects where they are until `unpin`, for somebody reads them."""
         for slot in slots:
             slot.pins += 1
-            self._order.use(slot)
-            if slot.tenant in self._tenants:
-                self._tenants[slot.tenant].order.use(slot)
+        self._order.use(slots)
+        if self._tenants:
+            for slot in slots:
+                if slot.tenant in self._tenants:
+                    self._tenants[slot.tenant].order.use((slot,))
 
     def unpin(self, slots: Iterable[Slot]) -> None:
         """End a `pin`."""
         for slot in slots:
             slot.pins -= 1
-            if slot.entry is not None:
-                self._offer(slot)
-            elif not slot.pins:
+            if slot.pins:
+                continue
+            entry = slot.entry
+            if entry is None:
                 self._return_object(slot)
+            elif not entry.kids or not slot.is_prefix:
+                self._offer(slot)
 
     def drop(self, slot: Slot) -> tuple[int, int] | None:
         """Remove an object from the index now, and its bytes as soon as nobody reads them.
