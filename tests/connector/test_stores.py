@@ -1,13 +1,19 @@
-"""Stores: a step looks at the blocks that it completes, not at the prompt before them."""
+"""Stores: what a step looks at, and what a commit says."""
 
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from hybridkv.connector.metadata import StepReport
 from hybridkv.connector.stores import Stores
 from hybridkv.connector.tracked import Tracked, block_tables
-from hybridkv.core.coverage import slot_shapes
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
+from hybridkv.core.geometry import Kind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.wire.messages import Commit
 from tests.layouts import LAYOUTS
 
 STEP_CHUNKS = 4
@@ -52,3 +58,54 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
         assert sum(run.objects for run in runs.values()) == STEP_CHUNKS * len(geometry.groups)
         for group, blocks, seen in zip(geometry.groups, groups, before, strict=True):
             assert blocks.seen - seen <= step // group.tokens_per_block
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama4", "gpu_blocks", "odd_window", "two_ranks"])
+@pytest.mark.parametrize("prompt_chunks", [0, 1, 7, 20])
+def test_a_commit_says_what_is_before_whose_it_is_and_what_only_a_shorter_hit_needs(
+    name: str, prompt_chunks: int
+) -> None:
+    """20 chunks of prompt and generated tokens, in one step, committed in as many messages as it takes."""
+    geometry = LAYOUTS[name]
+    chunks = 20
+    tokens = chunks * geometry.chunk_tokens
+    stores = Stores(geometry, tokens, True, Counter())
+    request = SimpleNamespace(
+        num_tokens=tokens,
+        num_prompt_tokens=prompt_chunks * geometry.chunk_tokens + 1,
+        num_computed_tokens=0,
+        block_hashes=[number.to_bytes(32, "little") for number in range(1, 1 + tokens // geometry.hash_tokens)],
+    )
+    tracked = Tracked(request, tenant=77, next_chunk=[0] * len(geometry.groups))
+    hashes = [tracked.chunk_hashes(geometry, chunk, 1) for chunk in range(chunks)]
+    groups = [
+        [SimpleNamespace(block_id=1 + at) for at in range(tokens // group.tokens_per_block)]
+        for group in geometry.groups
+    ]
+    for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
+        slots = pack_u64(list(range(chunks * len(groups))))
+        stores.credits.granted(shape, slots, slots, 0.0)
+    output = SimpleNamespace(
+        num_scheduled_tokens={"r": tokens}, kv_connector_block_state=SimpleNamespace(boundary_state_offloads={})
+    )
+    runs = stores.planned(output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups)))
+    report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
+    seen = set()
+    for commit in stores.reported(report):
+        assert isinstance(commit, Commit)
+        count = len(commit.interior)
+        assert unpack_u64(commit.tenants).tolist() == [77] * count
+        for at, index in enumerate(unpack_u64(commit.groups)):
+            group, cut = geometry.groups[index], slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
+            chunk = hashes.index(commit.hashes[cut])
+            assert commit.parents[cut] == (hashes[chunk - 1] if chunk else bytes(HASH_BYTES))
+            ends = (prompt_chunks, max(0, prompt_chunks - 1))
+            wanted = chunk >= prompt_chunks or any(chunk in needed_chunks(geometry, group, end) for end in ends)
+            if group.kind is Kind.FULL or wanted:
+                assert not commit.interior[at], f"chunk {chunk} of group {group.gid} is needed at the prompt's end"
+            elif chunk < min((needed_chunks(geometry, group, end) or range(end, end)).start for end in ends if end):
+                assert commit.interior[at], f"chunk {chunk} of group {group.gid} is inside"
+            seen.add((index, chunk))
+    assert len(seen) == sum(
+        part_bytes(geometry, group, chunk) > 0 for group in geometry.groups for chunk in range(chunks)
+    )
