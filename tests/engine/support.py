@@ -24,6 +24,16 @@ def engine(
     environment: dict[str, str] | None = None,
 ) -> Engine:
     """A real engine on a bundled model; `server` is a socket path, "auto", or None for no connector."""
+    return Engine(
+        arguments_of(model, server, *more, extra=extra),
+        log_path,
+        lambda text: None,
+        {**bundled_environment(model), **(environment or {})},
+    )
+
+
+def arguments_of(model: str, server: str | None, *more: str, extra: dict[str, object] | None = None) -> list[str]:
+    """vLLM's arguments of such an engine."""
     arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
     if server is not None:
         settings = {"server": "auto" if server == "auto" else f"unix://{server}", "lookup_timeout_ms": 2000}
@@ -35,7 +45,7 @@ def engine(
             "kv_connector_extra_config": {**settings, **(extra or {})},
         }
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
-    return Engine(arguments, log_path, lambda text: None, {**bundled_environment(model), **(environment or {})})
+    return arguments
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -203,3 +203,24 @@ def test_explain_says_what_was_loaded_and_why_not(
     assert 'dtype: "torch.bfloat16" here, "torch.float32" there' in elsewhere
     assert main(["explain", "nobody", "--socket", daemon.socket_path]) == 1
     assert "the latest are: verify-" in capsys.readouterr().err
+
+
+def test_a_killed_engine_leaves_nothing_but_its_objects(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """kill -9 while requests run: leases and write slots are back, and the next engine hits."""
+    prompts = [prompt(seed, 3 * CHUNK + 20) for seed in range(4)]
+    with engine("qwen3", tmp_path / "a.log", daemon.socket_path) as running:
+        computed = running.run(prompts[0], max_tokens=4)
+        running.reset()
+        lookups = stats(daemon.socket_path)["lookups"]
+        running.begin({"do": "run", "prompts": prompts, "max_tokens": 500})
+        until(lambda: stats(daemon.socket_path)["lookups"] >= lookups + len(prompts), "all requests are looked up")
+        held = stats(daemon.socket_path)
+        assert (held["sessions"], held["bytes_writing"] > 0) == (1, True)
+        os.kill(running.pid, signal.SIGKILL)
+        until(lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process")
+        left = stats(daemon.socket_path)
+        assert (left["leases"], left["bytes_writing"], left["connections"]) == (0, 0, 1)
+    with engine("qwen3", tmp_path / "b.log", daemon.socket_path) as running:
+        (hit,) = running.run(prompts[0], max_tokens=4)
+    assert hit["cached_tokens"] == 3 * CHUNK
+    assert hit["tokens"] == computed[0]["tokens"]

@@ -1,0 +1,370 @@
+"""`python -m tests.engine.soak --minutes N [--model NAME] [--seed S]`: hours of eviction pressure, in little.
+
+A real engine, whose own prefix cache is dropped again and again, on a daemon whose arena is a fraction of what the
+requests share: nearly every hit is of something that will soon be overwritten.  Requests come and are aborted at
+random.  Among them are probes, whose answers must be those of an engine without a connector that had a hit of the same
+length in its own cache.  What the daemon and the engine hold is sampled while no request runs, and must not grow:
+the last third of the samples after a warm-up is compared with the first.
+"""
+
+import argparse
+import gc
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hybridkv.cli.engine import ENGINE_ENVIRONMENT, Engine
+from hybridkv.cli.verify import NOISE_FACTOR, NOISE_MIN, _one_deviation
+from hybridkv.client.control import Control
+from hybridkv.server.history import REQUESTS_MAX
+from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.testing.models import bundled_environment, bundled_models
+from hybridkv.wire.messages import Tell
+from tests.conftest import DEADLINE_SECONDS
+from tests.engine.support import arguments_of, engine
+from tests.server.holder import engine_hello
+
+RAM_BYTES = 32 << 20
+SETTINGS = (
+    "--no-async-scheduling",
+    "--max-num-batched-tokens=256",
+    "--max-num-seqs=6",
+    "--max-model-len=2048",
+    "--num-gpu-blocks-override=120",
+)
+"""So few blocks that their memory has all been touched when the warm-up ends."""
+STEMS, STEM_CHUNKS = 12, 6
+PROBES, PROBE_CHUNKS = 3, 3
+PROBE_TOKENS = 8
+BATCH = 6
+"""Requests that run at once; a probe is one of them."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other in a tiny model take many times what they save, above all on a busy machine."""
+ROUNDS_BEFORE = 3
+CONNECTIONS = 3
+WARM_UP_SHARE = 0.5
+SAMPLES_MIN = 9
+OVERWRITTEN_MIN = 2.0
+"""How often, at least, the whole arena must have been written."""
+ENGINE_GROWTH_KB = 48 << 10
+DAEMON_GROWTH_KB = 1 << 10
+"""By so much the median of the last third may be above that of the first.
+
+An engine without a connector grows as well: by 130 MB in the first 375 rounds, by less and less.
+"""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Something that must stay as it is, in every sample."""
+
+    name: str
+    growth: float
+    """By so much the last third may be above the first."""
+    most: float = math.inf
+    """In any sample."""
+
+
+QUANTITIES = (
+    Quantity("daemon memory kB", DAEMON_GROWTH_KB),
+    Quantity("daemon descriptors", 0),
+    Quantity("daemon threads", 0),
+    Quantity("engine memory kB", ENGINE_GROWTH_KB),
+    Quantity("engine descriptors", 0),
+    Quantity("engine threads", 0),
+    Quantity("engine requests", 0, most=0),
+    Quantity("leases", 0, most=0),
+    Quantity("sessions", 0, most=1),
+    Quantity("connections", 0, most=CONNECTIONS),
+    Quantity("kB of write slots", RAM_BYTES >> 14, most=RAM_BYTES >> 12),
+)
+"""Connections: the scheduler's, the worker's and that of whoever asks. Write slots: asked for when half are used."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A prompt whose answers are known, by the chunks that a hit of it has."""
+
+    prompt: list[int]
+    answers: list[dict[str, Any]]
+
+
+def footprint(pid: int) -> tuple[int, int, int]:
+    """(resident kilobytes that are no shared memory, open descriptors, threads) of a process."""
+    proc = Path(f"/proc/{pid}")
+    lines = (line.split() for line in (proc / "status").read_text().splitlines())
+    values = {words[0]: int(words[1]) for words in lines if words[0] in ("VmRSS:", "RssShmem:", "Threads:")}
+    return values["VmRSS:"] - values["RssShmem:"], len(list((proc / "fd").iterdir())), values["Threads:"]
+
+
+def learn(starting: Engine, rng: random.Random, chunk_tokens: int) -> tuple[list[Probe], float]:
+    """Probes with the answers of an engine without a connector, and how far those may be off in another batch."""
+    with starting as plain:
+
+        def alone(prompt: list[int], chunks: int) -> dict[str, Any]:
+            plain.reset()
+            if chunks:
+                plain.run(prompt[: chunks * chunk_tokens + 5], max_tokens=1)
+            (result,) = plain.run(prompt, max_tokens=PROBE_TOKENS)
+            assert result["cached_tokens"] == chunks * chunk_tokens, result["cached_tokens"]
+            return result
+
+        tail = chunk_tokens // 3
+        prompts = [
+            rng.choices(range(2, plain.info["vocab_size"]), k=PROBE_CHUNKS * chunk_tokens + tail) for _ in range(PROBES)
+        ]
+        probes = [Probe(prompt, [alone(prompt, chunks) for chunks in range(PROBE_CHUNKS + 1)]) for prompt in prompts]
+        plain.reset()
+        together = plain.run(*prompts, max_tokens=PROBE_TOKENS)
+    noise = max(_one_deviation(result, probe.answers[0]) for result, probe in zip(together, probes, strict=True))
+    return probes, max(NOISE_MIN, NOISE_FACTOR * noise)
+
+
+class Soak:
+    """One engine in this process, and the daemon that it loads from."""
+
+    def __init__(self, model: str, daemon: DaemonProcess, rng: random.Random) -> None:
+        from hybridkv.cli.runner import LOGPROBS, make_engine
+
+        self._logprobs = LOGPROBS
+        self._rng = rng
+        self._daemon = daemon
+        self._engine = make_engine(arguments_of(model, daemon.socket_path, *SETTINGS))
+        scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self._connector = scheduler.connector
+        self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
+        self.chunk_tokens = int(self.stats()[1]["session_0"].split()[1])
+        self._stems = [self._stem() for _ in range(STEMS)]
+        self._probes: list[Probe] = []
+        self._numbers = 0
+        self.counts: Counter[str] = Counter()
+        self.samples: list[dict[str, float]] = []
+        self.most_objects = 0.0
+        self._patience_seconds = DEADLINE_SECONDS
+        self.worst = 0.0
+
+    def stats(self) -> tuple[dict[str, float], dict[str, str]]:
+        """The daemon's values and what it says of itself."""
+        with Control(self._daemon.socket_path) as control:
+            report = control.stats()
+        return report.values, report.info
+
+    def run(self, seconds: float, probes: list[Probe]) -> None:
+        """Rounds of requests, a sample after each; then the warm-up's samples are forgotten."""
+        self._probes = probes
+        for _ in range(ROUNDS_BEFORE):
+            self._round()
+        self._fill_history()
+        started = time.monotonic()
+        warm_up = WARM_UP_SHARE * seconds
+        while (elapsed := time.monotonic() - started) < seconds or len(self.samples) < SAMPLES_MIN:
+            self._round()
+            sample = self._sample()
+            if elapsed >= warm_up:
+                self.samples.append(sample)
+
+    def wrong(self) -> list[str]:
+        """What was not as it must be."""
+        return [f"{quantity.name}: {why}" for quantity, (*_, why) in self.judged().items() if why] + [
+            f"{name}: {value}"
+            for name, value in {**self._connector.counters, **self.stats()[0]}.items()
+            if value and name.startswith(("refused_", "fault_", "switched_off", "loads_failed", "losses"))
+        ]
+
+    def judged(self) -> dict[Quantity, tuple[float, float, float, str]]:
+        """(median of the first third, of the last third, maximum, what is wrong with it) of every quantity."""
+        third = len(self.samples) // 3
+        result = {}
+        for quantity in QUANTITIES:
+            series = [sample[quantity.name] for sample in self.samples]
+            first, last = statistics.median(series[:third]), statistics.median(series[-third:])
+            why = f"grew by {last - first:g}" if last - first > quantity.growth else ""
+            if max(series) > quantity.most:
+                why = f"was {max(series):g}"
+            result[quantity] = first, last, max(series), why
+        return result
+
+    def _stem(self) -> list[int]:
+        return self._rng.choices(range(2, self._vocabulary), k=STEM_CHUNKS * self.chunk_tokens)
+
+    def _fill_history(self) -> None:
+        """The daemon remembers so many requests and no more: let it, before its memory is measured."""
+        with Control(self._daemon.socket_path, DEADLINE_SECONDS, engine_hello("history")) as control:
+            told = [control.explain(name).facts for name in control.explain("").latest]
+            for number in range(REQUESTS_MAX):
+                control.tell(Tell(f"before-{number}", told[number % len(told)]))
+            control.stats()
+
+    def _round(self) -> None:
+        """Some requests at once, to their end or until they are aborted."""
+        rng = self._rng
+        self._engine.reset_prefix_cache()
+        if rng.random() < 0.3:
+            self._stems[rng.randrange(STEMS)] = self._stem()
+        running: set[str] = set()
+        for _ in range(BATCH - 1):
+            stem = rng.choice(self._stems)
+            tail = rng.choices(range(2, self._vocabulary), k=rng.randrange(1, self.chunk_tokens))
+            prompt = stem[: rng.randrange(self.chunk_tokens, len(stem) + 1)] + tail
+            running.add(self._add(prompt, rng.randrange(1, 12)))
+        probe = rng.choice(self._probes)
+        probe_id = self._add(probe.prompt, PROBE_TOKENS)
+        answer: dict[str, Any] = {}
+        while self._engine.has_unfinished_requests():
+            if running and rng.random() < 0.05:
+                victim = rng.choice(sorted(running))
+                running.remove(victim)
+                self._engine.abort_request([victim])
+                self.counts["aborts"] += 1
+            for output in self._engine.step():
+                if output.request_id == probe_id:
+                    answer = _answer(output)
+                if output.finished:
+                    running.discard(output.request_id)
+        self._judge(probe, answer)
+        self.counts["rounds"] += 1
+
+    def _add(self, prompt: list[int], tokens: int) -> str:
+        from vllm import SamplingParams
+
+        self._numbers += 1
+        params = SamplingParams(
+            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens, logprobs=self._logprobs
+        )
+        name = f"soak-{self._numbers}"
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self.counts["requests"] += 1
+        return name
+
+    def _judge(self, probe: Probe, answer: dict[str, Any]) -> None:
+        chunks = answer["cached_tokens"] // self.chunk_tokens
+        deviation = _one_deviation(answer, probe.answers[chunks])
+        self.worst = max(self.worst, deviation)
+        self.counts["probes"] += 1
+        self.counts["probes_hit"] += chunks > 0
+        self.counts["probes_same_tokens"] += answer["tokens"] == probe.answers[chunks]["tokens"]
+
+    def _sample(self) -> dict[str, float]:
+        """Once the one-way messages of the last requests are read."""
+        # Answers to lookups of aborted requests are picked up by the engine's next step.
+        self._add([2, 3, 4], 1)
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        deadline = time.monotonic() + self._patience_seconds
+        with Control(self._daemon.socket_path) as control:
+            values = control.stats().values
+            while values["leases"] or values["connections"] > CONNECTIONS:
+                if time.monotonic() > deadline:
+                    # It is in the sample now, and will not go away in the next ones.
+                    self._patience_seconds = 0.0
+                    break
+                values = control.stats().values
+            gc.collect()
+            sample = {name: values[name] for name in ("leases", "sessions", "connections")}
+            sample["kB of write slots"] = values["bytes_writing"] / 1024
+            sample["engine requests"] = len(self._connector._scheduler._requests)
+            for whose, pid in (("daemon", control.welcome.pid), ("engine", os.getpid())):
+                for name, value in zip(("memory kB", "descriptors", "threads"), footprint(pid), strict=True):
+                    sample[f"{whose} {name}"] = value
+        self.most_objects = max(self.most_objects, values["objects"])
+        return sample
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.engine_core.shutdown()
+
+    def figures(self) -> dict[str, float]:
+        """What came of it."""
+        values, _ = self.stats()
+        counters: Mapping[str, int] = self._connector.counters
+        return {
+            **self.counts,
+            "loads": counters["loads"],
+            "lookups": values["lookups"],
+            "lookups_hit": values["lookups_hit"],
+            "bytes_loaded": values["bytes_loaded"],
+            "bytes_stored": values["bytes_stored"],
+            "evicted": values["evicted"],
+            "objects at most": self.most_objects,
+            "arena written, times": values["bytes_stored"] / values["bytes_arena"],
+        }
+
+
+def main() -> int:
+    """1 where something grew, was wrong, or did not happen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--model", default="gemma3", choices=sorted(bundled_models()))
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    options = parser.parse_args()
+    print(f"soak: {options.model}, {options.minutes:g} minutes, seed {options.seed}", flush=True)
+    os.environ.update({**ENGINE_ENVIRONMENT, **ONE_THREAD, **os.environ, **bundled_environment(options.model)})
+    rng = random.Random(options.seed)
+    with (
+        tempfile.TemporaryDirectory(prefix="hybridkv-soak-") as directory,
+        DaemonProcess(str(Path(directory) / "daemon.sock"), str(RAM_BYTES)) as daemon,
+    ):
+        plain = engine(options.model, Path(directory) / "plain.log", None, *SETTINGS)
+        try:
+            soak = Soak(options.model, daemon, rng)
+        except BaseException:
+            plain.close()
+            raise
+        probes, tolerance = learn(plain, rng, soak.chunk_tokens)
+        soak.run(options.minutes * 60, probes)
+        figures, wrong = soak.figures(), soak.wrong()
+        judged = soak.judged()
+        soak.close()
+    if soak.worst > tolerance:
+        wrong.append(f"a probe's answer is off by {soak.worst:.2g}; in another batch the engine itself differs by less")
+    for name in ("loads", "lookups_hit", "aborts", "probes_hit"):
+        if not figures.get(name):
+            wrong.append(f"{name}: none, so nothing was proven")
+    if figures["arena written, times"] < OVERWRITTEN_MIN:
+        wrong.append("the arena was hardly overwritten, so nothing was proven; more --minutes work")
+    table = Table(title=f"{len(soak.samples)} samples")
+    for column in ("", "first third", "last third", "at most", "verdict"):
+        table.add_column(column, justify="left" if column in ("", "verdict") else "right")
+    for quantity, (first, last, most, why) in judged.items():
+        table.add_row(quantity.name, f"{first:,.0f}", f"{last:,.0f}", f"{most:,.0f}", why or "flat")
+    Console(file=sys.stdout, width=100).print(table)
+    print(", ".join(f"{name} {value:,.6g}" for name, value in figures.items()))
+    for name in ("daemon memory kB", "engine memory kB"):
+        tenth = max(1, len(soak.samples) // 10)
+        print(f"{name}:", *(f"{sample[name]:.0f}" for sample in soak.samples[::tenth]))
+    print(f"worst deviation of a probe {soak.worst:.2g}, allowed {tolerance:.2g}")
+    for line in wrong:
+        print(f"WRONG: {line}")
+    if wrong:
+        print(f"FAILED: python -m tests.engine.soak --minutes {options.minutes:g} --model {options.model} ", end="")
+        print(f"--seed {options.seed}")
+    return 1 if wrong else 0
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    """As hybridkv.cli.runner gives it."""
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "logprobs": [
+            sorted((token, entry.logprob) for token, entry in position.items())
+            for position in completion.logprobs or []
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
