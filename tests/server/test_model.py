@@ -20,6 +20,7 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import SLOT_ALIGN, slot_bytes
+from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import Store
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -145,11 +146,13 @@ class DaemonMachine(RuleBasedStateMachine):
     )
     def start(self, reserved: int, identities: list[bytes], policy: Policy, quota: int | None) -> None:
         self.memory = memoryview(bytearray(ARENA))
-        self.quota = quota
-        store = Store(self.memory, 1 << 32, policy=policy, tenant_bytes=quota)
-        store.extents.grow(reserved * SLOT_ALIGN)
+        self.trailer = Trailer(memoryview(bytearray(trailer_bytes(ARENA))), ARENA)
+        self.trailer.format()
+        self.policy, self.quota = policy, quota
+        self.clock = 1 << 40
+        self.daemon = self.started()
         self.limit = reserved * SLOT_ALIGN
-        self.daemon = Daemon(store, "boot", "/nowhere", ARENA, 1)
+        self.daemon.store.grow(self.limit)
         self.lines: dict[int, Line] = {}
         self.numbers = 0
         self.sessions: list[Held] = []
@@ -162,6 +165,32 @@ class DaemonMachine(RuleBasedStateMachine):
         self.generations: set[int] = set()
         self.known: set[bytes] = set()
         self.identities = identities
+        for at, name in enumerate(ENGINES):
+            self.engine(name, at, at)
+
+    # The daemon's lives
+
+    def started(self) -> Daemon:
+        store = Store(self.memory, self.clock, self.trailer, self.policy, self.quota)
+        return Daemon(store, "boot", "/nowhere", ARENA, 1)
+
+    @precondition(lambda self: len(self.index) > 4)
+    @rule(step=st.sampled_from((-(1 << 38), -1, 0, 1, 1 << 30)))
+    def restart(self, step: int) -> None:
+        """It is killed and started, by a clock that steps back or on: every object is there, and nothing is held."""
+        self.clock += step
+        self.daemon = self.started()
+        self.daemon.recover(())
+        self.retired += [thing.ref for thing in self.leaving]
+        self.retired += [ref for held in self.sessions for ref in held.writing]
+        self.leaving.clear()
+        self.sessions.clear()
+        self.lines.clear()
+        self.known.clear()
+        for thing in self.index.values():
+            thing.readers = 0
+            self.unread[thing.ref] = thing
+        assert self.daemon.values()["objects_recovered"] == len(self.index)
         for at, name in enumerate(ENGINES):
             self.engine(name, at, at)
 
@@ -557,7 +586,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def reserve(self, pages: int) -> None:
         """More pages exist; what exists never shrinks."""
         self.limit = max(self.limit, pages * SLOT_ALIGN)
-        self.daemon.store.extents.grow(self.limit)
+        self.daemon.store.grow(self.limit)
 
     # Always
 
