@@ -252,6 +252,17 @@ def test_what_comes_back_soon_after_its_eviction_is_protected() -> None:
     assert {0, 1} <= set(kept(space))
 
 
+def test_a_window_that_comes_back_is_protected_with_its_chunk() -> None:
+    store, space = store_of(8), full_and_window()
+    for again in range(2):
+        put(store, space, [0, 1])
+        put(store, space, [0, 1], group=1)
+        assert store.protected_bytes == (0, 4 * SIZE)[again]
+        for prompt in range(4):
+            put(store, space, [10 + 10 * again + 2 * prompt, 11 + 10 * again + 2 * prompt])
+        assert (kept(space, 1) == [0, 1]) == bool(again)
+
+
 def test_what_is_protected_makes_room_when_it_becomes_too_much() -> None:
     store, space = store_of(8), full_and_window()
     for prompt in range(4):

@@ -461,13 +461,13 @@ class Store:
         if slot.is_prefix:
             entry.prefixes += 1
             self._link(entry, before)
-        self._order.add(slot, slot.size_bytes, interior, entry.chunk_hash)
+        self._order.add(slot, slot.size_bytes, interior, _name(slot))
         if slot.tenant and self._tenant_bytes is not None:
             tenant = self._tenants.get(slot.tenant)
             if tenant is None:
                 tenant = self._tenants[slot.tenant] = Tenant(Order(self._policy, self._tenant_bytes))
             tenant.taken_bytes += slot.size_bytes
-            tenant.order.add(slot, slot.size_bytes, interior, entry.chunk_hash)
+            tenant.order.add(slot, slot.size_bytes, interior, _name(slot))
 
     def _link(self, entry: Entry, parent: Entry | None) -> None:
         if entry.parent is None and parent is not None and parent.prefixes and parent.number < entry.number:
@@ -500,7 +500,7 @@ class Store:
         ]
         lost = [*useless, slot] if slot.is_prefix else [slot]
         for one in lost:
-            self._order.remember(one, slot.entry.chunk_hash)
+            self._order.remember(one, _name(one))
         for one in lost:
             run = self.drop(one)
         self.evicted += len(lost)
@@ -588,3 +588,9 @@ class Store:
                 slot.tenant,
             )
         self._memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
+
+
+def _name(slot: Slot) -> bytes:
+    """What an object is known by after its eviction; that identities share names does no harm."""
+    assert slot.entry is not None
+    return slot.entry.chunk_hash + slot.group_index.to_bytes(2, "little")
