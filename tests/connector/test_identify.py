@@ -25,7 +25,14 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
 
     counters: Counter[str] = Counter()
     scheduler = SchedulerSide(
-        Settings(lookup_timeout_ms=60_000), GEOMETRY, b"n" * 32, "e", daemon.socket_path, 2048, counters, 1000
+        Settings(server=f"unix://{daemon.socket_path}", lookup_timeout_ms=60_000),
+        GEOMETRY,
+        b"n" * 32,
+        "e",
+        daemon.socket_path,
+        2048,
+        counters,
+        1000,
     )
     numbers = itertools.count()
 
