@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.client.control import Control
-from hybridkv.core.errors import ConfigError
+from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
@@ -32,6 +32,8 @@ from hybridkv.wire.messages import (
 )
 
 LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
+RESERVED_BYTES = 256 << 20
+RESERVE_SECONDS = 30.0
 LOOKUPS = 300
 ROUNDS = 5
 HOOK_TOKENS = (32768, 131072)
@@ -174,7 +176,12 @@ def _hooks(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, An
     )
     geometry = Geometry(groups, derive_chunk_tokens(groups, block, block), block, block)
     rows: list[dict[str, Any]] = []
-    with DaemonProcess(socket_path, "512MiB"):
+    with DaemonProcess(socket_path, "512MiB"), Control(socket_path) as control:
+        deadline = time.monotonic() + RESERVE_SECONDS
+        # A young daemon grants only what has pages, and what is not stored is no hit.
+        while control.stats().values["bytes_reserved"] < RESERVED_BYTES:
+            if time.monotonic() > deadline:
+                raise HybridKVError(f"the daemon had no memory of its own within {RESERVE_SECONDS:g} s")
         for tokens in HOOK_TOKENS:
             rows += measure_hooks(socket_path, geometry, tokens, HOOK_STEP_TOKENS, HOOK_ROUNDS)
             print(f"hooks at {tokens} tokens done", file=sys.stderr)
