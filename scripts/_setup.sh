@@ -114,7 +114,7 @@ install_engine() {
 pinned() { sed -n "s/^$1==//p" requirements/engine.txt; }
 
 install_package() {
-  pip_step "Installing hybridkv from this checkout (about 5 s)" install -c requirements/engine.txt -e '.[vllm]'
+  pip_step "Installing hybridkv from this checkout (about 5 s)" install -c requirements/engine.txt -e .
 }
 
 install_tools() {

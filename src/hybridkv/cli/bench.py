@@ -163,7 +163,7 @@ def _hooks(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, An
         from hybridkv.connector.hookbench import measure_hooks  # noqa: PLC0415  # the engine side is an extra
     except ImportError as error:
         raise ConfigError(
-            f"bench hooks needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works"
+            f"bench hooks needs the engine side ({error.name}); it works where vLLM is installed"
         ) from error
     block = arguments.block_tokens
     if block < 1 or block > HOOK_STEP_TOKENS or HOOK_STEP_TOKENS % block:
@@ -196,7 +196,7 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
         from hybridkv.connector.bench import measure_path  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"bench path needs the engine side ({error.name}); pip install 'hybridkv[vllm]' works"
+            f"bench path needs the engine side ({error.name}); it works where vLLM is installed"
         ) from error
     block_bytes = parse_size(arguments.block, "--block")
     if arguments.device != "cpu" and not torch.cuda.is_available():

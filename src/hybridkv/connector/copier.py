@@ -17,6 +17,7 @@ from hybridkv.connector.blocks import block_bytes, block_runs
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.plans import CopyOp
 from hybridkv.shm.arena import Arena
+from hybridkv.shm.signature import hasher, signature
 from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
 
 COPY_THREADS = 2
@@ -87,17 +88,17 @@ class PartLayout:
 
     def hasher(self, op: CopyOp) -> "xxhash.xxh3_64":
         """For callers that hash a part piece by piece while it is in the processor's cache."""
-        return xxhash.xxh3_64(seed=op.slot.generation)
+        return hasher(op.slot.generation)
 
     def write_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Put the digest of this rank's part where readers look for it."""
         at = self._checksum(op)
-        arena.memory[at : at + CHECKSUM_BYTES] = _signature(digest)
+        arena.memory[at : at + CHECKSUM_BYTES] = signature(digest)
 
     def check_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Raise BadSlotError unless `digest` is what the writer signed."""
         at = self._checksum(op)
-        if bytes(arena.memory[at : at + CHECKSUM_BYTES]) != _signature(digest):
+        if bytes(arena.memory[at : at + CHECKSUM_BYTES]) != signature(digest):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
     def recheck(self, arena: Arena, op: CopyOp) -> None:
@@ -113,11 +114,6 @@ class PartLayout:
         hasher = self.hasher(op)
         hasher.update(arena.memory[start : start + part_bytes])
         return hasher.intdigest()
-
-
-def _signature(digest: int) -> bytes:
-    """Never all zeroes, so that a slot nobody signed proves nothing."""
-    return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)
