@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import parse_size
@@ -71,7 +71,7 @@ def parse_tier(url: str, where: str) -> TierSpec:
     parts = urlsplit(url)
     if not parts.scheme or not (parts.netloc or parts.path):
         raise ConfigError(f'{where}={url!r} is not the URL of a tier; "disk:///var/cache/hybridkv?bytes=100GiB" works')
-    location = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    location = url.partition("?")[0]
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     write, timeout = options.pop("write", Write.THROUGH), options.pop("timeout", str(TIMEOUT_SECONDS))
     sizes = {name: options.pop(name, None) for name in ("bytes", "hourly")}

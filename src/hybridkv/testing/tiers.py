@@ -77,6 +77,8 @@ class TierSuite(ABC):
 
     persistent = True
     """Whether records outlive the tier object."""
+    shared = True
+    """Whether two tier objects may use the storage at once."""
 
     @abstractmethod
     def make(self) -> Tier:
@@ -187,7 +189,7 @@ class TierSuite(ABC):
         self.close([second])
 
     def test_two_at_once_see_what_the_other_put(self) -> None:
-        if not self.persistent:
+        if not self.shared:
             return
         here, there = self.opened(), self.opened()
         one = sample(1)

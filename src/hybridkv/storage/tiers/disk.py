@@ -1,0 +1,511 @@
+"""Records as files of a directory, on a local disk or one that several nodes share (NFS and the like).
+
+::
+
+    hybridkv-tier                                  the version of this layout
+    objects/WRITER/alive                           touched by that writer while it lives
+    objects/WRITER/KK/KEY.PARENT[i]                a record; names are in hexadecimal digits, i = interior
+    objects/WRITER/tmp/N                           a record that is being written
+    quarantine/...                                 damaged records, the last few
+
+Every daemon writes below its own directory and reads everybody's, so nobody waits for a lock: its byte bound is for
+what it wrote itself.  A file appears by a rename, whole.  What a writer that is gone left behind is taken over by
+renames too, as far as the bound allows.  Names tell all that the order of eviction needs, so a restart lists
+directories and reads nothing.
+"""
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.eviction import Order, Policy
+from hybridkv.core.sizes import format_size
+from hybridkv.core.tiers import TierSpec
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.storage.record import KEY_BYTES, TAG_BYTES
+from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
+
+logger = logging.getLogger("hybridkv.daemon")
+
+LAYOUT = "1\n"
+LOST_SECONDS = 3600.0
+"""A writer that has not touched its `alive` for so long is gone for good."""
+ALIVE_SECONDS = 30.0
+TOUCH_SECONDS = 600.0
+"""A file's time of change, by which it is ordered after a restart, is at most so late."""
+LOOK_SHARE = 50
+"""At most 1/50 of the time goes into looking for what others wrote."""
+QUARANTINE_MAX = 16
+"""Damaged files that are kept."""
+_BLOCK_BYTES = 512
+"""Unit of st_blocks."""
+_SLACK_BYTES = SLOT_ALIGN
+"""What a file may take beside its bytes."""
+_NO_PARENT = bytes(TAG_BYTES)
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+
+
+class _File(NamedTuple):
+    """A record of ours."""
+
+    path: str
+    taken_bytes: int
+    parent: bytes
+    """Tag of what must not go before it, and the gid; empty = nothing."""
+    touched: float
+    """Its time of change, seconds since the epoch."""
+
+
+class DiskTier(Tier):
+    """A directory of records."""
+
+    name = "disk"
+
+    def __init__(self, spec: TierSpec, writer: str) -> None:
+        """`writer` names this daemon among all that use the directory, the same one in all its lives."""
+        spec.known_options()
+        self.root = Path(spec.location.removeprefix("disk://"))
+        self.max_bytes = spec.max_bytes or 0
+        """Of what this daemon wrote; 0 = half of what is free, decided by `open`."""
+        self._home = self.root / "objects" / writer
+        self._direct = os.O_DIRECT
+        self._lock = threading.Lock()
+        self._mine: dict[bytes, _File] = {}
+        self._theirs: dict[bytes, str] = {}
+        """Path by key, of all other writers."""
+        self._order: Order[bytes] = Order(Policy.TWO_QUEUES, 0)
+        self._kids: Counter[bytes] = Counter()
+        """By tag and gid: how many records need it to stay."""
+        self._tags: dict[bytes, bytes] = {}
+        """Key by tag and gid."""
+        self._taken_bytes = 0
+        """Of our files, and of those that are being written."""
+        self._numbers = count(1)
+        self._token = uuid.uuid4().hex
+        self._alive_at = 0.0
+        self._look_at = 0.0
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Other writers' directories: the time of change when they were listed, how often since without a change."""
+
+    # The contract
+
+    def open(self) -> None:
+        """Scan the directory; raises ConfigError where it cannot be used."""
+        try:
+            self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._home / "tmp").mkdir(mode=0o700, exist_ok=True)
+            (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
+            layout = self.root / "hybridkv-tier"
+            with contextlib.suppress(FileExistsError), layout.open("x") as file:
+                file.write(LAYOUT)
+            if layout.read_text() not in (LAYOUT, ""):
+                raise ConfigError(f"disk: {self.root} has another version's layout; a new directory works")
+            for name in os.listdir(self._home / "tmp"):
+                os.unlink(self._home / "tmp" / name)
+            self._probe()
+            (self._home / "alive").write_text(self._token)
+        except OSError as error:
+            raise ConfigError(
+                f"disk: {self.root} cannot be used ({error.strerror}); a directory that you may write to works"
+            ) from error
+        self._scan()
+        self._look()
+
+    def peek(self, key: bytes) -> bool | None:
+        return key in self._mine or key in self._theirs
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._mine or key in self._theirs for key in keys]
+
+    def get(self, items: Sequence[Getting]) -> list[TierError | None]:
+        return [self._get(item) for item in items]
+
+    def put(self, items: Sequence[Putting]) -> list[TierError | None]:
+        return [self._put(item) for item in items]
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        for key in keys:
+            with self._lock:
+                path = self._path(key)
+                if path is None:
+                    continue
+                self._forget(key)
+            with contextlib.suppress(OSError):
+                if damaged:
+                    self._set_aside(path)
+                else:
+                    os.unlink(path)
+
+    def keys(self) -> Iterator[bytes]:
+        with self._lock:
+            known = [*self._mine, *(key for key in self._theirs if key not in self._mine)]
+        yield from known
+
+    def tend(self) -> None:
+        now = time.monotonic()
+        try:
+            if now >= self._alive_at:
+                self._show_alive()
+                self._alive_at = now + ALIVE_SECONDS
+            if now >= self._look_at:
+                self._look()
+                self._adopt()
+                self._look_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
+        except OSError as error:
+            raise _translated(error) from error
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "bytes": float(self._taken_bytes),
+            "bytes_max": float(self.max_bytes),
+            "objects": float(len(self._mine)),
+            "objects_of_others": float(len(self._theirs)),
+        }
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def check(self) -> None:
+        """Re-derive what can be derived, of a tier that nobody uses at the moment; raises AssertionError."""
+        with self._lock:
+            self._order.check(self._may_go)
+            assert len(self._order) == len(self._mine)
+            assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes <= self.max_bytes
+            real = [path.stat().st_blocks * _BLOCK_BYTES for path in self._home.glob("??/*")]
+            assert sum(real) <= self._taken_bytes
+            assert +self._kids == Counter(file.parent for file in self._mine.values() if file.parent)
+
+    # Files
+
+    def _get(self, item: Getting) -> TierError | None:
+        path = self._path(item.key)
+        if path is None:
+            return MissingError("it is not there")
+        size = sum(len(piece) for piece in item.pieces)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+            try:
+                if os.fstat(fd).st_size != size:
+                    return DamagedError(f"{path} has {os.fstat(fd).st_size} bytes instead of {size}")
+                done = 0
+                while done < size:
+                    got = os.preadv(fd, _after(item.pieces, done), done)
+                    if not got:
+                        return DamagedError(f"{path} ends after {done} of {size} bytes")
+                    done += got
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            with self._lock:
+                self._forget(item.key)
+            return MissingError("it is not there any more")
+        except OSError as error:
+            return _translated(error)
+        self._used(item.key)
+        return None
+
+    def _put(self, item: Putting) -> TierError | None:
+        size = sum(len(piece) for piece in item.pieces)
+        reserved = size + _SLACK_BYTES
+        with self._lock:
+            if item.key in self._mine or item.key in self._theirs:
+                return None
+            if not self._make_room(reserved):
+                return FullError(f"{format_size(size)} do not fit into {format_size(self.max_bytes)}")
+            self._taken_bytes += reserved
+        temporary = self._home / "tmp" / str(next(self._numbers))
+        path = self._name(item)
+        try:
+            taken = self._write(temporary, item.pieces, size)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                os.rename(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            with self._lock:
+                self._taken_bytes -= reserved
+                if error.errno in _FULL:
+                    # The file system has less room than we may use: others need it more than the oldest of ours.
+                    self._evict_bytes(reserved)
+            return _translated(error)
+        with self._lock:
+            self._taken_bytes -= reserved
+            if item.key not in self._mine:
+                self._enter(item.key, path, taken, item.parent, item.interior, time.time())
+        return None
+
+    def _write(self, path: Path, pieces: Sequence[memoryview], size: int) -> int:
+        """Write a new file; the bytes that it takes."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct, 0o600)
+        try:
+            done = 0
+            while done < size:
+                done += os.pwritev(fd, _after(pieces, done), done)
+            return max(size, os.fstat(fd).st_blocks * _BLOCK_BYTES)
+        finally:
+            os.close(fd)
+
+    def _probe(self) -> None:
+        """Find out whether the file system takes direct I/O."""
+        page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
+        path = self._home / "tmp" / "probe"
+        self._direct = os.O_DIRECT
+        try:
+            self._write(path, [page], len(page))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = 0
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            self._write(path, [page], len(page))
+        os.unlink(path)
+
+    def _set_aside(self, path: str) -> None:
+        """Keep a damaged file for whoever wants to look, and not many of them."""
+        where = self.root / "quarantine"
+        os.utime(path)
+        os.rename(path, where / f"{os.path.basename(path)}.{uuid.uuid4().hex[:8]}")
+        kept = sorted(where.iterdir(), key=lambda one: one.stat().st_mtime)
+        for old in kept[:-QUARANTINE_MAX]:
+            old.unlink(missing_ok=True)
+
+    def _name(self, item: Putting) -> str:
+        key = item.key.hex()
+        return str(self._home / key[:2] / f"{key}.{item.parent.hex()}{'i' if item.interior else ''}")
+
+    # The index
+
+    def _path(self, key: bytes) -> str | None:
+        file = self._mine.get(key)
+        return file.path if file is not None else self._theirs.get(key)
+
+    def _enter(self, key: bytes, path: str, taken: int, parent: bytes, interior: bool, touched: float) -> None:
+        gid, tag = key[-2:], key[:TAG_BYTES]
+        before = b"" if parent in (_NO_PARENT, tag) else parent + gid
+        self._mine[key] = _File(path, taken, before, touched)
+        self._theirs.pop(key, None)
+        self._tags[tag + gid] = key
+        self._taken_bytes += taken
+        if before:
+            self._kids[before] += 1
+        self._order.add(key, taken, interior, key)
+
+    def _forget(self, key: bytes) -> None:
+        self._theirs.pop(key, None)
+        file = self._mine.pop(key, None)
+        if file is None:
+            return
+        self._taken_bytes -= file.taken_bytes
+        self._order.remove(key)
+        own = key[:TAG_BYTES] + key[-2:]
+        if self._tags.get(own) == key:
+            del self._tags[own]
+        if file.parent:
+            self._kids[file.parent] -= 1
+            if not self._kids[file.parent]:
+                del self._kids[file.parent]
+                parent = self._tags.get(file.parent)
+                if parent is not None:
+                    self._order.offer(parent)
+
+    def _may_go(self, key: bytes) -> bool:
+        return key[:TAG_BYTES] + key[-2:] not in self._kids
+
+    def _make_room(self, size: int) -> bool:
+        """Evict until `size` bytes more may be taken; False where that is impossible."""
+        while self._taken_bytes + size > self.max_bytes:
+            if not self._mine or size > self.max_bytes:
+                return False
+            self._evict()
+        return True
+
+    def _evict_bytes(self, size: int) -> None:
+        goal = self._taken_bytes - size
+        while self._mine and self._taken_bytes > goal:
+            self._evict()
+
+    def _evict(self) -> None:
+        victim = self._order.victim(self._may_go)
+        # Names may come from anywhere; that each waits for the other to go must not keep both for ever.
+        key = victim if victim is not None else next(iter(self._mine))
+        self._order.remember(key, key)
+        path = self._mine[key].path
+        self._forget(key)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    def _used(self, key: bytes) -> None:
+        now = time.time()
+        with self._lock:
+            file = self._mine.get(key)
+            if file is None:
+                return
+            self._order.use((key,))
+            if self._may_go(key):
+                self._order.offer(key)
+            late = now - file.touched > TOUCH_SECONDS
+            if late:
+                self._mine[key] = file._replace(touched=now)
+        if late:
+            with contextlib.suppress(OSError):
+                os.utime(file.path)
+
+    # What is there
+
+    def _scan(self) -> None:
+        """Index our files, the oldest first, and evict what is too much."""
+        found = []
+        for path, key, parent, interior in _records(self._home):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path, follow_symlinks=False)
+                taken = max(status.st_size, status.st_blocks * _BLOCK_BYTES)
+                found.append((status.st_mtime, key, path, taken, parent, interior))
+        with self._lock:
+            self._mine.clear()
+            self._theirs.clear()
+            self._kids.clear()
+            self._tags.clear()
+            self._seen.clear()
+            self._taken_bytes = 0
+            if not self.max_bytes:
+                system = os.statvfs(self.root)
+                free = system.f_bavail * system.f_frsize + sum(one[3] for one in found)
+                self.max_bytes = free // 2 // SLOT_ALIGN * SLOT_ALIGN
+            self._order = Order(Policy.TWO_QUEUES, self.max_bytes)
+            for touched, key, path, taken, parent, interior in sorted(found):
+                if key not in self._mine:
+                    self._enter(key, path, taken, parent, interior, touched)
+                else:
+                    os.unlink(path)
+            self._make_room(0)
+        logger.info(
+            "disk: %s has %d objects of ours, %s of at most %s%s",
+            self.root,
+            len(self._mine),
+            format_size(self._taken_bytes),
+            format_size(self.max_bytes),
+            "" if self._direct else "; no direct I/O there",
+        )
+
+    def _others(self) -> list[Path]:
+        return [home for home in (self.root / "objects").iterdir() if home != self._home]
+
+    def _look(self) -> None:
+        """See what other writers have put and removed since."""
+        gone = dict.fromkeys(self._seen)
+        for home in self._others():
+            try:
+                shards = [entry for entry in os.scandir(home) if len(entry.name) == 2]
+            except FileNotFoundError:
+                continue
+            for shard in shards:
+                gone.pop(shard.path, None)
+                with contextlib.suppress(FileNotFoundError):
+                    changed = os.stat(shard.path).st_mtime_ns
+                    known, quiet = self._seen.get(shard.path, (0, 0))
+                    # The clock of a directory may be coarse: what came within one tick is seen by listing again.
+                    if known == changed and quiet > 1:
+                        continue
+                    self._seen[shard.path] = changed, quiet + 1 if known == changed else 0
+                    self._list(shard.path)
+        for path in gone:
+            del self._seen[path]
+            self._replace(path, {})
+
+    def _list(self, shard: str) -> None:
+        self._replace(shard, {key: path for path, key, _, _ in _shard_records(shard)})
+
+    def _replace(self, shard: str, found: dict[bytes, str]) -> None:
+        with self._lock:
+            here = shard + os.sep
+            for key in [key for key, path in self._theirs.items() if path.startswith(here) and key not in found]:
+                del self._theirs[key]
+            self._theirs.update((key, path) for key, path in found.items() if key not in self._mine)
+
+    def _show_alive(self) -> None:
+        alive = self._home / "alive"
+        with contextlib.suppress(FileNotFoundError):
+            if alive.read_text() != self._token:
+                raise TierError(
+                    f"another daemon writes to {self._home}; give each node its own name (--node), or directory"
+                )
+        alive.write_text(self._token)
+
+    def _adopt(self) -> None:
+        """Take over what writers left that are gone for good."""
+        now = (self._home / "alive").stat().st_mtime
+        for home in self._others():
+            with contextlib.suppress(FileNotFoundError):
+                if now - (home / "alive").stat().st_mtime < LOST_SECONDS:
+                    continue
+            logger.info("disk: taking over what %s left", home.name)
+            for path, key, parent, interior in list(_records(home)):
+                self._adopt_one(path, key, parent, interior)
+            for directory, _, files in os.walk(home, topdown=False):
+                for name in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(directory, name))
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+
+    def _adopt_one(self, path: str, key: bytes, parent: bytes, interior: bool) -> None:
+        to = self._name(Putting(key, (), parent, interior))
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(path, follow_symlinks=False)
+            taken = max(status.st_size, status.st_blocks * _BLOCK_BYTES)
+            os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
+            with self._lock:
+                if key in self._mine or self._taken_bytes + taken > self.max_bytes:
+                    os.unlink(path)
+                    return
+                os.rename(path, to)
+                self._enter(key, to, taken, parent, interior, status.st_mtime)
+
+
+def _records(home: Path) -> Iterator[tuple[str, bytes, bytes, bool]]:
+    """(path, key, parent, interior) of every record of a writer."""
+    with contextlib.suppress(FileNotFoundError):
+        for shard in sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2):
+            yield from _shard_records(shard)
+
+
+def _shard_records(shard: str) -> Iterator[tuple[str, bytes, bytes, bool]]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(shard):
+            name, _, rest = entry.name.partition(".")
+            try:
+                key, parent = bytes.fromhex(name), bytes.fromhex(rest.removesuffix("i"))
+            except ValueError:
+                continue
+            if len(key) == KEY_BYTES and len(parent) == TAG_BYTES:
+                yield entry.path, key, parent, rest.endswith("i")
+
+
+def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of the pieces after `done` bytes."""
+    left = []
+    for piece in pieces:
+        if done < len(piece):
+            left.append(piece[done:] if done else piece)
+        done = max(0, done - len(piece))
+    return left
+
+
+def _translated(error: OSError) -> TierError:
+    kind = FullError if error.errno in _FULL else TierError
+    return kind(f"{error.strerror}: {error.filename or 'a record'}")

@@ -1,0 +1,240 @@
+"""The directory tier on a real file system."""
+
+import errno
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tiers import parse_tier
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, TierError
+from hybridkv.storage.tiers.disk import QUARANTINE_MAX, DiskTier
+from hybridkv.testing.tiers import Sample, TierSuite, read, sample
+
+
+def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
+    return DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk"), writer)
+
+
+def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
+    tier = disk(root, writer, size)
+    tier.open()
+    return tier
+
+
+def real_bytes(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.glob("objects/*/??/*"))
+
+
+class TestDisk(TierSuite):
+    shared = False
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self._root = tmp_path / "tier"
+
+    def make(self) -> DiskTier:
+        return disk(self._root)
+
+
+class TestSharedDirectory(TierSuite):
+    """Each tier object is another node."""
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self._root = tmp_path / "tier"
+        self._count = 0
+
+    def make(self) -> DiskTier:
+        self._count += 1
+        return disk(self._root, f"node-{self._count}")
+
+
+class TestWithoutDirectIO(TestDisk):
+    def make(self) -> DiskTier:
+        tier = disk(self._root)
+        tier._probe = lambda: setattr(tier, "_direct", 0)  # type: ignore[method-assign]
+        return tier
+
+
+def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[Sample, bytes]]:
+    """Records of one prompt's prefix, each with the tag of the one before."""
+    samples = [sample(start + 5 * n, part_bytes) for n in range(length)]
+    parents = [bytes(8), *(one.key[:8] for one in samples[:-1])]
+    return list(zip(samples, parents, strict=True))
+
+
+def put(tier: DiskTier, records: list[tuple[Sample, bytes]]) -> list[TierError | None]:
+    return tier.put([one.putting()._replace(parent=parent) for one, parent in records])
+
+
+def test_the_bound_holds_for_what_the_files_really_take(tmp_path: Path, rng: random.Random) -> None:
+    tier = opened(tmp_path, size="1MiB")
+    for number in range(200):
+        assert tier.put([sample(number, rng.randrange(1, 60_000)).putting()]) == [None]
+        assert real_bytes(tmp_path) <= 1 << 20
+        tier.check()
+    assert tier.gauges()["bytes"] > 800 << 10
+
+
+def test_what_never_fits_is_refused(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="64KiB")
+    assert tier.put([sample(1).putting()]) == [None]
+    (error,) = tier.put([sample(2, 100_000).putting()])
+    assert isinstance(error, FullError)
+    assert read(tier, sample(1)) is None
+
+
+def test_a_lower_bound_holds_as_soon_as_the_next_one_opens(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="4MiB")
+    tier.put([sample(number, 100_000).putting() for number in range(15)])
+    assert real_bytes(tmp_path) > 1 << 20
+    again = opened(tmp_path, size="1MiB")
+    assert real_bytes(tmp_path) <= 1 << 20
+    again.check()
+    assert read(again, sample(14, 100_000)) is None, "the oldest go"
+
+
+def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> None:
+    records = chain(20)
+    for restart in (False, True):
+        root = tmp_path / str(restart)
+        tier = opened(root, size="480KiB")
+        assert put(tier, records) == [None] * 20
+        if restart:
+            tier = opened(root, size="480KiB")
+        put(tier, chain(8, start=1000))
+        there = tier.find([one.key for one, _ in records])
+        assert there[0]
+        assert sorted(there, reverse=True) == there, "what is left is a prefix"
+        assert not all(there)
+        tier.check()
+
+
+def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="64KiB")
+    one, other = sample(0), sample(5)
+    put(tier, [(one, other.key[:8]), (other, one.key[:8])])
+    for number in range(20):
+        assert tier.put([sample(10 + number).putting()]) == [None]
+    tier.check()
+
+
+def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "objects/here/tmp/7").write_bytes(bytes(10_000))
+    opened(tmp_path)
+    assert not list(tmp_path.glob("objects/here/tmp/*"))
+
+
+def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) -> None:
+    lost = opened(tmp_path, "lost")
+    samples = [sample(number, 100_000) for number in range(15)]
+    lost.put([one.putting() for one in samples])
+    tier = opened(tmp_path, size="1MiB")
+    assert all(tier.find([one.key for one in samples])), "others' files are read where they are"
+    tier.tend()
+    assert (tmp_path / "objects/lost").exists(), "it may still live"
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    tier._look_at = 0
+    tier.tend()
+    assert not (tmp_path / "objects/lost").exists()
+    assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
+    tier.check()
+    tier._look_at = 0
+    tier.tend()
+    kept = [one for one, there in zip(samples, tier.find([one.key for one in samples]), strict=True) if there]
+    assert kept
+    assert [read(tier, one) for one in kept] == [None] * len(kept)
+    for one in samples:
+        assert isinstance(read(lost, one), MissingError | None)
+
+
+def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.tend()
+    opened(tmp_path).tend()
+    first._alive_at = 0
+    with pytest.raises(TierError, match="another daemon"):
+        first.tend()
+
+
+@pytest.mark.parametrize("cut", range(0, 24_576, 512))
+def test_a_file_that_was_cut_is_damaged(tmp_path: Path, cut: int) -> None:
+    tier = opened(tmp_path)
+    one = sample(1)
+    tier.put([one.putting()])
+    (path,) = tmp_path.glob("objects/here/??/*")
+    if cut < path.stat().st_size:
+        os.truncate(path, cut)
+        assert isinstance(read(tier, one), DamagedError)
+
+
+def test_quarantine_keeps_a_few(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for number in range(QUARANTINE_MAX + 5):
+        tier.put([sample(number).putting()])
+        tier.discard([sample(number).key], damaged=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == QUARANTINE_MAX
+    assert tier.gauges()["bytes"] == 0
+
+
+def test_a_file_that_vanished_is_missing(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    (path,) = tmp_path.glob("objects/here/??/*")
+    path.unlink()
+    assert isinstance(read(tier, sample(1)), MissingError)
+    assert tier.find([sample(1).key]) == [False]
+    tier.check()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENOSPC])
+def test_an_error_of_the_file_system_is_the_items_own(tmp_path: Path, number: int) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    with mock.patch("os.pwritev", side_effect=OSError(number, os.strerror(number))):
+        (error,) = tier.put([sample(2).putting()])
+    assert isinstance(error, FullError) == (number == errno.ENOSPC)
+    assert isinstance(error, TierError)
+    with mock.patch("os.preadv", side_effect=OSError(number, os.strerror(number))):
+        assert isinstance(read(tier, sample(3)), MissingError)
+        if number != errno.ENOSPC:
+            assert isinstance(read(tier, sample(1)), TierError)
+    tier.check()
+    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert tier.put([sample(2).putting()]) == [None]
+
+
+def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_ALIGN, limits[1]))
+    try:
+        (error,) = tier.put([sample(1, 20_000).putting()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert isinstance(error, TierError)
+    assert not list(tmp_path.glob("objects/here/*/*"))
+    tier.check()
+
+
+def test_another_versions_directory_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "hybridkv-tier").write_text("99\n")
+    with pytest.raises(ConfigError, match="a new directory works"):
+        opened(tmp_path)
+
+
+def test_a_directory_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a directory that you may write to works"):
+        opened(tmp_path / "file")
