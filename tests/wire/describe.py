@@ -27,6 +27,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "CHUNKS_MAX": "chunks in one lookup; of those `BATCH_MAX` // groups are looked at",
         "BATCH_MAX": "slots in one `found`, and that one `want` may ask for",
         "CHANGES_MAX": "slots that one message grants, or changes",
+        "WAIT_MS_MAX": "milliseconds that a lookup may wait for tiers below RAM",
         "TEXT_MAX": "characters of a name",
         "FACT_MAX": "characters of a fact",
     },
@@ -48,6 +49,8 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "IDENTITIES_MAX": "identities whose Describe is remembered; the oldest is forgotten",
     },
     loop: {
+        "OPEN_SECONDS": "seconds that tiers have to open before the first client is heard",
+        "CLOSE_SECONDS": "seconds that a tier's threads have to finish at the end",
         "CONNECTIONS_MAX": "connections of a daemon",
         "DESCRIPTORS_MAX": "descriptors that a daemon allows itself, where the system lets it",
         "LISTEN_AGAIN_SECONDS": "seconds after which a daemon that had no descriptor left listens again, at the latest",
@@ -109,6 +112,8 @@ def _said(message: type[Request]) -> str:
     rule = RULES[message]
     states = ", ".join(state for state in State if state in rule.states)
     answer = "One-way." if rule.reply is None else f"Answered by {_tag(rule.reply)}."
+    if rule.first is not None:
+        answer += f" Where that takes longer, {_tag(rule.first)} comes first."
     return f"Said by: {states}. {answer}" if message is not messages.Hello else f"Said first, once. {answer}"
 
 

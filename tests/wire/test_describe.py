@@ -19,7 +19,7 @@ def test_the_document_is_what_the_code_gives() -> None:
 def test_the_tables_are_whole() -> None:
     assert set(RULES) == set(get_args(Request))
     assert set(REFUSALS) == set(ErrorCode)
-    answers = {rule.reply for rule in RULES.values()} - {None}
+    answers = {reply for rule in RULES.values() for reply in (rule.reply, rule.first)} - {None}
     assert len(answers) == len(get_args(Reply)) - 1, "every reply but Error answers something"
     assert Hello.__struct_fields__[:2] == ("id", "version"), "what daemons of every version read"
 

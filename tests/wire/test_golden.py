@@ -28,6 +28,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pending,
     Release,
     Reply,
     Report,
@@ -113,9 +114,9 @@ REQUESTS: list[tuple[Request, str]] = [
         "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
     ),
     (
-        Lookup(id=3, lease=9, hashes=NAME + NAME),
-        "4c00000094a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f00010203"
-        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+        Lookup(id=3, lease=9, hashes=NAME + NAME, wait_ms=2000, tokens_per_second=10_000),
+        "5200000096a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f00010203"
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd2710",
     ),
     (
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
@@ -191,9 +192,22 @@ REPLIES: list[tuple[Reply, str]] = [
         "65762f73686d2f6172656e61ce40000000ce20000000cd1267",
     ),
     (
-        Found(id=3, lease=9, chunks=1, masks=[b"\1\0", b"\1\1"], offsets=OFFSETS, generations=GENERATIONS),
-        "3700000097a5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc410101112131415161718"
-        "191a1b1c1d1e1f",
+        Found(
+            id=3,
+            lease=9,
+            chunks=1,
+            masks=[b"\1\0", b"\1\1"],
+            offsets=OFFSETS,
+            generations=GENERATIONS,
+            tiers={"disk": 1},
+            why="w",
+        ),
+        "4000000099a5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc410101112131415161718"
+        "191a1b1c1d1e1f81a46469736b01a177",
+    ),
+    (
+        Pending(id=3, lease=9, wait_ms=2000),
+        "0e00000094a770656e64696e670309cd07d0",
     ),
     (
         Granted(id=4, part_bytes=8192, parts=2, offsets=OFFSETS, generations=GENERATIONS, reserved_bytes=1 << 28),
@@ -236,7 +250,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 2, "another version has other examples"
+    assert PROTOCOL_VERSION == 3, "another version has other examples"
 
 
 @pytest.mark.parametrize(("message", "frame"), [*REQUESTS, *REPLIES], ids=lambda value: type(value).__name__)

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import parse_size
+from hybridkv.core.tiers import disk_url, parse_tier
 from hybridkv.server.loop import ServeOptions, serve
-from hybridkv.server.place import AlreadyServedError, make_private_directory
+from hybridkv.server.place import AlreadyServedError, make_private_directory, node_name
 
 METRICS_PORT = 9477
 
@@ -44,6 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help='the most that the prompts of one cache_salt may take, like "2GiB" (default: all of --ram)',
     )
+    parser.add_argument("--disk", metavar="DIRECTORY", help="keep objects there too, also over a reboot")
+    parser.add_argument(
+        "--disk-bytes", metavar="SIZE", help='the most that may take, like "200GiB" (default: half of what is free)'
+    )
+    parser.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a tier below RAM, may be given several times, the fastest first: disk:///directory?bytes=200GiB, "
+        "valkey://host:6379/0, s3://bucket/prefix, mooncake://host:50051; with &write=through|back|off, "
+        "&hourly=SIZE to spare an SSD, &timeout=SECONDS",
+    )
+    parser.add_argument(
+        "--node", metavar="NAME", help="tells this daemon from others on one directory (default: host name and socket)"
+    )
     parser.add_argument("--log-file", metavar="FILE", help='where to log; "auto": beside the socket')
 
 
@@ -52,6 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     socket_path = Path(check_socket_path(arguments.socket, "socket"))
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     salt_quota_bytes = None if arguments.salt_quota is None else parse_size(arguments.salt_quota, "salt-quota")
+    urls = list(arguments.tier)
+    if arguments.disk is not None:
+        urls.insert(0, disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes))
+    elif arguments.disk_bytes is not None:
+        raise ConfigError("disk-bytes: it needs a directory; --disk /var/cache/hybridkv works")
+    tiers = tuple(parse_tier(url, "tier") for url in urls)
     log_file = arguments.log_file
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")
@@ -66,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.fresh,
                 Policy(arguments.eviction),
                 salt_quota_bytes,
+                tiers,
+                arguments.node or node_name(socket_path),
             )
         )
     except AlreadyServedError as error:

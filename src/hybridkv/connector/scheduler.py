@@ -27,6 +27,8 @@ from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
+from hybridkv.core.tiers import LoadPolicy
+from hybridkv.core.worth import Speed
 from hybridkv.wire.messages import (
     CHANGES_MAX,
     CHUNKS_MAX,
@@ -40,6 +42,7 @@ from hybridkv.wire.messages import (
     Hello,
     Identify,
     Lookup,
+    Pending,
     Release,
     Reply,
     Request,
@@ -53,6 +56,11 @@ logger = logging.getLogger("vllm.hybridkv")
 
 ROOM_SECONDS = 2.0
 """How much longer than for its answer a request waits until other loads leave it room in the engine's block pool."""
+UNKNOWN_SECONDS = 2.0
+UNKNOWN_SECONDS_PER_KI_TOKEN = 0.1
+"""How long a prompt waits for tiers while nobody knows how long computing it would take."""
+PREFILL_TOKENS_MIN = 64
+"""A step of fewer tokens says nothing of the speed of prefill."""
 RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
 
@@ -112,6 +120,10 @@ class SchedulerSide:
         self._leases = 0
         self._to_plan: list[Tracked] = []
         self._to_fail: list[str] = []
+        self._prefill = Speed()
+        """Tokens per second of steps that are mostly prefill."""
+        self._step = 0, 0.0
+        """Tokens of a step that is being computed and says something of prefill, else 0; and when it was planned."""
         self._boot = ""
         self._reserved_bytes = 0
         self._workers_on: dict[str, int] = {}
@@ -220,6 +232,8 @@ class SchedulerSide:
             if self._workers_attached():
                 plan.stores = self._stores.planned(output, self._requests, tables)
             self._refill(now)
+        if not self._step[0] and output.total_num_scheduled_tokens >= PREFILL_TOKENS_MIN:
+            self._step = output.total_num_scheduled_tokens, now
         for tracked in self._to_plan:
             tracked.handed_over = True
         self._to_plan, self._to_fail = [], []
@@ -240,6 +254,10 @@ class SchedulerSide:
     def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
         """What the workers did: loads end, stored objects are committed."""
         now = time.monotonic()
+        tokens, since = self._step
+        if tokens:
+            self._prefill = self._prefill.measured(tokens, now - since, now)
+            self._step = 0, now
         self._poll(now)
         for request_id in finished:
             tracked = self._requests.get(request_id)
@@ -315,8 +333,31 @@ class SchedulerSide:
         self._breaker = self._breaker.asked(now)
         hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
         tracked.asked = hashes
-        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes), now)
+        wait, rate = self._patience(chunks * self._geometry.chunk_tokens)
+        tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes, round(wait * 1e3), rate), now)
         self._counters["lookups"] += 1
+
+    def _patience(self, tokens: int) -> tuple[float, int]:
+        """How long a prompt may wait for tiers below RAM, and the prefill speed by which they are to be judged.
+
+        No longer than computing it takes, where that is known (requirements D18).
+        """
+        cap, policy = self._settings.load_timeout_seconds, self._settings.load_policy
+        if policy is LoadPolicy.NEVER:
+            return 0.0, 0
+        if policy is LoadPolicy.ALWAYS:
+            return cap, 0
+        rate = self._prefill.per_second
+        wait = tokens / rate if rate else UNKNOWN_SECONDS + UNKNOWN_SECONDS_PER_KI_TOKEN * tokens / 1024
+        return min(cap, wait), int(rate)
+
+    def _take_pending(self, pending: Pending, now: float) -> None:
+        """The daemon lives, and reads tiers for a request."""
+        self._breaker = self._breaker.succeeded()
+        tracked = self._by_lease.get(pending.lease)
+        if tracked is not None and tracked.state is State.PREFETCHING:
+            tracked.deadline = now + pending.wait_ms / 1e3 + self._settings.lookup_timeout_ms / 1e3
+            self._counters["lookups_promoted"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:
         waits = tracked.sent or waiting_for == "adapter"
@@ -423,6 +464,8 @@ class SchedulerSide:
     def _take(self, reply: Reply, now: float) -> None:
         if isinstance(reply, Found):
             self._take_found(reply, now)
+        elif isinstance(reply, Pending):
+            self._take_pending(reply, now)
         elif isinstance(reply, Granted):
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
             self._stores.credits.granted((reply.part_bytes, reply.parts), reply.offsets, reply.generations, now)

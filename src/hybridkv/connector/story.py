@@ -40,6 +40,11 @@ def tell(
             for group, mask in zip(geometry.groups, found.masks, strict=True)
         )
         facts["found"] = f"a hit of {found.chunks} chunks; objects there: {', '.join(present)}"
+        if found.tiers:
+            given = (f"{count} chunks from {name}" for name, count in found.tiers.items())
+            facts["came up"] = ", ".join(given)
+        if found.why:
+            facts["not read from below RAM because"] = found.why
         lacks = lacking(geometry, found.masks, found.chunks + 1) if found.chunks < chunks else []
         if lacks:
             named = (f"group {group.gid} ({group.kind}) lacks chunk {chunk}" for group, chunk in lacks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import parse_size
+from hybridkv.core.tiers import LoadPolicy, disk_url, parse_tier
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
 CHECKSUMS = ("on", "off", "paranoid")
@@ -24,6 +25,10 @@ class Settings:
     """Of a daemon that "auto" starts: "2q" keeps what is read from prompts that nobody repeats; "lru" does not."""
     salt_quota_bytes: int | None = None
     """`salt_quota`, of a daemon that "auto" starts: the most that the prompts of one cache_salt may take."""
+    tiers: tuple[str, ...] = ()
+    """`disk`, `disk_bytes` and `tiers`, of a daemon that "auto" starts: URLs of the tiers below RAM (core.tiers)."""
+    load_policy: LoadPolicy = LoadPolicy.FASTER
+    """Whether what only tiers below RAM have is loaded."""
     hybrid_chunk_size: int | None = None
     """Tokens per chunk; None = derived from the groups."""
     load_timeout_seconds: float = LOAD_TIMEOUT_SECONDS_MAX
@@ -43,6 +48,8 @@ class Settings:
         options = ["--eviction", str(self.eviction)]
         for name, size in (("--ram", self.ram_bytes), ("--salt-quota", self.salt_quota_bytes)):
             options += [] if size is None else [name, str(size)]
+        for url in self.tiers:
+            options += ["--tier", url]
         return options
 
 
@@ -50,7 +57,7 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
     """Settings from the connector's extra config; raises ConfigError that names the key and a value that works."""
     values = dict(extra)
     known = {field.name: field for field in fields(Settings)}
-    names = [name.removesuffix("_bytes") for name in known]
+    names = [*(name.removesuffix("_bytes") for name in known), "disk", "disk_bytes"]
     for key in values:
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
@@ -65,6 +72,12 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
                 if not isinstance(value, str | int) or isinstance(value, bool):
                     raise ConfigError(f'{where}={value!r} is not a size; write it like "1GiB"')
                 parsed[f"{key}_bytes"] = parse_size(value, where)
+            case "disk" | "disk_bytes" | "tiers":
+                parsed["tiers"] = _tiers(values)
+            case "load_policy":
+                if value not in tuple(LoadPolicy):
+                    raise ConfigError(f'{where}={value!r} must be one of {", ".join(LoadPolicy)}; "faster" works')
+                parsed[key] = LoadPolicy(str(value))
             case "eviction":
                 if not isinstance(value, str) or value not in tuple(Policy):
                     raise ConfigError(f'{where}={value!r} must be one of {", ".join(Policy)}; "2q" works')
@@ -88,6 +101,26 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
                     raise ConfigError(f'{where}={value!r} must be a non-empty text; "my-model-v1" works')
                 parsed[key] = value
     return Settings(**parsed)  # type: ignore[arg-type]  # each value was checked above
+
+
+def _tiers(values: Mapping[str, object]) -> tuple[str, ...]:
+    """URLs of all tiers that the settings name, the directory first."""
+    where = "kv_connector_extra_config"
+    disk, size, more = values.get("disk"), values.get("disk_bytes"), values.get("tiers", [])
+    urls: list[str] = []
+    if disk is not None:
+        if not isinstance(disk, str) or not disk.startswith("/"):
+            raise ConfigError(f'{where}.disk={disk!r} must be an absolute path; "/var/cache/hybridkv" works')
+        if size is not None:
+            parse_size(str(size), f"{where}.disk_bytes")
+        urls.append(disk_url(disk, str(size).replace(" ", "") if size is not None else None))
+    elif size is not None:
+        raise ConfigError(f'{where}.disk_bytes={size!r} needs a directory: "disk": "/var/cache/hybridkv" works')
+    if not isinstance(more, list) or not all(isinstance(url, str) for url in more):
+        raise ConfigError(f'{where}.tiers={more!r} must be a list of URLs; ["valkey://127.0.0.1:6379"] works')
+    for url in more:
+        parse_tier(url, f"{where}.tiers")
+    return (*urls, *more)
 
 
 def _server(value: object, where: str) -> str:

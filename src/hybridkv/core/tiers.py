@@ -95,3 +95,17 @@ def parse_tier(url: str, where: str) -> TierSpec:
         timeout_seconds=seconds,
         options=options,
     )
+
+
+def disk_url(path: str, size: str | int | None) -> str:
+    """The URL of a directory with the byte bound `size`."""
+    return f"disk://{path}" if size is None else f"disk://{path}?bytes={size}"
+
+
+class LoadPolicy(StrEnum):
+    """Whether what is below RAM is loaded."""
+
+    FASTER = "faster"
+    """As far as that is faster than computing it, by what was measured."""
+    ALWAYS = "always"
+    NEVER = "never"

@@ -8,8 +8,8 @@ section 7).
 
 import hashlib
 from array import array
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -21,9 +21,13 @@ from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.history import History
+from hybridkv.server.promote import Promotion, Waiting
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
+from hybridkv.storage.demote import Demotion
+from hybridkv.storage.line import Line
 from hybridkv.storage.store import Namespace, Slot, Store
+from hybridkv.storage.transfer import Job, Outcome, Work
 from hybridkv.wire.messages import (
     BATCH_MAX,
     CHANGES_MAX,
@@ -46,6 +50,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pending,
     Release,
     Reply,
     Report,
@@ -131,8 +136,17 @@ class Connection:
 class Daemon:
     """The state machine behind the socket."""
 
-    def __init__(self, store: Store, boot: str, arena_path: str, file_bytes: int, pid: int) -> None:
+    def __init__(
+        self, store: Store, boot: str, arena_path: str, file_bytes: int, pid: int, lines: Sequence[Line] = ()
+    ) -> None:
+        """`lines` are the tiers below, fastest first."""
         self.store = store
+        self.lines = lines
+        self.demotion = Demotion(store, lines)
+        self.promotion = Promotion(store, lines, self._found_at_last, self._is_current, self.demotion.stored)
+        self.later: deque[tuple[int, Reply]] = deque()
+        """(connection, reply) of lookups whose wait is over; to be sent."""
+        self._now = 0.0
         self.boot = boot
         self._arena_path = arena_path
         self._arena_bytes = len(store)
@@ -168,6 +182,7 @@ class Daemon:
     def disconnect(self, connection_id: int) -> None:
         """A socket is closed. Its process may still copy."""
         connection = self._connections.pop(connection_id)
+        self.promotion.cancel(connection_id)
         for session in self._sessions:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
@@ -191,11 +206,48 @@ class Daemon:
         """Every process whose end must be told."""
         return {process for workers in self._workers.values() for process in workers if process.pid}
 
-    def handle(self, connection_id: int, request: Request) -> Reply | None:
-        """The reply to one request; None for one-way messages.
+    def tick(self, now: float) -> None:
+        """Whatever is due: to be called after other events, and at `wakes_at`; `now` in seconds of one clock."""
+        self._now = now
+        for line in self.lines:
+            line.tick(now)
+        if self.lines:
+            self.promotion.tick(now)
+            self.demotion.pump(now)
+
+    def wakes_at(self) -> float:
+        """When something is due that no event tells of."""
+        return min([self.promotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
+
+    def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
+        """A job of a tier came back."""
+        self._now = now
+        line = self.lines[job.line]
+        was_open = line.is_open
+        line.finished(job, outcome, now)
+        match job.work:
+            case Work.READ:
+                self.promotion.read(job, outcome, now)
+            case Work.FIND:
+                self.promotion.found(job, outcome, now)
+            case Work.WRITE:
+                self.demotion.finished(line, job, outcome)
+            case Work.OPEN if line.is_open and not was_open:
+                # What an earlier daemon stored and had no time to write.
+                self.demotion.stored(
+                    slot
+                    for namespace in self._namespaces.values()
+                    for entry in namespace.entries.values()
+                    for slot in entry.slots
+                    if slot is not None
+                )
+
+    def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
+        """The reply to one request; None for one-way messages, and for a lookup whose Found comes by `later`.
 
         After an Error whose code closes (wire.protocol), nothing more of this connection may be handled.
         """
+        self._now = now
         connection = self._connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
         try:
@@ -204,7 +256,8 @@ class Daemon:
             reply = self._answer(connection_id, connection, request)
         except RequestError as error:
             return self.refuse(getattr(request, "id", 0), error.code, str(error))
-        assert (None if reply is None else type(reply)) is RULES[type(request)].reply
+        rule = RULES[type(request)]
+        assert (None if reply is None else type(reply)) in (rule.reply, rule.first)
         return reply
 
     def refuse(self, request_id: int, code: ErrorCode, message: str) -> Error:
@@ -229,10 +282,11 @@ class Daemon:
             case Identify():
                 return self._identify(_session_of(connection), request)
             case Lookup():
-                return self._lookup(_session_of(connection), request)
+                return self._lookup(connection_id, _session_of(connection), request)
             case Want():
                 return self._want(_session_of(connection), request)
             case Release():
+                self.promotion.cancel(connection_id, request.lease)
                 self._release(_session_of(connection), request)
             case Commit():
                 self._commit(_session_of(connection), request)
@@ -291,38 +345,88 @@ class Daemon:
             raise RequestError(ErrorCode.IDENTIFY) from error
         return Done(identify.id, 0)
 
-    def _lookup(self, session: Session, lookup: Lookup) -> Reply:
+    def _lookup(self, connection_id: int, session: Session, lookup: Lookup) -> Reply:
         if len(lookup.hashes) % HASH_BYTES:
             raise RequestError(ErrorCode.HASHES, f"{len(lookup.hashes)} bytes are no whole number of hashes")
-        if lookup.lease in session.leases or len(session.leases) >= LEASES_MAX:
+        taken = lookup.lease in session.leases or self.promotion.is_waiting(connection_id, lookup.lease)
+        if taken or len(session.leases) >= LEASES_MAX:
             raise RequestError(ErrorCode.LEASE, f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open")
-        entries_of = session.namespace.entries
-        groups = range(len(session.geometry.groups))
         # A hit of more chunks might need more slots than fit in a message.
-        raw = lookup.hashes[: BATCH_MAX // len(groups) * HASH_BYTES]
-        found = [entries_of.get(raw[at : at + HASH_BYTES]) for at in range(0, len(raw), HASH_BYTES)]
-        entries = [None if entry is None else entry.slots for entry in found]
-        masks = [bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups]
+        hashes = lookup.hashes[: BATCH_MAX // len(session.geometry.groups) * HASH_BYTES]
+        masks, entries = self._present(session.namespace, hashes)
         chunks = largest_hit(session.geometry, masks, len(entries))
+        self.counters["lookups"] += 1
+        self.counters["chunks_asked"] += len(entries)
+        why = ""
+        if self.lines and lookup.wait_ms and chunks < len(entries):
+            waiting = Waiting(
+                connection_id,
+                lookup.id,
+                lookup.lease,
+                session.namespace,
+                session.geometry,
+                hashes,
+                self._now + lookup.wait_ms / 1e3,
+                lookup.tokens_per_second,
+                chunks,
+            )
+            if self.promotion.begin(waiting, masks, self._now):
+                return Pending(lookup.id, lookup.lease, lookup.wait_ms)
+            why = waiting.why
+        return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
+
+    def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
+        """What RAM has of some chunks: per group the mask, and per chunk its slots."""
+        entries_of = namespace.entries
+        found = [entries_of.get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+        entries = [None if entry is None else entry.slots for entry in found]
+        groups = range(len(namespace.gids))
+        return [
+            bytes([entry is not None and entry[index] is not None for entry in entries]) for index in groups
+        ], entries
+
+    def _found(
+        self,
+        session: Session,
+        request_id: int,
+        lease: int,
+        masks: list[bytes],
+        entries: list[list[Slot | None] | None],
+        chunks: int,
+        tiers: dict[str, int],
+        why: str,
+    ) -> Found:
+        """The answer to a lookup, with its lease."""
         slots: list[Slot] = []
         for index, group in enumerate(session.geometry.groups):
             need = needed_chunks(session.geometry, group, chunks) if chunks else range(0)
             slots += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
-        self.counters["lookups"] += 1
-        self.counters["chunks_asked"] += len(entries)
         if chunks:
             self.store.pin(slots)
-            session.leases[lookup.lease] = slots
+            self.demotion.read(slots)
+            session.leases[lease] = slots
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
-        return Found(
-            lookup.id,
-            lookup.lease,
-            chunks,
-            masks,
-            pack_u64([slot.offset for slot in slots]),
-            pack_u64([slot.generation for slot in slots]),
-        )
+        offsets, generations = pack_u64([slot.offset for slot in slots]), pack_u64([slot.generation for slot in slots])
+        return Found(request_id, lease, chunks, masks, offsets, generations, tiers, why)
+
+    def _found_at_last(self, waiting: Waiting) -> None:
+        """Answer a lookup that waited for tiers, from what RAM has now."""
+        connection = self._connections[waiting.connection_id]
+        session = _session_of(connection)
+        masks, entries = self._present(waiting.namespace, waiting.hashes)
+        chunks = largest_hit(waiting.geometry, masks, len(entries))
+        if session.namespace is not waiting.namespace:
+            # The engine has other weights by now.
+            masks, chunks = [bytes(len(mask)) for mask in masks], 0
+        tiers = Counter(name for chunk, name in sorted(waiting.origins.items()) if chunk < chunks)
+        for name, count in tiers.items():
+            self.counters[f"chunks_hit_{name}"] += count
+        found = self._found(session, waiting.id, waiting.lease, masks, entries, chunks, dict(tiers), waiting.why)
+        self.later.append((waiting.connection_id, found))
+
+    def _is_current(self, namespace: Namespace) -> bool:
+        return self._namespaces.get(namespace.identity) is namespace
 
     def _release(self, session: Session, release: Release) -> None:
         slots = session.leases.pop(release.lease, None)
@@ -393,6 +497,7 @@ class Daemon:
             ):
                 self.counters["objects_stored"] += 1
                 self.counters["bytes_stored"] += size
+                self.demotion.stored((slot,))
         self.counters["tokens_stored"] += commit.tokens
 
     def _abandon(self, session: Session, abandon: Abandon) -> None:
@@ -464,7 +569,17 @@ class Daemon:
             "sessions": float(len(self._sessions)),
             "leases": float(sum(len(session.leases) for session in self._sessions)),
             "connections": float(len(self._connections)),
+            **dict(self._tier_values()),
         }
+
+    def _tier_values(self) -> Iterator[tuple[str, float]]:
+        if self.lines:
+            yield "lookups_waiting", float(len(self.promotion))
+            yield "writes_waiting", float(self.demotion.waiting)
+            yield "deadlines_missed", float(self.promotion.deadlines_missed)
+        for line in self.lines:
+            for name, value in line.values():
+                yield f"tier_{line.name}_{name}", value
 
     def check(self) -> None:
         """Re-derive what can be derived; raises AssertionError."""
@@ -477,10 +592,13 @@ class Daemon:
             assert not writing & set(session.writing.values())
             assert session.writing_bytes == sum(slot.size_bytes for slot in session.writing.values())
             writing |= set(session.writing.values())
+        pins.update(self.promotion.held())
+        pins.update(self.demotion.held())
         for slot, count in pins.items():
             assert slot.pins == count
         held = {slot for slots in self._held.values() for slot in slots}
         assert not held & writing
+        writing |= set(self.promotion.slots())
         assert sum(slot.size_bytes for slot in held | writing) == self.store.writing_bytes
 
     def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -13,20 +14,24 @@ import struct
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import format_size
+from hybridkv.core.tiers import TierSpec
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.metrics import serve_metrics
 from hybridkv.server.place import listen, make_private_directory, open_arena, take_lock
-from hybridkv.shm.arena import (
-    is_no_space,
-)
+from hybridkv.server.threads import TierThreads
+from hybridkv.shm.arena import is_no_space
+from hybridkv.storage.line import Line
 from hybridkv.storage.store import Store
+from hybridkv.storage.tiers.make import make_tier
+from hybridkv.storage.transfer import Job, Outcome
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Error, Reply, Report
 from hybridkv.wire.protocol import REFUSALS, ErrorCode
@@ -52,6 +57,10 @@ SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
 """Errors that say nothing of what was asked for, and pass."""
 DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
 """That the daemon may come to need: a socket for each connection, and one more where its process is another one."""
+OPEN_SECONDS = 2.0
+"""Before the first client is heard, tiers have so long to say that their settings can never work."""
+CLOSE_SECONDS = 2.0
+"""At the end, a tier's threads have so long to finish what they are writing."""
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist this far ahead of the used part of the arena."""
@@ -69,6 +78,10 @@ class ServeOptions(NamedTuple):
     eviction: Policy = Policy.TWO_QUEUES
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take; None = no bound but the arena."""
+    tiers: tuple[TierSpec, ...] = ()
+    """Below RAM, the one that is asked first first."""
+    node: str = ""
+    """What tells this daemon from others that use the same tiers; the same in all its lives."""
 
 
 class _Peer:
@@ -95,6 +108,15 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._pidfds: dict[Process, int] = {}
         self._peers: dict[socket.socket, _Peer] = {}
+        self._numbered: dict[int, _Peer] = {}
+        """The same, by the number that the daemon knows them by."""
+        self._threads: list[TierThreads] = []
+        self._outcomes: deque[tuple[Job, Outcome]] = deque()
+        """What the tiers' threads did, and the daemon was not told yet."""
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._behind: dict[_Peer, None] = {}
         """Those whose messages wait for their turn."""
         if not self._open(options, options.fresh):
@@ -108,14 +130,11 @@ class Server:
         self._short = False
         """Whether the last one who came could not be served for lack of descriptors."""
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wake_read, self._wake_write = socket.socketpair()
-        for end in (self._wake_read, self._wake_write):
-            end.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._numbers = 0
         self._asked: deque[Future[dict[str, float]]] = deque()
         self._running = True
         self._keeps_arena = True
+        self._await_tiers()
         size = self._arena.slots_bytes
         self._reserved = self.daemon.store.extents.limit_bytes
         self._reserve_failed = False
@@ -144,6 +163,7 @@ class Server:
         for peer in behind:
             self._answer(peer, TURN_SECONDS)
         self._adopt_reserved()
+        self._take_outcomes()
         while self._asked:
             self._asked.popleft().set_result(self.daemon.values())
 
@@ -192,7 +212,7 @@ class Server:
         except OSError as error:
             shortage = error
         peer = _Peer(sock, self._numbers, process)
-        self._peers[sock] = peer
+        self._peers[sock] = self._numbered[peer.number] = peer
         self._selector.register(sock, selectors.EVENT_READ)
         self.daemon.connect(peer.number, peer.process)
         if uid != os.geteuid():
@@ -216,11 +236,13 @@ class Server:
 
     def _patience(self) -> float | None:
         """Seconds that the loop may sleep; the listener is heard again when they are over."""
-        left = None if self._listen_at is None else self._listen_at - time.monotonic()
-        if left is not None and left <= 0:
+        if self._behind or self._outcomes:
+            return 0.0
+        now = time.monotonic()
+        if self._listen_at is not None and self._listen_at <= now:
             self._listen()
-            left = None
-        return 0.0 if self._behind else left
+        due = min(self.daemon.wakes_at(), math.inf if self._listen_at is None else self._listen_at)
+        return None if due == math.inf else max(0.0, due - now)
 
     def _listen(self) -> None:
         """Hear the listener again."""
@@ -258,7 +280,7 @@ class Server:
                 if time.monotonic() > until:
                     self._behind[peer] = None
                     return
-                reply = self.daemon.handle(peer.number, decode_request(peer.said.popleft()))
+                reply = self.daemon.handle(peer.number, decode_request(peer.said.popleft()), time.monotonic())
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
                 if reply is not None:
@@ -303,6 +325,7 @@ class Server:
         if self._peers.pop(peer.sock, None) is None:
             return
         self._behind.pop(peer, None)
+        del self._numbered[peer.number]
         self._selector.unregister(peer.sock)
         peer.sock.close()
         self._listen()
@@ -354,6 +377,52 @@ class Server:
             self.daemon.gone(process)
             self._unwatch(process)
 
+    # The tiers below RAM
+
+    def _make_lines(self, options: ServeOptions, memory: memoryview) -> list[Line]:
+        """A line and threads for each tier. Raises ConfigError."""
+        names: Counter[str] = Counter()
+        lines: list[Line] = []
+        for number, spec in enumerate(options.tiers):
+            tier = make_tier(spec, options.node)
+            names[tier.name] += 1
+            name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
+            threads = TierThreads(tier, memory, self._done)
+            self._threads.append(threads)
+            lines.append(Line(number, name, tier, spec, threads.submit))
+        return lines
+
+    def _done(self, job: Job, outcome: Outcome) -> None:
+        """Called by the threads of a tier."""
+        self._outcomes.append((job, outcome))
+        self._wake()
+
+    def _await_tiers(self) -> None:
+        """Begin to open the tiers, and wait a moment: a setting that can never work is told at the start."""
+        until = time.monotonic() + OPEN_SECONDS
+        self.daemon.tick(time.monotonic())
+        while not all(line.is_open for line in self.daemon.lines) and time.monotonic() < until:
+            select.select([self._wake_read], [], [], max(0.0, until - time.monotonic()))
+            for _, outcome in self._outcomes:
+                if outcome.config:
+                    raise ConfigError(outcome.config)
+            if self._outcomes:
+                self._take_outcomes()
+                if not any(line.is_open for line in self.daemon.lines):
+                    break
+
+    def _take_outcomes(self) -> None:
+        """What the tiers' threads did, and what lookups waited for."""
+        while self._outcomes:
+            job, outcome = self._outcomes.popleft()
+            self.daemon.transferred(job, outcome, time.monotonic())
+        self.daemon.tick(time.monotonic())
+        while self.daemon.later:
+            number, reply = self.daemon.later.popleft()
+            peer = self._numbered.get(number)
+            if peer is not None and not peer.closing:
+                self._send(peer, reply)
+
     # The arena
 
     def _open(self, options: ServeOptions, fresh: bool) -> bool:
@@ -363,7 +432,9 @@ class Server:
         memory = self._arena.memory[: self._arena.slots_bytes]
         first_generation = time.time_ns() // 10**6 << GENERATION_BITS
         store = Store(memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes)
-        self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid())
+        self._threads, self._outcomes = [], deque()
+        lines = self._make_lines(options, memory)
+        self.daemon = Daemon(store, boot, str(self._arena.path), self._arena.size_bytes, os.getpid(), lines)
         if not warm:
             return True
         try:
@@ -434,6 +505,8 @@ class Server:
             self._drop(peer)
         for fd in self._pidfds.values():
             os.close(fd)
+        for threads in self._threads:
+            threads.close(CLOSE_SECONDS)
         self._selector.close()
         self._listener.close()
         self._wake_read.close()

@@ -139,6 +139,11 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
     return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
 
 
+def node_name(socket_path: Path) -> str:
+    """What tells the daemon of this socket from all others that use the same storage, also after a reboot."""
+    return f"{socket.gethostname()}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
+
+
 def _aligned(ram_bytes: int) -> int:
     return ram_bytes // SLOT_ALIGN * SLOT_ALIGN
 

@@ -18,7 +18,7 @@ from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, payload_offset, slot_bytes
 
 RECORD_VERSION = 1
-KEY_BYTES = HASH_BYTES + 2
+KEY_BYTES = 2 * HASH_BYTES + 2
 TAG_BYTES = 8
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's tag, tenant, seed of the signatures
@@ -39,9 +39,8 @@ class RecordName(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """KEY_BYTES that name it in a tier; the header has the whole name, so that a mix-up is only a miss."""
-        mixed = int.from_bytes(self.namespace, "little") ^ int.from_bytes(self.chunk_hash, "little")
-        return mixed.to_bytes(HASH_BYTES, "little") + self.gid.to_bytes(2, "big")
+        """KEY_BYTES that name it in a tier: namespace, chunk hash, gid."""
+        return self.namespace + self.chunk_hash + self.gid.to_bytes(2, "big")
 
 
 class Record(NamedTuple):
@@ -53,7 +52,7 @@ class Record(NamedTuple):
     seed: int
     """Of the parts' signatures."""
     parent: bytes = bytes(TAG_BYTES)
-    """The first TAG_BYTES of the key of the same group's object one chunk before, where a hit needs that one too."""
+    """The first TAG_BYTES of the hash of the chunk before, where a hit needs the same group's object there too."""
     tenant: int = 0
     interior: bool = False
     """See core.eviction."""

@@ -6,7 +6,7 @@ whole and cleared before the slot is free, and a torn header is one whose checks
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.eviction import Order, Policy
@@ -14,6 +14,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, tag_of_hash, unpack_header
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.extents import Extents
+from hybridkv.storage.record import TAG_BYTES, Record, RecordName
 
 VAIN_MAX = 8
 """For one slot at most 8 times its size is evicted at once; then nothing is granted for now."""
@@ -26,6 +27,8 @@ class Slot:
         "entry",
         "generation",
         "group_index",
+        "interior",
+        "kept",
         "offset",
         "owner",
         "parent_tag",
@@ -51,6 +54,10 @@ class Slot:
         """Of the chunk before it, see shm.slots."""
         self.tenant = 0
         """Whose quota it counts against; 0 = nobody's."""
+        self.interior = False
+        """See core.eviction."""
+        self.kept = 0
+        """A bit for each tier below that has it too, or is about to."""
 
     @property
     def shape(self) -> SlotShape:
@@ -158,6 +165,8 @@ class Store:
         self._objects = 0
         self.evicted = 0
         self.duplicates = 0
+        self.keeper: Callable[[Slot], bool] | None = None
+        """Asked before an object is evicted for room; True: it holds it for now, and what goes next is looked for."""
         self.over_quota = 0
         """Objects that were not kept, or made others go, for their tenant's bound."""
 
@@ -194,6 +203,27 @@ class Store:
         """The slot at `offset`, unless it has another generation by now."""
         slot = self._slots.get(offset)
         return slot if slot is not None and slot.generation == generation else None
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether there will be more room without evicting anything."""
+        return self.extents.limit_bytes < self.bound_bytes
+
+    @property
+    def memory(self) -> memoryview:
+        """The arena's slots."""
+        return self._memory
+
+    def record_of(self, slot: Slot) -> Record:
+        """What an object is called outside the arena."""
+        entry = slot.entry
+        assert entry is not None, "only objects of the index have names"
+        namespace = entry.namespace
+        parent = bytes(TAG_BYTES)
+        if slot.is_prefix and slot.parent_tag:
+            parent = slot.parent_tag.to_bytes(TAG_BYTES, "little")
+        name = RecordName(namespace.identity, namespace.gids[slot.group_index], entry.chunk_hash)
+        return Record(name, slot.part_bytes, slot.parts, slot.generation, parent, slot.tenant, slot.interior)
 
     def recover(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
         """Take over what an earlier daemon left: (namespaces by identity, slots that may still be written into).
@@ -288,7 +318,7 @@ class Store:
         while len(granted) < count:
             offset = self.extents.allocate(size)
             if offset is None:
-                if self.extents.limit_bytes < self.bound_bytes or not self._make_room(size):
+                if self.is_growing or not self._make_room(size):
                     break
                 continue
             self._generation += 1
@@ -332,7 +362,7 @@ class Store:
         if namespace.prefixes[group_index] and parent and (before is None or before.slots[group_index] is None):
             # What no hit can reach as long as the chunk before it is missing.
             interior = True
-        slot.tenant = tenant
+        slot.tenant, slot.interior = tenant, interior
         slot.parent_tag = tag_of_hash(parent) if parent else 0
         slot.state = SlotState.COMMITTED
         self._writing_bytes -= slot.size_bytes
@@ -358,8 +388,13 @@ class Store:
                 if slot.tenant in self._tenants:
                     self._tenants[slot.tenant].order.use((slot,))
 
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """As `pin`, for somebody whose reading says nothing of what is wanted."""
+        for slot in slots:
+            slot.pins += 1
+
     def unpin(self, slots: Iterable[Slot]) -> None:
-        """End a `pin`."""
+        """End a `pin` or a `hold`."""
         for slot in slots:
             slot.pins -= 1
             if slot.pins:
@@ -515,6 +550,8 @@ class Store:
             victim = self._order.victim(self._may_go) if vain <= VAIN_MAX * size else None
             if victim is None:
                 return False
+            if self.keeper is not None and self.keeper(victim):
+                continue
             run = self._evict(victim)
             if vain >= size:
                 self._widen(run, size)

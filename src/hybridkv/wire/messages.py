@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -20,6 +20,7 @@ BATCH_MAX = 1 << 16
 CHANGES_MAX = 256
 """Slots that one message may change: each takes the daemon some 10 us, in which it answers nobody else."""
 MESSAGE_BYTES_MAX = 16 << 20
+WAIT_MS_MAX = 30_000
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
@@ -122,11 +123,17 @@ class Identify(_Message, frozen=True, tag="identify"):
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
-    """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`."""
+    """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`.
+
+    The answer may take `wait_ms` where tiers below RAM have more (0: only RAM is looked at); they are read as far as
+    that is faster than computing `tokens_per_second` (0: not known, or not to be weighed).
+    """
 
     id: Count
     lease: Count
     hashes: Hashes
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    tokens_per_second: Count = 0
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -243,6 +250,18 @@ class Found(_Message, frozen=True, tag="found"):
     masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
     offsets: Packed
     generations: Packed
+    tiers: dict[Text, Count] = {}
+    """Chunks of the hit that came up for it, by tier."""
+    why: Fact = ""
+    """Why no more of what tiers have was read, for people."""
+
+
+class Pending(_Message, frozen=True, tag="pending"):
+    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it."""
+
+    id: Count
+    lease: Count
+    wait_ms: Count
 
 
 class Granted(_Message, frozen=True, tag="granted"):
@@ -297,7 +316,7 @@ class Error(_Message, frozen=True, tag="error"):
 Engine = Hello | Drained | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
 """What an engine says; whoever asks with a control connection says the rest."""
 Request = Engine | Stats | ListEngines | Clear | Explain
-Reply = Welcome | Found | Granted | Report | Engines | Done | Explained | Error
+Reply = Welcome | Found | Pending | Granted | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:

@@ -24,6 +24,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pending,
     Release,
     Reply,
     Report,
@@ -109,6 +110,8 @@ class Rule:
 
     states: frozenset[State]
     reply: type[Reply] | None
+    first: type[Reply] | None = None
+    """What may be said first, where the reply takes longer; others' replies may come between the two."""
 
 
 _NEW = frozenset((State.NEW,))
@@ -120,7 +123,7 @@ RULES: Mapping[type[Request], Rule] = {
     Hello: Rule(_NEW, Welcome),
     Drained: Rule(_WORKER, None),
     Identify: Rule(_ENGINE, Done),
-    Lookup: Rule(_ENGINE, Found),
+    Lookup: Rule(_ENGINE, Found, Pending),
     Release: Rule(_ENGINE, None),
     Want: Rule(_ENGINE, Granted),
     Commit: Rule(_ENGINE, None),

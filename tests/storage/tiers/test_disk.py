@@ -65,8 +65,8 @@ class TestWithoutDirectIO(TestDisk):
 
 def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[Sample, bytes]]:
     """Records of one prompt's prefix, each with the tag of the one before."""
-    samples = [sample(start + 5 * n, part_bytes) for n in range(length)]
-    parents = [bytes(8), *(one.key[:8] for one in samples[:-1])]
+    samples = [sample(start + 5 * n, part_bytes, namespace=b"n" * 32) for n in range(length)]
+    parents = [bytes(8), *(one.record.name.chunk_hash[:8] for one in samples[:-1])]
     return list(zip(samples, parents, strict=True))
 
 
@@ -119,8 +119,8 @@ def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> Non
 
 def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="64KiB")
-    one, other = sample(0), sample(5)
-    put(tier, [(one, other.key[:8]), (other, one.key[:8])])
+    one, other = (sample(number, namespace=b"n" * 32) for number in (0, 5))
+    put(tier, [(one, other.record.name.chunk_hash[:8]), (other, one.record.name.chunk_hash[:8])])
     for number in range(20):
         assert tier.put([sample(10 + number).putting()]) == [None]
     tier.check()

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Order, Policy
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tiers import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
@@ -62,7 +63,7 @@ class _File(NamedTuple):
     path: str
     taken_bytes: int
     parent: bytes
-    """Tag of what must not go before it, and the gid; empty = nothing."""
+    """What must not go before it, by `_tag`; empty = nothing."""
     touched: float
     """Its time of change, seconds since the epoch."""
 
@@ -86,9 +87,9 @@ class DiskTier(Tier):
         """Path by key, of all other writers."""
         self._order: Order[bytes] = Order(Policy.TWO_QUEUES, 0)
         self._kids: Counter[bytes] = Counter()
-        """By tag and gid: how many records need it to stay."""
+        """By `_tag`: how many records need it to stay."""
         self._tags: dict[bytes, bytes] = {}
-        """Key by tag and gid."""
+        """Key by `_tag`."""
         self._taken_bytes = 0
         """Of our files, and of those that are being written."""
         self._numbers = count(1)
@@ -285,8 +286,8 @@ class DiskTier(Tier):
             old.unlink(missing_ok=True)
 
     def _name(self, item: Putting) -> str:
-        key = item.key.hex()
-        return str(self._home / key[:2] / f"{key}.{item.parent.hex()}{'i' if item.interior else ''}")
+        shard = item.key[HASH_BYTES : HASH_BYTES + 1].hex()
+        return str(self._home / shard / f"{item.key.hex()}.{item.parent.hex()}{'i' if item.interior else ''}")
 
     # The index
 
@@ -295,11 +296,13 @@ class DiskTier(Tier):
         return file.path if file is not None else self._theirs.get(key)
 
     def _enter(self, key: bytes, path: str, taken: int, parent: bytes, interior: bool, touched: float) -> None:
-        gid, tag = key[-2:], key[:TAG_BYTES]
-        before = b"" if parent in (_NO_PARENT, tag) else parent + gid
+        own = _tag(key)
+        before = b"" if parent == _NO_PARENT else _tag(key, parent)
+        if before == own:
+            before = b""
         self._mine[key] = _File(path, taken, before, touched)
         self._theirs.pop(key, None)
-        self._tags[tag + gid] = key
+        self._tags[own] = key
         self._taken_bytes += taken
         if before:
             self._kids[before] += 1
@@ -312,7 +315,7 @@ class DiskTier(Tier):
             return
         self._taken_bytes -= file.taken_bytes
         self._order.remove(key)
-        own = key[:TAG_BYTES] + key[-2:]
+        own = _tag(key)
         if self._tags.get(own) == key:
             del self._tags[own]
         if file.parent:
@@ -324,7 +327,7 @@ class DiskTier(Tier):
                     self._order.offer(parent)
 
     def _may_go(self, key: bytes) -> bool:
-        return key[:TAG_BYTES] + key[-2:] not in self._kids
+        return _tag(key) not in self._kids
 
     def _make_room(self, size: int) -> bool:
         """Evict until `size` bytes more may be taken; False where that is impossible."""
@@ -494,6 +497,11 @@ def _shard_records(shard: str) -> Iterator[tuple[str, bytes, bytes, bool]]:
                 continue
             if len(key) == KEY_BYTES and len(parent) == TAG_BYTES:
                 yield entry.path, key, parent, rest.endswith("i")
+
+
+def _tag(key: bytes, of_hash: bytes = b"") -> bytes:
+    """A record by its namespace, the first TAG_BYTES of its chunk hash, or of another one, and its gid."""
+    return key[:HASH_BYTES] + (of_hash or key[HASH_BYTES : HASH_BYTES + TAG_BYTES]) + key[-2:]
 
 
 def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -1,0 +1,46 @@
+"""The threads of the tiers: each job runs in one of its tier's own, so that a tier that hangs holds up no other."""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from hybridkv.storage.line import THREADS
+from hybridkv.storage.tiers.base import Tier
+from hybridkv.storage.transfer import Job, Outcome, execute
+
+
+class TierThreads:
+    """Threads of one tier, started as they are needed. They never keep the process from ending."""
+
+    def __init__(self, tier: Tier, memory: memoryview, done: Callable[[Job, Outcome], None]) -> None:
+        """`done` is called by the threads."""
+        self._tier = tier
+        self._memory = memory
+        self._done = done
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+
+    def submit(self, job: Job) -> None:
+        """Have a job done."""
+        if not self._idle.acquire(blocking=False) and len(self._threads) < THREADS:
+            thread = threading.Thread(target=self._work, name=f"tier-{self._tier.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put(job)
+
+    def close(self, seconds: float) -> None:
+        """Let them end, and wait so long for those that are at work; then the tier's things are let go of."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(seconds / max(1, len(self._threads)))
+        closing = threading.Thread(target=self._tier.close, daemon=True)
+        closing.start()
+        closing.join(seconds)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            outcome = execute(self._tier, job, self._memory)
+            self._idle.release()
+            self._done(job, outcome)

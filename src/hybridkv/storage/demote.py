@@ -1,0 +1,156 @@
+"""What goes down: objects that tiers below are to have as well, from the time they are stored until they are there."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from hybridkv.core.tiers import Write
+from hybridkv.storage.line import JOB_BYTES_MAX, JOB_ITEMS_MAX, Line
+from hybridkv.storage.store import Slot, Store
+from hybridkv.storage.transfer import Item, Job, Outcome, Work, WrongBytesError
+
+QUEUE_MAX = 1 << 16
+"""Objects that wait to be written to one tier; more are not written."""
+HELD_SHARE = 8
+"""At most 1/8 of the arena is held for writing, unless one object is more."""
+
+
+class Demotion:
+    """The queues of all tiers. A queued object may be evicted before its turn; one that is being written may not."""
+
+    def __init__(self, store: Store, lines: Sequence[Line]) -> None:
+        self._store = store
+        self._lines = lines
+        self._writing: dict[Job, None] = {}
+        self._queues: list[deque[tuple[Slot, int, bool]]] = [deque() for _ in lines]
+        """Per tier (slot, its generation, whether somebody read it)."""
+        self._leaving: list[deque[Item]] = [deque() for _ in lines]
+        """Per tier what would be evicted, and is held until it is written."""
+        self._held_bytes = 0
+        self._backs = [line for line in lines if line.spec.write is Write.BACK]
+        self._now = 0.0
+        if self._backs:
+            store.keeper = self._keep
+
+    @property
+    def waiting(self) -> int:
+        """Objects in all queues."""
+        return sum(len(queue) for queue in self._queues)
+
+    def stored(self, slots: Iterable[Slot]) -> None:
+        """New objects of the index, or such as came up from another tier."""
+        for line in self._lines:
+            if line.spec.write is Write.THROUGH:
+                for slot in slots:
+                    self._queue(line, slot, is_read=False)
+
+    def read(self, slots: Iterable[Slot]) -> None:
+        """Objects that were hit: those that were not admitted when they were stored may be now."""
+        for line in self._lines:
+            if line.spec.write is Write.THROUGH and line.spec.hourly_bytes is not None:
+                for slot in slots:
+                    self._queue(line, slot, is_read=True)
+
+    def pump(self, now: float) -> None:
+        """Start what can be started."""
+        self._now = now
+        for line in self._lines:
+            leaving, queue = self._leaving[line.number], self._queues[line.number]
+            while leaving and line.writes(now) and line.has_thread(Work.WRITE):
+                items = [leaving.popleft() for _ in range(min(len(leaving), JOB_ITEMS_MAX))]
+                self._write(line, items, now)
+            if leaving and not line.writes(now):
+                # The tier got sick meanwhile: what nobody takes may go.
+                for item in leaving:
+                    self._let_go(line, item)
+                leaving.clear()
+            while queue and line.writes(now) and line.has_thread(Work.WRITE) and self._has_room(0):
+                items = self._batch(line, queue, now)
+                for item in items:
+                    self._hold(item)
+                if items:
+                    self._write(line, items, now)
+
+    def finished(self, line: Line, job: Job, outcome: Outcome) -> None:
+        """A write came back."""
+        del self._writing[job]
+        for at, item in enumerate(job.items):
+            error = outcome.error or outcome.errors[at]
+            if isinstance(error, WrongBytesError):
+                self._store.drop(_slot(item))
+            self._let_go(line, item, is_there=error is None)
+
+    def _queue(self, line: Line, slot: Slot, is_read: bool) -> None:
+        if slot.kept & line.bit or slot.entry is None:
+            return
+        queue = self._queues[line.number]
+        if len(queue) >= QUEUE_MAX:
+            line.counters["objects_shed"] += 1
+            return
+        slot.kept |= line.bit
+        queue.append((slot, slot.generation, is_read))
+
+    def _batch(self, line: Line, queue: "deque[tuple[Slot, int, bool]]", now: float) -> list[Item]:
+        items: list[Item] = []
+        size = 0
+        while queue and len(items) < JOB_ITEMS_MAX:
+            slot, generation, is_read = queue[0]
+            if slot.generation == generation and slot.entry is not None:
+                if items and (size + slot.size_bytes > JOB_BYTES_MAX or not self._has_room(size + slot.size_bytes)):
+                    break
+                record = self._store.record_of(slot)
+                if line.tier.peek(record.name.key) is not True:
+                    if line.admits(slot.size_bytes, is_read, now):
+                        items.append(Item(record, slot))
+                        size += slot.size_bytes
+                    else:
+                        slot.kept &= ~line.bit
+            queue.popleft()
+        return items
+
+    def held(self) -> Iterator[Slot]:
+        """Slots that are held, once for each time."""
+        for items in [*self._leaving, *(job.items for job in self._writing)]:
+            yield from (_slot(item) for item in items)
+
+    def _write(self, line: Line, items: list[Item], now: float) -> None:
+        job = Job(Work.WRITE, line.number, items)
+        self._writing[job] = None
+        line.submit(job, now)
+
+    def _hold(self, item: Item) -> None:
+        self._held_bytes += item.record.size_bytes
+        self._store.hold((_slot(item),))
+
+    def _let_go(self, line: Line, item: Item, is_there: bool = False) -> None:
+        slot = _slot(item)
+        self._held_bytes -= item.record.size_bytes
+        if not is_there:
+            slot.kept &= ~line.bit
+        self._store.unpin((slot,))
+
+    def _has_room(self, size: int) -> bool:
+        return not self._held_bytes or self._held_bytes + size <= len(self._store) // HELD_SHARE
+
+    def _keep(self, victim: Slot) -> bool:
+        """An object is about to be evicted, and with it those of its chunk: write them first, if a tier takes them."""
+        assert victim.entry is not None, "what goes is in the index"
+        for slot in victim.entry.slots:
+            if slot is not None and not slot.pins:
+                for line in self._backs:
+                    self._offer(line, slot)
+        return victim.pins > 0
+
+    def _offer(self, line: Line, slot: Slot) -> None:
+        if slot.kept & line.bit or not line.writes(self._now) or not self._has_room(slot.size_bytes):
+            return
+        record = self._store.record_of(slot)
+        if line.tier.peek(record.name.key) is not True and line.admits(slot.size_bytes, True, self._now):
+            slot.kept |= line.bit
+            item = Item(record, slot)
+            self._hold(item)
+            self._leaving[line.number].append(item)
+
+
+def _slot(item: Item) -> Slot:
+    assert item.slot is not None, "what is written has a slot"
+    return item.slot

@@ -1,0 +1,35 @@
+"""From a tier's URL to the tier. Libraries are imported only for tiers that are used."""
+
+import importlib
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tiers import TierSpec
+from hybridkv.storage.tiers.base import Tier
+from hybridkv.storage.tiers.disk import DiskTier
+
+EXTRAS = {
+    "valkey": ("valkey", "ValkeyTier"),
+    "valkeys": ("valkey", "ValkeyTier"),
+    "valkey+unix": ("valkey", "ValkeyTier"),
+    "redis": ("valkey", "ValkeyTier"),
+    "rediss": ("valkey", "ValkeyTier"),
+    "s3": ("s3", "S3Tier"),
+    "mooncake": ("mooncake", "MooncakeTier"),
+}
+"""By the URL's scheme: the module, which is also the name of the extra, and the class."""
+
+
+def make_tier(spec: TierSpec, node: str) -> Tier:
+    """The tier, not opened yet; raises ConfigError. `node` names this daemon among all that use it."""
+    if spec.kind == "disk":
+        return DiskTier(spec, node)
+    if spec.kind not in EXTRAS:
+        raise ConfigError(
+            f'tier: {spec.kind!r} is none of disk, {", ".join(EXTRAS)}; "disk:///var/cache/hybridkv" works'
+        )
+    module, name = EXTRAS[spec.kind]
+    try:
+        made: Tier = getattr(importlib.import_module(f"hybridkv.storage.tiers.{module}"), name)(spec)
+    except ImportError as error:
+        raise ConfigError(f"tier: {spec.kind} needs {error.name}; pip install 'hybridkv[{module}]' works") from error
+    return made

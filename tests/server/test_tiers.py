@@ -1,0 +1,402 @@
+"""Lookups and stores over tiers below RAM: the daemon's core with real directories, its threads' work done by hand."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hybridkv.core.coverage import part_bytes
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import unpack_u64
+from hybridkv.core.tiers import parse_tier
+from hybridkv.server.daemon import Daemon
+from hybridkv.shm.signature import is_signed, sign
+from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.storage.line import Line
+from hybridkv.storage.store import Store
+from hybridkv.storage.tiers.base import Getting, TierError
+from hybridkv.storage.tiers.disk import DiskTier
+from hybridkv.storage.transfer import Job, Outcome, Work, execute
+from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply
+from tests.layouts import LAYOUTS
+from tests.server.harness import commit, engine, grant, hashes
+
+ARENA = 1 << 20
+WAIT_MS = 1000
+FULL = LAYOUTS["qwen3next"]
+
+
+class Node:
+    """A daemon over tiers; `work` does what their threads would."""
+
+    def __init__(self, *urls: str, arena: int = ARENA, name: str = "here") -> None:
+        self.memory = memoryview(bytearray(arena))
+        self.jobs: list[Job] = []
+        self.now = 100.0
+        self.checks = True
+        store = Store(self.memory, first_generation=random.randrange(1, 1 << 30))
+        specs = [parse_tier(url, "tier") for url in urls]
+        lines = [
+            Line(number, f"disk{number or ''}", DiskTier(spec, name), spec, self.jobs.append)
+            for number, spec in enumerate(specs)
+        ]
+        self.daemon = Daemon(store, "boot", "/nowhere", arena, 1, lines)
+        store.grow(arena)
+        self.tick()
+        self.work()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.daemon.tick(self.now)
+
+    def work(self, kinds: tuple[Work, ...] = tuple(Work), seconds: float = 0.0) -> None:
+        """Do all jobs of these kinds, and what follows from them, each in so many seconds."""
+        while chosen := [job for job in self.jobs if job.work in kinds]:
+            for job in chosen:
+                self.jobs.remove(job)
+                self.now += seconds
+                self.finish(job, execute(self.daemon.lines[job.line].tier, job, self.memory))
+
+    def finish(self, job: Job, outcome: Outcome) -> None:
+        self.daemon.transferred(job, outcome, self.now)
+        self.tick()
+        if self.checks:
+            self.daemon.check()
+
+    def store(self, geometry: Geometry, numbers: list[int], connection: int = 1) -> None:
+        """Store whole chunks of a prompt, with bytes that their names tell."""
+        for index, group in enumerate(geometry.groups):
+            for chunk, number in enumerate(numbers):
+                size = part_bytes(geometry, group, chunk)
+                if size:
+                    (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
+                    self.fill(slot, size, geometry.parts(group), content(index, number))
+                    commit(self.daemon, connection, [slot], index, [number])
+        self.tick()
+
+    def store_if_room(self, geometry: Geometry, numbers: list[int]) -> None:
+        """As `store`, but what there is no room for is left out."""
+        for index, group in enumerate(geometry.groups):
+            for chunk, number in enumerate(numbers):
+                size = part_bytes(geometry, group, chunk)
+                slots = grant(self.daemon, 1, size, 1, geometry.parts(group)) if size else []
+                self.tick()
+                for slot in slots:
+                    self.fill(slot, size, geometry.parts(group), content(index, number))
+                    commit(self.daemon, 1, [slot], index, [number])
+        self.work()
+
+    def fill(self, slot: tuple[int, int], size: int, parts: int, value: int) -> None:
+        offset, generation = slot
+        memory = self.memory[offset : offset + slot_bytes(size, parts)]
+        memory[payload_offset(parts) :] = bytes([value]) * (len(memory) - payload_offset(parts))
+        sign(memory, size, parts, generation)
+
+    def ask(self, *numbers: int, lease: int = 7, wait_ms: int = WAIT_MS, rate: int = 0) -> Reply | None:
+        return self.daemon.handle(1, Lookup(5, lease, hashes(*numbers), wait_ms, rate), self.now)
+
+    def answer(self) -> Found:
+        ((_, found),) = self.daemon.later
+        self.daemon.later.clear()
+        assert isinstance(found, Found)
+        return found
+
+    def prove(self, geometry: Geometry, found: Found, numbers: list[int]) -> None:
+        """Every slot of an answer has the bytes of its name, signed."""
+        slots = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
+        for offset, generation in slots:
+            slot = self.daemon.store.get(offset, generation)
+            assert slot is not None
+            assert slot.entry is not None
+            memory = self.memory[offset : offset + slot.size_bytes]
+            assert is_signed(memory, slot.part_bytes, slot.parts, generation)
+            value = content(slot.group_index, slot.entry.chunk_hash[0])
+            start = payload_offset(slot.parts)
+            assert set(memory[start : start + slot.part_bytes * slot.parts]) == {value}
+
+
+def content(group_index: int, number: int) -> int:
+    return (number * 7 + group_index * 31) % 255 + 1
+
+
+def is_found(reply: Reply | None) -> Found:
+    assert isinstance(reply, Found), reply
+    return reply
+
+
+GEOMETRIES = [LAYOUTS[name] for name in ("qwen3", "gemma3", "qwen3next", "llama4", "deepseekv4") if name in LAYOUTS]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: str(len(geometry.groups)))
+def test_what_was_stored_comes_back_after_the_arena_is_gone(geometry: Geometry, tmp_path: Path) -> None:
+    numbers = [1, 2, 3, 4, 5, 6]
+    first = Node(f"disk://{tmp_path}?bytes=64MiB", arena=4 << 20)
+    engine(first.daemon, 1, geometry)
+    first.store(geometry, numbers)
+    first.work()
+    second = Node(f"disk://{tmp_path}?bytes=64MiB", arena=4 << 20)
+    engine(second.daemon, 1, geometry)
+    reply = second.ask(*numbers)
+    assert isinstance(reply, Pending)
+    assert not second.daemon.later
+    second.work()
+    found = second.answer()
+    assert found.chunks == len(numbers)
+    assert found.tiers == {"disk": len(numbers)}
+    second.prove(geometry, found, numbers)
+    second.daemon.handle(1, Release(7))
+    again = is_found(second.ask(*numbers))
+    assert again.chunks == len(numbers)
+    assert not again.tiers, "it is in RAM now"
+
+
+def test_without_patience_only_ram_is_looked_at(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    assert is_found(node.ask(1, 2, wait_ms=0)).chunks == 0
+    assert is_found(node.ask(8, 9)).chunks == 0, "nobody has it, so nobody waits"
+
+
+def stored(tmp_path: Path, numbers: list[int], geometry: Geometry = FULL, arena: int = ARENA) -> Node:
+    """A node with an empty RAM whose directory has the prompt."""
+    url = f"disk://{tmp_path}?bytes=64MiB"
+    node = Node(url, arena=arena)
+    engine(node.daemon, 1, geometry)
+    node.store(geometry, numbers)
+    node.work()
+    node = Node(url, arena=arena)
+    engine(node.daemon, 1, geometry)
+    return node
+
+
+def test_at_the_deadline_the_answer_is_what_ram_has(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.tick(WAIT_MS / 1e3 + 0.001)
+    found = node.answer()
+    assert found.chunks == 0
+    assert found.why == "it was not read in time"
+    (job,) = [job for job in node.jobs if job.work is Work.READ]
+    assert node.daemon.values()["bytes_writing"] > 0, "its slots are kept while a thread may write into them"
+    node.jobs.remove(job)
+    node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
+    assert node.daemon.values()["bytes_writing"] == 0
+    assert not node.daemon.later, "a late completion is no second answer"
+    assert is_found(node.ask(1, 2, 3)).chunks == 3, "but the next one has it"
+
+
+def test_a_request_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) -> None:
+    for aborted in (True, False):
+        node = stored(tmp_path, [1, 2, 3])
+        assert isinstance(node.ask(1, 2, 3), Pending)
+        if aborted:
+            node.daemon.handle(1, Release(7))
+        else:
+            node.daemon.disconnect(1)
+        node.daemon.check()
+        node.work()
+        assert not node.daemon.later
+        node.daemon.check()
+        assert len(node.daemon.promotion) == 0
+
+
+def test_two_that_want_the_same_read_it_once(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    assert isinstance(node.ask(1, 2, 3, lease=7), Pending)
+    assert isinstance(node.ask(1, 2, 3, lease=8), Pending)
+    node.work()
+    assert [found.chunks for _, found in node.daemon.later if isinstance(found, Found)] == [3, 3]
+    assert node.daemon.lines[0].counters["objects_read"] == 3 + 2 + 2, "chunks, and states at the end and halfway"
+
+
+def damage(path: Path, how: str) -> None:
+    raw = bytearray(path.read_bytes())
+    match how:
+        case "flip":
+            raw[payload_offset(1)] ^= 1
+        case "cut":
+            del raw[512:]
+        case "empty":
+            raw.clear()
+        case "foreign":
+            raw[:] = b"x" * len(raw)
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "foreign"])
+def test_a_damaged_object_is_a_miss_and_put_aside(tmp_path: Path, how: str) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    for path in tmp_path.glob("objects/*/??/*"):
+        damage(path, how)
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work()
+    assert node.answer().chunks == 0
+    assert node.daemon.lines[0].counters["objects_damaged"] > 0
+    assert list((tmp_path / "quarantine").iterdir())
+    assert not node.daemon.lines[0].is_hung
+    assert is_found(node.ask(1, 2, 3)).chunks == 0, "nobody asks for it again"
+
+
+def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    by_size: dict[int, list[Path]] = {}
+    for path in tmp_path.glob("objects/*/??/*"):
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    one, other = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
+    mine, theirs = one.read_bytes(), other.read_bytes()
+    one.write_bytes(theirs)
+    other.write_bytes(mine)
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work()
+    found = node.answer()
+    node.prove(FULL, found, [1, 2, 3])
+    assert found.chunks < 3
+    assert node.daemon.lines[0].counters["objects_damaged"] > 0
+
+
+def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3, 4])
+    line = node.daemon.lines[0]
+    line.speed = line.speed.measured(1000, 1.0, node.now)
+    found = is_found(node.ask(1, 2, 3, 4, rate=1_000_000))
+    assert found.chunks == 0
+    assert "computing" in found.why
+    assert isinstance(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1), Pending), "a slow engine waits for a slow tier"
+    node.work()
+    assert node.answer().chunks == 4
+
+
+def test_a_slow_tier_is_tried_again_after_a_while(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2])
+    line = node.daemon.lines[0]
+    line.speed = line.speed.measured(1000, 1.0, node.now)
+    assert is_found(node.ask(1, 2, rate=10_000)).chunks == 0
+    node.tick(600)
+    assert isinstance(node.ask(1, 2, rate=10_000), Pending)
+
+
+def test_a_tier_that_fails_is_left_alone_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    tier = node.daemon.lines[0].tier
+    real = tier.get
+
+    def broken(items: list[Getting]) -> list[TierError]:
+        return [TierError("Input/output error")] * len(items)
+
+    monkeypatch.setattr(tier, "get", broken)
+    for _ in range(3):
+        assert isinstance(node.ask(1, 2, 3), Pending)
+        node.work()
+        assert node.answer().chunks == 0
+    assert is_found(node.ask(1, 2, 3)).chunks == 0, "the breaker is open"
+    monkeypatch.setattr(tier, "get", real)
+    node.tick(1.0)
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work()
+    assert node.answer().chunks == 3
+
+
+def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
+    stored(tmp_path / "slow", [1, 2, 3])
+    stored(tmp_path / "well", [4, 5, 6])
+    node = Node(f"disk://{tmp_path}/slow?bytes=64MiB&timeout=0.5", f"disk://{tmp_path}/well?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    assert isinstance(node.ask(1, 2, 3, lease=1, wait_ms=200), Pending)
+    hung = [job for job in node.jobs if job.line == 0 and job.work is Work.READ]
+    node.jobs[:] = [job for job in node.jobs if job not in hung]
+    assert isinstance(node.ask(4, 5, 6, lease=2), Pending)
+    node.work()
+    assert node.answer().chunks == 3
+    node.tick(0.2)
+    assert node.answer().chunks == 0
+    node.tick(0.5)
+    assert node.daemon.lines[0].is_hung
+    assert is_found(node.ask(1, 2, 3, lease=3)).chunks == 0, "it is not asked while a thread of it hangs"
+    for job in hung:
+        node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
+    assert not node.daemon.lines[0].is_hung
+    assert is_found(node.ask(1, 2, 3, lease=4)).chunks == 3
+
+
+def test_written_back_when_it_goes(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back", arena=512 << 10)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    assert not list(tmp_path.glob("objects/*/??/*")), "nothing is written before it has to go"
+    for first in range(10, 130, 2):
+        node.store_if_room(FULL, [first, first + 1])
+    assert list(tmp_path.glob("objects/*/??/*"))
+    found = node.ask(1, 2)
+    if isinstance(found, Pending):
+        node.work()
+        found = node.answer()
+    assert is_found(found).chunks == 2
+    node.prove(FULL, is_found(found), [1, 2])
+
+
+def test_an_hourly_bound_spares_what_nobody_reads_twice(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB&hourly=1MiB", arena=4 << 20)
+    engine(node.daemon, 1, FULL)
+    for first in range(0, 60, 2):
+        node.store(FULL, [first, first + 1])
+        node.work()
+    line = node.daemon.lines[0]
+    written = line.counters["bytes_written"]
+    assert 0 < written <= 128 << 10, "half of the burst is for what is read"
+    assert isinstance(node.ask(58, 59, wait_ms=0), Found)
+    node.tick()
+    node.work()
+    assert line.counters["bytes_written"] > written
+    node.tick(3600)
+    node.store(FULL, [100, 101])
+    node.work()
+    assert line.counters["bytes_written"] <= 512 << 10
+
+
+def test_an_object_whose_bytes_went_bad_in_ram_is_not_written(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1])
+    for job in node.jobs:
+        for item in job.items:
+            assert item.slot is not None
+            node.memory[item.slot.offset + payload_offset(item.record.parts)] ^= 1
+    node.work()
+    assert not list(tmp_path.glob("objects/*/??/*"))
+    assert is_found(node.ask(1, wait_ms=0)).chunks == 0
+    assert node.daemon.lines[0].counters["objects_wrong_in_ram"] > 0
+
+
+def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.checks = False
+    full = [slot for _ in range(100) for slot in node.daemon.store.grant((100_000, 1), 1)]
+    assert full
+    reply = node.ask(1, 2, 3)
+    node.work()
+    found = node.answer() if isinstance(reply, Pending) else is_found(reply)
+    assert found.chunks < 3
+    assert found.why == "RAM has no room for it"
+
+
+def test_another_identity_never_gets_it(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.disconnect(1)
+    engine(node.daemon, 1, FULL, identity=b"m" * 32)
+    assert is_found(node.ask(1, 2, 3)).chunks == 0
+
+
+def test_what_an_earlier_life_had_no_time_to_write_is_written(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.daemon.lines[0].is_open = False
+    node.store(FULL, [1, 2])
+    assert not [job for job in node.jobs if job.work is Work.WRITE]
+    node.tick(10)
+    node.work()
+    assert len(list(tmp_path.glob("objects/*/??/*"))) == 2 * len(FULL.groups)
