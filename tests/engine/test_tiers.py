@@ -1,0 +1,85 @@
+"""What outlives restarts and reaches other nodes through tiers below RAM, on the real engine."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.engine import Engine
+from hybridkv.testing.daemon import DaemonProcess
+from tests.engine.support import answer, engine, prompt, stats, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+MODELS = {"gemma3": 128, "qwen3next": 256}
+"""A sliding-window hybrid and a recurrent one, with the tokens of a chunk."""
+CHUNKS = 3
+LOAD = {"load_policy": "always"}
+"""Tiny models compute faster than any storage reads."""
+
+
+def serve(directory: Path, name: str, *options: str) -> DaemonProcess:
+    (directory / name).mkdir(mode=0o700, exist_ok=True)
+    return DaemonProcess(str(directory / name / "daemon.sock"), "64MiB", options=["--node", name, *options])
+
+
+def is_written(daemon: DaemonProcess, tier: str, objects: int = 1) -> None:
+    def all_written() -> bool:
+        values = stats(daemon.socket_path)
+        there = values.get(f"tier_{tier}_objects_written", 0)
+        return there >= max(objects, values["objects_stored"]) and not values["writes_waiting"]
+
+    until(all_written, f"everything is written to {tier}")
+
+
+def arena_gone(daemon: DaemonProcess) -> None:
+    """As after a reboot."""
+    daemon.kill()
+    daemon.__exit__()
+    daemon.start()
+
+
+def hits(running: Engine, text: list[int], oracle: dict[str, object], chunk: int) -> None:
+    running.reset()
+    (result,) = running.run(text, max_tokens=6)
+    assert result["cached_tokens"] == oracle["cached_tokens"] == CHUNKS * chunk
+    assert answer(result) == answer(oracle)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None:
+    chunk = MODELS[model]
+    text = prompt(1, CHUNKS * chunk + 20)
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
+    with serve(tmp_path, "first", *disk) as daemon, serve(tmp_path, "second", *disk) as other:
+        with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
+            running.run(text, max_tokens=6)
+            (oracle,) = running.run(text, max_tokens=6)
+            is_written(daemon, "disk")
+            daemon.stop()
+            daemon.start()
+            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            hits(running, text, oracle, chunk)
+            arena_gone(daemon)
+            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            hits(running, text, oracle, chunk)
+            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, "the daemon's reboot, under a living engine"
+        with engine(model, tmp_path / "b.log", daemon.socket_path, extra=LOAD) as running:
+            hits(running, text, oracle, chunk)
+        daemon.stop()
+        daemon.start()
+        with engine(model, tmp_path / "c.log", daemon.socket_path, extra=LOAD) as running:
+            hits(running, text, oracle, chunk)
+            with engine(model, tmp_path / "d.log", other.socket_path, extra=LOAD) as second:
+                hits(second, text, oracle, chunk)
+                assert stats(other.socket_path)["chunks_hit_disk"] == CHUNKS
+        arena_gone(daemon)
+        with engine(model, tmp_path / "e.log", daemon.socket_path, extra=LOAD) as running:
+            hits(running, text, oracle, chunk)
+            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS
+            values = stats(daemon.socket_path)
+        assert not values.get("tier_disk_objects_damaged")
+        assert not values["tier_disk_failures"]
+
+
+def is_connected(daemon: DaemonProcess) -> bool:
+    return stats(daemon.socket_path)["sessions"] == 1
