@@ -223,6 +223,10 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     tier._look_at = 0
     tier.tend()
     assert (tmp_path / "objects/guest").exists()
+    opened(tmp_path, "lost")
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    guest.tend()
+    assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
     guest.leave()
     tier._look_at = 0
     tier.tend()

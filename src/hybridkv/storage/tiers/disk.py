@@ -548,6 +548,9 @@ class DiskTier(Tier):
             lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
             with contextlib.suppress(FileNotFoundError):
                 os.rename(home, lost)
+                for shard in [shard for shard in self._seen if os.path.dirname(shard) == str(home)]:
+                    del self._seen[shard]
+                    self._replace(shard, {})
                 logger.info("disk: taking over what %s left", home.name)
                 self._adopt_all(lost)
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import HASH_BYTES
@@ -153,7 +153,7 @@ class Proof(NamedTuple):
     """Its bytes, on pages of their own, if they are a whole record."""
 
 
-def prove(file: BinaryIO, size: int, name: FileName | None) -> Proof:
+def prove(file: IO[bytes], size: int, name: FileName | None) -> Proof:
     """Read the record that `file` should hold, `size` bytes from here on, and prove every byte of it.
 
     Reads no more than that, and has no more in memory than a sound header says. Raises OSError.
@@ -187,7 +187,11 @@ def prove_file(path: str, name: FileName | None) -> Proof | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(fd, "rb", buffering=0) as file:
-            return prove(file, os.fstat(fd).st_size, name)
+            # What the page cache has is not what the disk has, and daemons do without it.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            proof = prove(file, os.fstat(fd).st_size, name)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return proof
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError:
