@@ -63,10 +63,10 @@ _SLACK_BYTES = SLOT_ALIGN
 _NO_PARENT = bytes(TAG_BYTES)
 _LOST = ".lost-"
 """In the name of a writer's directory that somebody is taking over."""
-_ROOM_BYTES = 1 << 20
+_ROOM_BYTES = 64 << 10
 """Evicted where a full file system has no room for the little that a start writes."""
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-_SETTINGS = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP))
+_SETTINGS = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP))
 """What says that another directory is needed; anything else may pass."""
 
 
@@ -330,16 +330,17 @@ class DiskTier(Tier):
         page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
         path = str(self._home / "tmp" / "probe")
         self._direct = os.O_DIRECT
-        try:
-            self._write(path, [page], len(page))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._direct = 0
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            self._write(path, [page], len(page))
-        os.unlink(path)
+        while True:
+            try:
+                self._write(path, [page], len(page))
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = 0
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
 
     # The index
 
