@@ -142,6 +142,9 @@ class World:
         life = _Life(rng, drawn, node, f"s{self._seeds}")
         try:
             life.live()
+            if "kill" in drawn.faults and rng.random() < 0.5:
+                # The engine may end before it notices.
+                node.kill()
         finally:
             node.resume()
             for site in life.sites:
