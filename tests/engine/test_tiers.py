@@ -1,6 +1,7 @@
 """What outlives restarts and reaches other nodes through tiers below RAM, on the real engine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODELS = {"gemma3": 128, "qwen3next": 256}
 """A sliding-window hybrid and a recurrent one, with the tokens of a chunk."""
 CHUNKS = 3
-LOAD = {"load_policy": "always"}
+LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than any storage reads."""
 
 
@@ -38,7 +39,7 @@ def arena_gone(daemon: DaemonProcess) -> None:
     daemon.start()
 
 
-def hits(running: Engine, text: list[int], oracle: dict[str, object], chunk: int) -> None:
+def hits(running: Engine, text: list[int], oracle: dict[str, Any], chunk: int) -> None:
     running.reset()
     (result,) = running.run(text, max_tokens=6)
     assert result["cached_tokens"] == oracle["cached_tokens"] == CHUNKS * chunk
@@ -57,10 +58,10 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             is_written(daemon, "disk")
             daemon.stop()
             daemon.start()
-            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
             arena_gone(daemon)
-            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
             assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, "the daemon's reboot, under a living engine"
         with engine(model, tmp_path / "b.log", daemon.socket_path, extra=LOAD) as running:
@@ -81,5 +82,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
         assert not values["tier_disk_failures"]
 
 
-def is_connected(daemon: DaemonProcess) -> bool:
+def is_back(running: Engine, daemon: DaemonProcess) -> bool:
+    """Whether an engine has noticed its new daemon; it looks in its steps."""
+    running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1

@@ -15,7 +15,7 @@ from hybridkv.storage.transfer import Job, Outcome, Work, WrongBytesError
 logger = logging.getLogger("hybridkv.daemon")
 
 READS_MAX = 4
-WRITES_MAX = 2
+WRITES_MAX = 4
 FINDS_MAX = 2
 THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 2
 """Of each tier: one for every job that may run at once, so that none waits for another that hangs."""
