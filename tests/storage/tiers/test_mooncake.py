@@ -18,6 +18,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, TierError
 from hybridkv.storage.tiers.mooncake import MooncakeTier
+from hybridkv.storage.tiers.mooncake_calls import Put
 from hybridkv.storage.tiers.mooncake_process import Child
 from hybridkv.testing.tiers import Sample, TierSuite, pages, read, sample
 
@@ -220,6 +221,9 @@ def test_what_was_discarded_goes_when_its_lease_has_ended(master: Master, tier: 
     tier.discard([one.key])
     assert tier.peek(one.key) is False
     assert tier.find([one.key]) == [False]
+    assert isinstance(read(tier, one), MissingError)
+    assert list(tier.keys()) == []
+    assert list(other.keys()) == [one.key]
 
     def gone() -> bool:
         tier.tend()
@@ -252,18 +256,34 @@ def test_a_damaged_record_is_replaced_in_spite_of_its_lease(start: Callable[[str
 
 @needs_mooncake
 def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one(
-    master: Master, node: MooncakeTier, tier: MooncakeTier
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, wrong = sample(1), pages(len(sample(1).memory))
     assert tier.put([Putting(one.key, [wrong])]) == [None]
-    client(tier).kill()
-    with pytest.raises(TierError):
-        tier.discard([one.key], damaged=True)
-    (error,) = put(tier, [one])
-    assert isinstance(error, TierError)
-    tier.open()
+
+    def nobody(*_: object) -> None:
+        raise TierError("the master does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_remove", nobody)
+        with pytest.raises(TierError):
+            tier.discard([one.key], damaged=True)
+        errors = put(tier, [one, sample(2)])
+    assert isinstance(errors[0], TierError)
+    assert errors[1] is None
     assert put(tier, [one]) == [None]
     assert read(tier, one) is None
+
+
+@needs_mooncake
+def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> None:
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    others = [f"theirs-1-{one.key.hex()}", f"hybridkv-2-{one.key.hex()}", f"hybridkv-1-{one.key.hex()}-x", "ä\n"]
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    with client(tier).lane(deadline) as lane:
+        assert lane.call(Put(others, [lane.start] * 4, [4096] * 4), deadline) == [0] * 4
+    assert list(tier.keys()) == [one.key]
 
 
 @needs_mooncake
@@ -343,7 +363,8 @@ def test_a_stopped_master_holds_nobody_up(master: Master, node: MooncakeTier, ti
     nobody_answers(tier, one)
     with in_time(), pytest.raises(TierError):
         list(tier.keys())
-    with contextlib.suppress(TierError), in_time():
+    assert client(tier).alive, "it was not the client that did not answer"
+    with in_time(), pytest.raises(TierError):
         tier.tend()
     other = master.tier()
     with in_time(), pytest.raises(TierError):
@@ -397,6 +418,10 @@ def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: Moon
     assert read(tier, one) is None
     assert client(tier).process.pid != before.process.pid
     assert tier.gauges()["client_starts"] == 2
+    os.kill(client(tier).process.pid, signal.SIGKILL)
+    until(lambda: not client(tier).alive, "the end of the client")
+    tier.tend()
+    assert read(tier, one) is None
 
 
 @needs_mooncake
