@@ -164,8 +164,9 @@ def in_time() -> Iterator[None]:
 
 def nobody_answers(tier: MooncakeTier, there: Sample) -> None:
     """Every call fails for each of its items, and in time."""
+    large = [sample(n, 5 << 20) for n in range(100, 104)]
     with in_time():
-        errors = put(tier, [sample(n, 5 << 20) for n in range(100, 104)])
+        errors = put(tier, large)
     assert all(isinstance(error, TierError) for error in errors)
     into = [pages(len(there.memory)) for _ in range(3)]
     with in_time():
@@ -366,6 +367,7 @@ def test_a_stopped_master_holds_nobody_up(master: Master, node: MooncakeTier, ti
     assert client(tier).alive, "it was not the client that did not answer"
     with in_time(), pytest.raises(TierError):
         tier.tend()
+    assert not client(tier).alive, "it might have been the client after all"
     other = master.tier()
     with in_time(), pytest.raises(TierError):
         other.open()
@@ -383,8 +385,8 @@ def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
     with in_time():
         tier.close()
     tier.close()
-    assert client(tier).process.poll() is not None
-    assert keeper(tier).process.poll() is not None
+    for child in (client(tier), keeper(tier)):
+        assert child.process.wait(DEADLINE_SECONDS) is not None
     for call in (tier.open, tier.tend, lambda: tier.find([sample(1).key])):
         with pytest.raises(TierError):
             call()
@@ -413,7 +415,7 @@ def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: Moon
     before = client(tier)
     os.kill(before.process.pid, end)
     nobody_answers(tier, one)
-    assert before.process.poll() == -(signal.SIGKILL if end == signal.SIGSTOP else end)
+    assert before.process.wait(DEADLINE_SECONDS) == -(signal.SIGKILL if end == signal.SIGSTOP else end)
     tier.tend()
     assert read(tier, one) is None
     assert client(tier).process.pid != before.process.pid
