@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.engine import Engine
+from hybridkv.cli.main import main
+from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
 
@@ -86,3 +88,46 @@ def is_back(running: Engine, daemon: DaemonProcess) -> bool:
     """Whether an engine has noticed its new daemon; it looks in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
+
+
+def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tier is slowed on purpose; `explain` says what was weighed, and the switch forces either."""
+    text = prompt(1, CHUNKS * 128 + 20)
+    url = f"disk://{tmp_path}/disk?bytes=1GiB"
+    with (
+        serve(tmp_path, "fast", "--tier", url) as daemon,
+        engine("gemma3", tmp_path / "a.log", daemon.socket_path) as running,
+    ):
+        (oracle,) = running.run(text, max_tokens=4)
+        is_written(daemon, "disk")
+    with serve(tmp_path, "slow", "--tier", f"inject+{url}&rate=150KiB&write=off&timeout=60") as daemon:
+
+        def ask(log: str, policy: str, times: int) -> list[dict[str, Any]]:
+            """The answers of an engine, each from a daemon whose RAM is empty; its speed of prefill is known."""
+            results = []
+            with engine("gemma3", tmp_path / log, daemon.socket_path, extra={"load_policy": policy}) as running:
+                for seed in range(3):
+                    running.run(prompt(100 + seed, 512), max_tokens=1)
+                for _ in range(times):
+                    until(lambda: not stats(daemon.socket_path)["tier_disk_jobs_running"], "nothing comes up any more")
+                    clear(daemon.socket_path)
+                    running.reset()
+                    results += running.run(text, max_tokens=4)
+            return results
+
+        computed = ask("b.log", "faster", 2)
+        assert [result["cached_tokens"] for result in computed] == [0, 0]
+        assert all(result["tokens"] == oracle["tokens"] for result in computed)
+        assert main(["explain", "verify-5", "--socket", daemon.socket_path]) == 0
+        told = capsys.readouterr().out
+        assert "computing" in told, told
+        assert [result["cached_tokens"] for result in ask("c.log", "never", 1)] == [0]
+        assert [result["cached_tokens"] for result in ask("d.log", "always", 1)] == [CHUNKS * 128]
+
+
+def clear(socket_path: str) -> None:
+    """Empty RAM, and nothing else."""
+    with Control(socket_path) as control:
+        control.clear()

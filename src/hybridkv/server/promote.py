@@ -19,7 +19,7 @@ from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.worth import best_cut
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.storage.line import JOB_BYTES_MAX, JOB_ITEMS_MAX, Line
+from hybridkv.storage.line import JOB_ITEMS_MAX, Line
 from hybridkv.storage.record import Record, RecordName
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.storage.tiers.base import DamagedError
@@ -198,6 +198,9 @@ class Promotion:
                     self._hold(waiting, slot)
                     waiting.read_bytes[line] += item.record.size_bytes
                     waiting.origins.setdefault(reading.need.chunk, line.name)
+        if touched and all(waiting.is_over for waiting in touched) and outcome.error is None:
+            # Too late for anybody; but now it is known how slow the tier is.
+            line.speed = line.speed.measured(job.size_bytes, now - job.submitted_at, now)
         if damaged:
             line.submit(Job(Work.DISCARD, line.number, damaged, damaged=True), now)
         for waiting in touched:
@@ -379,7 +382,7 @@ class Promotion:
     def _start(self, waiting: Waiting, line: Line, now: float) -> bool:
         """Read the next few objects from `line`; whether any."""
         items: list[Item] = []
-        size = 0
+        size, most = 0, line.job_bytes(Work.READ, now)
         while waiting.todo and waiting.todo[0].line is line and len(items) < JOB_ITEMS_MAX:
             need = waiting.todo[0]
             group = waiting.geometry.groups[need.group_index]
@@ -388,7 +391,7 @@ class Promotion:
             size += slot_bytes(*shape)
             taken = self._reading_bytes[line]
             busy = taken and taken + slot_bytes(*shape) > len(self._store) // READING_SHARE
-            if (items and size > JOB_BYTES_MAX) or busy or name.key in self._reading:
+            if (items and size > most) or busy or name.key in self._reading:
                 break
             slots = self._store.grant(shape, 1)
             if not slots:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from hybridkv.core.tiers import Write
-from hybridkv.storage.line import JOB_BYTES_MAX, JOB_ITEMS_MAX, Line
+from hybridkv.storage.line import JOB_ITEMS_MAX, Line
 from hybridkv.storage.store import Slot, Store
 from hybridkv.storage.transfer import Item, Job, Outcome, Work, WrongBytesError
 
@@ -56,7 +56,13 @@ class Demotion:
         for line in self._lines:
             leaving, queue = self._leaving[line.number], self._queues[line.number]
             while leaving and line.writes(now) and line.has_thread(Work.WRITE):
-                items = [leaving.popleft() for _ in range(min(len(leaving), JOB_ITEMS_MAX))]
+                items = [leaving.popleft()]
+                while (
+                    leaving
+                    and len(items) < JOB_ITEMS_MAX
+                    and sum(item.record.size_bytes for item in (*items, leaving[0])) <= line.job_bytes(Work.WRITE, now)
+                ):
+                    items.append(leaving.popleft())
                 self._write(line, items, now)
             if leaving and not line.writes(now):
                 # The tier got sick meanwhile: what nobody takes may go.
@@ -91,11 +97,11 @@ class Demotion:
 
     def _batch(self, line: Line, queue: "deque[tuple[Slot, int, bool]]", now: float) -> list[Item]:
         items: list[Item] = []
-        size = 0
+        size, most = 0, line.job_bytes(Work.WRITE, now)
         while queue and len(items) < JOB_ITEMS_MAX:
             slot, generation, is_read = queue[0]
             if slot.generation == generation and slot.entry is not None:
-                if items and (size + slot.size_bytes > JOB_BYTES_MAX or not self._has_room(size + slot.size_bytes)):
+                if items and (size + slot.size_bytes > most or not self._has_room(size + slot.size_bytes)):
                     break
                 record = self._store.record_of(slot)
                 if line.tier.peek(record.name.key) is not True:

@@ -21,6 +21,10 @@ THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 2
 """Of each tier: one for every job that may run at once, so that none waits for another that hangs."""
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
+JOB_BYTES_FIRST = 1 << 20
+"""Of a job for a tier whose speed is not known."""
+JOB_SECONDS = 0.1
+"""How long a job should take at most: what it brings counts only when all of it is there."""
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
@@ -42,6 +46,8 @@ class Line:
         self.spec = spec
         self.speed = Speed()
         """Bytes per second that lookups saw."""
+        self.writing_speed = Speed()
+        """Bytes per second of one job."""
         self.is_open = False
         self.counters: Counter[str] = Counter()
         self._submit = submit
@@ -77,6 +83,13 @@ class Line:
     def has_thread(self, work: Work) -> bool:
         """Whether one more such job may run now."""
         return self._busy[work] < _LIMITS.get(work, 1)
+
+    def job_bytes(self, work: Work, now: float) -> int:
+        """The most that a job should move, unless one object is more."""
+        speed = self.writing_speed if work is Work.WRITE else self.speed
+        if not speed.per_second:
+            return JOB_BYTES_FIRST
+        return min(JOB_BYTES_MAX, round(JOB_SECONDS / speed.seconds(1, now)))
 
     def admits(self, size: int, is_read: bool, now: float) -> bool:
         """Whether `size` bytes more may be written by the hourly bound; takes them from it if so."""
@@ -119,6 +132,8 @@ class Line:
                 self._reading = self._reading.failed(now) if failed else self._reading.succeeded()
             case Work.WRITE:
                 self._writing = self._writing.failed(now) if failed else self._writing.succeeded()
+                if not failed:
+                    self.writing_speed = self.writing_speed.measured(job.size_bytes, now - job.submitted_at, now)
             case Work.TEND if failed:
                 self._reading, self._writing = self._reading.failed(now), self._writing.failed(now)
         self._count(job, outcome)
@@ -155,6 +170,7 @@ class Line:
             yield counter, float(value)
         gauges: Mapping[str, float] = self.tier.gauges()
         yield from gauges.items()
+        yield "jobs_running", float(len(self._running))
         yield "is_open", float(self.is_open)
         yield "breaker_open", float(self._reading.is_open or self._writing.is_open or self.is_hung)
         yield "bytes_per_second", self.speed.per_second

@@ -1,12 +1,16 @@
 """From a tier's URL to the tier. Libraries are imported only for tiers that are used."""
 
 import importlib
+from dataclasses import replace
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import TierSpec
 from hybridkv.storage.tiers.base import Tier
 from hybridkv.storage.tiers.disk import DiskTier
+from hybridkv.storage.tiers.injected import OPTIONS, InjectedTier
 
+INJECT = "inject+"
+"""Before a scheme: see injected.py."""
 EXTRAS = {
     "valkey": ("valkey", "ValkeyTier"),
     "valkeys": ("valkey", "ValkeyTier"),
@@ -21,6 +25,10 @@ EXTRAS = {
 
 def make_tier(spec: TierSpec, node: str) -> Tier:
     """The tier, not opened yet; raises ConfigError. `node` names this daemon among all that use it."""
+    if spec.kind.startswith(INJECT):
+        options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
+        kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
+        return InjectedTier(make_tier(replace(spec, kind=kind, location=location, options=options), node), spec)
     if spec.kind == "disk":
         return DiskTier(spec, node)
     if spec.kind not in EXTRAS:
