@@ -10,6 +10,7 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
+from tests.storage.tiers.master import Master, needs_mooncake
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -82,6 +83,33 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             values = stats(daemon.socket_path)
         assert not values.get("tier_disk_objects_damaged")
         assert not values["tier_disk_failures"]
+
+
+@needs_mooncake
+@pytest.mark.parametrize("model", MODELS)
+def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
+    """The first node's daemon gives the memory; both engines, and the first daemon's arena, may be gone meanwhile."""
+    chunk = MODELS[model]
+    text = prompt(1, CHUNKS * chunk + 20)
+    master = Master(tmp_path / "master.log", "300ms")
+    try:
+        giving = ("--tier", master.url(size=256 << 20, timeout=5))
+        with (
+            serve(tmp_path, "first", *giving) as daemon,
+            serve(tmp_path, "second", "--tier", master.url(timeout=5)) as other,
+        ):
+            with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
+                running.run(text, max_tokens=6)
+                (oracle,) = running.run(text, max_tokens=6)
+                is_written(daemon, "mooncake")
+                clear(daemon.socket_path)
+                hits(running, text, oracle, chunk)
+                assert stats(daemon.socket_path)["chunks_hit_mooncake"] == CHUNKS
+            with engine(model, tmp_path / "b.log", other.socket_path, extra=LOAD) as running:
+                hits(running, text, oracle, chunk)
+                assert stats(other.socket_path)["chunks_hit_mooncake"] == CHUNKS
+    finally:
+        master.kill()
 
 
 def is_back(running: Engine, daemon: DaemonProcess) -> bool:
