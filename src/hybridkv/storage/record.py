@@ -121,6 +121,17 @@ def read_head(head: memoryview) -> Record | None:
     return Record(name, part_bytes, parts, seed, parent, tenant, bool(flags & _INTERIOR))
 
 
+def parts_of(start: bytes) -> int:
+    """The number of parts that the first HEADER_BYTES of what may be a record name; 0 where they name none.
+
+    Nothing is proven by it: it says how much `read_head` needs.
+    """
+    if len(start) < HEADER_BYTES:
+        return 0
+    magic, version, parts = _HEADER.unpack_from(start)[:3]
+    return int(parts) if (magic, version) == (_MAGIC, RECORD_VERSION) else 0
+
+
 def is_whole(record: Record, memory: memoryview) -> bool:
     """Whether `memory` has exactly the record's bytes; its header was read already."""
     if len(memory) != record.size_bytes:

@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,8 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.storage.tiers.disk import QUARANTINE_MAX, DiskTier
+from hybridkv.storage.tiers.disk import DiskTier
+from hybridkv.storage.tiers.files import QUARANTINE_MAX
 from hybridkv.storage.tiers.make import make_tier
 from hybridkv.testing.tiers import Sample, TierSuite, read, sample
 
@@ -200,6 +202,116 @@ def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) ->
     first._alive_at = 0
     with pytest.raises(TierError, match="another daemon"):
         first.tend()
+
+
+def test_a_writer_that_has_just_come_is_not_taken_over(tmp_path: Path) -> None:
+    """It has made its directory, and had no time to say that it lives."""
+    tier = opened(tmp_path)
+    (tmp_path / "objects/new/tmp").mkdir(parents=True)
+    tier._look_at = 0
+    tier.tend()
+    assert (tmp_path / "objects/new/tmp").exists()
+    os.utime(tmp_path / "objects/new", (1, 1))
+    tier._look_at = 0
+    tier.tend()
+    assert not (tmp_path / "objects/new").exists(), "but not for ever"
+
+
+def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_path: Path) -> None:
+    opened(tmp_path, "back").put([sample(1).putting()])
+    os.utime(tmp_path / "objects/back/alive", (1, 1))
+    other, back = opened(tmp_path), disk(tmp_path, "back")
+    listdir = os.listdir
+
+    turns = iter([True])
+
+    def meanwhile(path: str | Path) -> list[str]:
+        if Path(path).parent.name == "back" and next(turns, False):
+            os.utime(tmp_path / "objects/back/alive", (1, 1))
+            other._look_at = 0
+            other.tend()
+        return listdir(path)
+
+    with mock.patch("os.listdir", meanwhile):
+        back.open()
+    assert read(other, sample(1)) is None
+    assert back.put([sample(2).putting()]) == [None]
+
+
+def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
+    """As after a night in standby: the others have its objects, and it writes new ones."""
+    tier, other = opened(tmp_path), opened(tmp_path, "other")
+    tier.put([sample(1).putting()])
+    os.utime(tmp_path / "objects/here/alive", (1, 1))
+    other._look_at = 0
+    other.tend()
+    assert isinstance(read(tier, sample(1)), MissingError)
+    tier.tend()
+    assert read(tier, sample(1)) is None, "it is the other's now"
+    assert tier.put([sample(2).putting()]) == [None]
+    assert read(tier, sample(2)) is None
+    tier.check()
+
+
+def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
+    guest, tier = DiskTier(parse_tier(f"disk://{tmp_path}", "disk"), "guest", adopts=False), opened(tmp_path)
+    guest.open()
+    guest.put([sample(1).putting()])
+    tier._look_at = 0
+    tier.tend()
+    assert (tmp_path / "objects/guest").exists()
+    opened(tmp_path, "lost")
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    guest.tend()
+    assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
+    guest.leave()
+    tier._look_at = 0
+    tier.tend()
+    assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
+    assert read(tier, sample(1)) is None
+    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
+
+
+def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
+    """A file system that is read-only for a while: nothing is forgotten that is still there."""
+    tier = opened(tmp_path, size="256KiB")
+    samples = [sample(number, 9000) for number in range(9)]
+    assert tier.put([one.putting() for one in samples]) == [None] * 9
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with mock.patch("os.unlink", side_effect=read_only), mock.patch("os.rename", side_effect=read_only):
+        for number in range(9, 30):
+            (error,) = tier.put([sample(number, 9000).putting()])
+            assert isinstance(error, TierError)
+            assert real_bytes(tmp_path) <= 256 << 10
+        assert all(tier.find([one.key for one in samples])), "nothing was evicted in vain"
+        tier.discard([samples[0].key], damaged=True)
+        assert isinstance(read(tier, samples[0]), MissingError)
+        tier.check()
+    for number in range(40, 60):
+        assert tier.put([sample(number, 9000).putting()]) == [None]
+        tier.check()
+    tier.tend()
+    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert not [path for path in tmp_path.glob("objects/here/??/*") if path.name.startswith(samples[0].key.hex())]
+    tier.check()
+
+
+def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
+    """Two threads put it at the same time, of two prompts: its prefix is told differently."""
+    tier = opened(tmp_path)
+    one = sample(1)
+    write = tier._write
+
+    def slowly(*args: Any) -> int:
+        tier._write = write  # type: ignore[method-assign]
+        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
+        return write(*args)
+
+    tier._write = slowly  # type: ignore[method-assign, assignment]
+    assert tier.put([one.putting()]) == [None]
+    assert len(list(tmp_path.glob("objects/here/??/*"))) == 1
+    assert read(tier, one) is None
+    tier.check()
 
 
 @pytest.mark.parametrize("cut", range(0, 24_576, 512))

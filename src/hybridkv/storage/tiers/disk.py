@@ -34,27 +34,40 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tiers import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.storage.record import KEY_BYTES, TAG_BYTES
+from hybridkv.storage.record import TAG_BYTES
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
+from hybridkv.storage.tiers.files import (
+    ALIVE_SECONDS,
+    BLOCK_BYTES,
+    LAYOUT,
+    LAYOUT_FILE,
+    FileName,
+    homes,
+    records,
+    set_aside,
+    shard_records,
+    silent_seconds,
+    taken_bytes,
+)
 
 logger = logging.getLogger("hybridkv.daemon")
 
-LAYOUT = "1\n"
 LOST_SECONDS = 3600.0
 """A writer that has not touched its `alive` for so long is gone for good."""
-ALIVE_SECONDS = 30.0
 TOUCH_SECONDS = 600.0
 """A file's time of change, by which it is ordered after a restart, is at most so late."""
 LOOK_SHARE = 50
 """At most 1/50 of the time goes into looking for what others wrote."""
-QUARANTINE_MAX = 16
-"""Damaged files that are kept."""
-_BLOCK_BYTES = 512
-"""Unit of st_blocks."""
 _SLACK_BYTES = SLOT_ALIGN
 """What a file may take beside its bytes."""
 _NO_PARENT = bytes(TAG_BYTES)
+_LOST = ".lost-"
+"""In the name of a writer's directory that somebody is taking over."""
+_ROOM_BYTES = 1 << 20
+"""Evicted where a full file system has no room for the little that a start writes."""
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
+_SETTINGS = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP))
+"""What says that another directory is needed; anything else may pass."""
 
 
 class _File(NamedTuple):
@@ -73,8 +86,11 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, spec: TierSpec, writer: str) -> None:
-        """`writer` names this daemon among all that use the directory, the same one in all its lives."""
+    def __init__(self, spec: TierSpec, writer: str, adopts: bool = True) -> None:
+        """`writer` names this daemon among all that use the directory, the same one in all its lives.
+
+        `adopts`: whether it takes over what writers left that are gone.
+        """
         spec.known_options()
         self.root = Path(spec.location.removeprefix("disk://"))
         self.max_bytes = spec.max_bytes or 0
@@ -90,8 +106,14 @@ class DiskTier(Tier):
         """By `_tag`: how many records need it to stay."""
         self._tags: dict[bytes, bytes] = {}
         """Key by `_tag`."""
+        self._adopts = adopts
         self._taken_bytes = 0
-        """Of our files, and of those that are being written."""
+        """Of our files."""
+        self._writing_bytes = 0
+        """Of those that are being written, at most."""
+        self._strays: dict[str, int] = {}
+        """Files of ours that could not be removed yet, and the bytes that they take."""
+        self._stray_bytes = 0
         self._numbers = count(1)
         self._token = uuid.uuid4().hex
         self._alive_at = 0.0
@@ -104,23 +126,26 @@ class DiskTier(Tier):
     def open(self) -> None:
         """Scan the directory; raises ConfigError where it cannot be used."""
         try:
-            self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._home / "tmp").mkdir(mode=0o700, exist_ok=True)
-            (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
-            layout = self.root / "hybridkv-tier"
-            with contextlib.suppress(FileExistsError), layout.open("x") as file:
-                file.write(LAYOUT)
-            if layout.read_text() not in (LAYOUT, ""):
-                raise ConfigError(f"disk: {self.root} has another version's layout; a new directory works")
-            for name in os.listdir(self._home / "tmp"):
-                os.unlink(self._home / "tmp" / name)
-            self._probe()
-            (self._home / "alive").write_text(self._token)
+            try:
+                self._enter_directory()
+            except FileNotFoundError:
+                # Another daemon was taking it over, after a long time in which nobody was here.
+                self._enter_directory()
+            self._scan()
+            try:
+                self._settle()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                with self._lock:
+                    self._evict_bytes(_ROOM_BYTES)
+                self._settle()
         except OSError as error:
+            if error.errno not in _SETTINGS:
+                raise _translated(error) from error
             raise ConfigError(
                 f"disk: {self.root} cannot be used ({error.strerror}); a directory that you may write to works"
             ) from error
-        self._scan()
         self._look()
 
     def peek(self, key: bytes) -> bool | None:
@@ -141,12 +166,18 @@ class DiskTier(Tier):
                 path = self._path(key)
                 if path is None:
                     continue
+                taken = self._mine[key].taken_bytes if key in self._mine else 0
                 self._forget(key)
-            with contextlib.suppress(OSError):
+            try:
                 if damaged:
-                    self._set_aside(path)
+                    set_aside(self.root, path)
                 else:
                     os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                if taken:
+                    self._stray(path, taken)
 
     def keys(self) -> Iterator[bytes]:
         with self._lock:
@@ -159,16 +190,18 @@ class DiskTier(Tier):
             if now >= self._alive_at:
                 self._show_alive()
                 self._alive_at = now + ALIVE_SECONDS
+            self._sweep()
             if now >= self._look_at:
                 self._look()
-                self._adopt()
+                if self._adopts:
+                    self._adopt()
                 self._look_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
         except OSError as error:
             raise _translated(error) from error
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "bytes": float(self._taken_bytes),
+            "bytes": float(self._held_bytes),
             "bytes_max": float(self.max_bytes),
             "objects": float(len(self._mine)),
             "objects_of_others": float(len(self._theirs)),
@@ -177,14 +210,21 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Nothing is held open."""
 
+    def leave(self) -> None:
+        """There will be no next life of this writer: others may take over what it wrote, now."""
+        os.utime(self._home / "alive", (0, 0))
+
     def check(self) -> None:
         """Re-derive what can be derived, of a tier that nobody uses at the moment; raises AssertionError."""
         with self._lock:
             self._order.check(self._may_go)
             assert len(self._order) == len(self._mine)
-            assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes <= self.max_bytes
-            real = [path.stat().st_blocks * _BLOCK_BYTES for path in self._home.glob("??/*")]
-            assert sum(real) <= self._taken_bytes
+            assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes
+            assert not self._writing_bytes
+            assert self._stray_bytes == sum(self._strays.values())
+            assert self._held_bytes <= self.max_bytes
+            real = [path.stat().st_blocks * BLOCK_BYTES for kind in ("??/*", "tmp/*") for path in self._home.glob(kind)]
+            assert sum(real) <= self._held_bytes
             assert +self._kids == Counter(file.parent for file in self._mine.values() if file.parent)
 
     # Files
@@ -219,14 +259,17 @@ class DiskTier(Tier):
     def _put(self, item: Putting) -> TierError | None:
         size = sum(len(piece) for piece in item.pieces)
         reserved = size + _SLACK_BYTES
+        name = FileName(item.key, item.parent, item.interior)
+        temporary, path = str(self._home / "tmp" / str(next(self._numbers))), str(self._home / name.path)
         with self._lock:
             if item.key in self._mine or item.key in self._theirs:
                 return None
-            if not self._make_room(reserved):
-                return FullError(f"{format_size(size)} do not fit into {format_size(self.max_bytes)}")
-            self._taken_bytes += reserved
-        temporary = self._home / "tmp" / str(next(self._numbers))
-        path = self._name(item)
+            try:
+                if not self._make_room(reserved):
+                    return FullError(f"{format_size(size)} do not fit into {format_size(self.max_bytes)}")
+            except OSError as error:
+                return _translated(error)
+            self._writing_bytes += reserved
         try:
             taken = self._write(temporary, item.pieces, size)
             try:
@@ -235,35 +278,57 @@ class DiskTier(Tier):
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 os.rename(temporary, path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            with self._lock:
-                self._taken_bytes -= reserved
+            self._remove(temporary, reserved)
+            with self._lock, contextlib.suppress(OSError):
+                self._writing_bytes -= reserved
                 if error.errno in _FULL:
                     # The file system has less room than we may use: others need it more than the oldest of ours.
                     self._evict_bytes(reserved)
             return _translated(error)
         with self._lock:
-            self._taken_bytes -= reserved
-            if item.key not in self._mine:
-                self._enter(item.key, path, taken, item.parent, item.interior, time.time())
+            self._writing_bytes -= reserved
+            known = self._mine.get(item.key)
+            if known is None:
+                self._enter(name, path, taken, time.time())
+        if known is not None and known.path != path:
+            self._remove(path, taken)
         return None
 
-    def _write(self, path: Path, pieces: Sequence[memoryview], size: int) -> int:
+    def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
         """Write a new file; the bytes that it takes."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct, 0o600)
         try:
             done = 0
             while done < size:
                 done += os.pwritev(fd, _after(pieces, done), done)
-            return max(size, os.fstat(fd).st_blocks * _BLOCK_BYTES)
+            return max(size, os.fstat(fd).st_blocks * BLOCK_BYTES)
         finally:
             os.close(fd)
+
+    def _enter_directory(self) -> None:
+        """Make what is missing, show that we live, so that nobody takes it over, and remove what nobody will finish."""
+        self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._home / "alive")
+        (self._home / "tmp").mkdir(mode=0o700, exist_ok=True)
+        (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
+        layout = self.root / LAYOUT_FILE
+        with contextlib.suppress(FileExistsError), layout.open("x") as file:
+            file.write(LAYOUT)
+        if layout.read_text() not in (LAYOUT, ""):
+            raise ConfigError(f"disk: {self.root} has another version's layout; a new directory works")
+        for name in os.listdir(self._home / "tmp"):
+            os.unlink(self._home / "tmp" / name)
+
+    def _settle(self) -> None:
+        """What needs a little room: say who we are."""
+        self._probe()
+        (self._home / "alive").write_text(self._token)
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""
         page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
-        path = self._home / "tmp" / "probe"
+        path = str(self._home / "tmp" / "probe")
         self._direct = os.O_DIRECT
         try:
             self._write(path, [page], len(page))
@@ -276,26 +341,14 @@ class DiskTier(Tier):
             self._write(path, [page], len(page))
         os.unlink(path)
 
-    def _set_aside(self, path: str) -> None:
-        """Keep a damaged file for whoever wants to look, and not many of them."""
-        where = self.root / "quarantine"
-        os.utime(path)
-        os.rename(path, where / f"{os.path.basename(path)}.{uuid.uuid4().hex[:8]}")
-        kept = sorted(where.iterdir(), key=lambda one: one.stat().st_mtime)
-        for old in kept[:-QUARANTINE_MAX]:
-            old.unlink(missing_ok=True)
-
-    def _name(self, item: Putting) -> str:
-        shard = item.key[HASH_BYTES : HASH_BYTES + 1].hex()
-        return str(self._home / shard / f"{item.key.hex()}.{item.parent.hex()}{'i' if item.interior else ''}")
-
     # The index
 
     def _path(self, key: bytes) -> str | None:
         file = self._mine.get(key)
         return file.path if file is not None else self._theirs.get(key)
 
-    def _enter(self, key: bytes, path: str, taken: int, parent: bytes, interior: bool, touched: float) -> None:
+    def _enter(self, name: FileName, path: str, taken: int, touched: float) -> None:
+        key, parent, interior = name
         own = _tag(key)
         before = b"" if parent == _NO_PARENT else _tag(key, parent)
         if before == own:
@@ -329,9 +382,14 @@ class DiskTier(Tier):
     def _may_go(self, key: bytes) -> bool:
         return _tag(key) not in self._kids
 
+    @property
+    def _held_bytes(self) -> int:
+        """All that counts against the bound."""
+        return self._taken_bytes + self._writing_bytes + self._stray_bytes
+
     def _make_room(self, size: int) -> bool:
-        """Evict until `size` bytes more may be taken; False where that is impossible."""
-        while self._taken_bytes + size > self.max_bytes:
+        """Evict until `size` bytes more may be taken; False where that is impossible. Raises OSError."""
+        while self._held_bytes + size > self.max_bytes:
             if not self._mine or size > self.max_bytes:
                 return False
             self._evict()
@@ -346,11 +404,36 @@ class DiskTier(Tier):
         victim = self._order.victim(self._may_go)
         # Names may come from anywhere; that each waits for the other to go must not keep both for ever.
         key = victim if victim is not None else next(iter(self._mine))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._mine[key].path)
+        # Had that failed, the file would still be there, and count.
         self._order.remember(key, key)
-        path = self._mine[key].path
         self._forget(key)
-        with contextlib.suppress(OSError):
+
+    def _remove(self, path: str, taken: int) -> None:
+        try:
             os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            self._stray(path, taken)
+
+    def _stray(self, path: str, taken: int) -> None:
+        """A file that could not be removed: it counts until it can."""
+        with self._lock:
+            self._stray_bytes += taken - self._strays.pop(path, 0)
+            self._strays[path] = taken
+
+    def _sweep(self) -> None:
+        """Try again to remove what could not be removed."""
+        for path in list(self._strays):
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            except OSError:
+                return
+            with self._lock:
+                self._stray_bytes -= self._strays.pop(path, 0)
 
     def _used(self, key: bytes) -> None:
         now = time.time()
@@ -373,26 +456,27 @@ class DiskTier(Tier):
     def _scan(self) -> None:
         """Index our files, the oldest first, and evict what is too much."""
         found = []
-        for path, key, parent, interior in _records(self._home):
+        for path, name in records(self._home):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path, follow_symlinks=False)
-                taken = max(status.st_size, status.st_blocks * _BLOCK_BYTES)
-                found.append((status.st_mtime, key, path, taken, parent, interior))
+                found.append((status.st_mtime, name, path, taken_bytes(status)))
         with self._lock:
             self._mine.clear()
             self._theirs.clear()
             self._kids.clear()
             self._tags.clear()
             self._seen.clear()
+            self._strays.clear()
+            self._stray_bytes = 0
             self._taken_bytes = 0
             if not self.max_bytes:
                 system = os.statvfs(self.root)
-                free = system.f_bavail * system.f_frsize + sum(one[3] for one in found)
+                free = system.f_bavail * system.f_frsize + sum(one[-1] for one in found)
                 self.max_bytes = free // 2 // SLOT_ALIGN * SLOT_ALIGN
             self._order = Order(Policy.TWO_QUEUES, self.max_bytes)
-            for touched, key, path, taken, parent, interior in sorted(found):
-                if key not in self._mine:
-                    self._enter(key, path, taken, parent, interior, touched)
+            for touched, name, path, taken in sorted(found):
+                if name.key not in self._mine:
+                    self._enter(name, path, taken, touched)
                 else:
                     os.unlink(path)
             self._make_room(0)
@@ -406,7 +490,7 @@ class DiskTier(Tier):
         )
 
     def _others(self) -> list[Path]:
-        return [home for home in (self.root / "objects").iterdir() if home != self._home]
+        return [home for home in homes(self.root) if home != self._home]
 
     def _look(self) -> None:
         """See what other writers have put and removed since."""
@@ -431,7 +515,7 @@ class DiskTier(Tier):
             self._replace(path, {})
 
     def _list(self, shard: str) -> None:
-        self._replace(shard, {key: path for path, key, _, _ in _shard_records(shard)})
+        self._replace(shard, {name.key: path for path, name in shard_records(shard)})
 
     def _replace(self, shard: str, found: dict[bytes, str]) -> None:
         with self._lock:
@@ -442,61 +526,62 @@ class DiskTier(Tier):
 
     def _show_alive(self) -> None:
         alive = self._home / "alive"
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if alive.read_text() != self._token:
                 raise TierError(
                     f"another daemon writes to {self._home}; give each node its own name (--node), or directory"
                 )
-        alive.write_text(self._token)
+            # Not written anew: on a full file system nothing would be left of it.
+            os.utime(alive)
+        except FileNotFoundError:
+            logger.info("disk: others took over what was in %s, for it was silent for too long", self._home)
+            self.open()
 
     def _adopt(self) -> None:
         """Take over what writers left that are gone for good."""
         now = (self._home / "alive").stat().st_mtime
         for home in self._others():
+            silent = silent_seconds(home, now)
+            if silent is None or silent < LOST_SECONDS:
+                continue
+            # By a rename: only one of us has it, and whoever comes back under that name finds nothing half gone.
+            lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
             with contextlib.suppress(FileNotFoundError):
-                if now - (home / "alive").stat().st_mtime < LOST_SECONDS:
-                    continue
-            logger.info("disk: taking over what %s left", home.name)
-            for path, key, parent, interior in list(_records(home)):
-                self._adopt_one(path, key, parent, interior)
-            for directory, _, files in os.walk(home, topdown=False):
-                for name in files:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(directory, name))
-                with contextlib.suppress(OSError):
-                    os.rmdir(directory)
+                os.rename(home, lost)
+                for shard in [shard for shard in self._seen if os.path.dirname(shard) == str(home)]:
+                    del self._seen[shard]
+                    self._replace(shard, {})
+                logger.info("disk: taking over what %s left", home.name)
+                self._adopt_all(lost)
 
-    def _adopt_one(self, path: str, key: bytes, parent: bytes, interior: bool) -> None:
-        to = self._name(Putting(key, (), parent, interior))
+    def _adopt_all(self, home: Path) -> None:
+        for path, name in list(records(home)):
+            self._adopt_one(path, name)
+        for directory, _, files in os.walk(home, topdown=False):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(directory, file))
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+    def _adopt_one(self, path: str, name: FileName) -> None:
+        to = str(self._home / name.path)
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path, follow_symlinks=False)
-            taken = max(status.st_size, status.st_blocks * _BLOCK_BYTES)
-            os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
-            with self._lock:
-                if key in self._mine or self._taken_bytes + taken > self.max_bytes:
-                    os.unlink(path)
-                    return
-                os.rename(path, to)
-                self._enter(key, to, taken, parent, interior, status.st_mtime)
-
-
-def _records(home: Path) -> Iterator[tuple[str, bytes, bytes, bool]]:
-    """(path, key, parent, interior) of every record of a writer."""
-    with contextlib.suppress(FileNotFoundError):
-        for shard in sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2):
-            yield from _shard_records(shard)
-
-
-def _shard_records(shard: str) -> Iterator[tuple[str, bytes, bytes, bool]]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in os.scandir(shard):
-            name, _, rest = entry.name.partition(".")
+            taken = taken_bytes(status)
             try:
-                key, parent = bytes.fromhex(name), bytes.fromhex(rest.removesuffix("i"))
-            except ValueError:
-                continue
-            if len(key) == KEY_BYTES and len(parent) == TAG_BYTES:
-                yield entry.path, key, parent, rest.endswith("i")
+                os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
+                with self._lock:
+                    fits = name.key not in self._mine and self._held_bytes + taken <= self.max_bytes
+                    if fits:
+                        os.rename(path, to)
+                        self._enter(name, to, taken, status.st_mtime)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                fits = False
+            if not fits:
+                os.unlink(path)
 
 
 def _tag(key: bytes, of_hash: bytes = b"") -> bytes:
