@@ -11,16 +11,12 @@ from hybridkv.storage.tiers.injected import OPTIONS, InjectedTier
 
 INJECT = "inject+"
 """Before a scheme: see injected.py."""
-EXTRAS = {
-    "valkey": ("valkey", "ValkeyTier"),
-    "valkeys": ("valkey", "ValkeyTier"),
-    "valkey+unix": ("valkey", "ValkeyTier"),
-    "redis": ("valkey", "ValkeyTier"),
-    "rediss": ("valkey", "ValkeyTier"),
+LIBRARIES = {
+    **dict.fromkeys(("valkey", "valkeys", "valkey+unix", "redis", "rediss"), ("valkey", "ValkeyTier")),
     "s3": ("s3", "S3Tier"),
     "mooncake": ("mooncake", "MooncakeTier"),
 }
-"""By the URL's scheme: the module, which is also the name of the extra, and the class."""
+"""By the URL's scheme: the module, imported where it is used, which is also the name of the extra; and the class."""
 
 
 def make_tier(spec: TierSpec, node: str) -> Tier:
@@ -31,11 +27,11 @@ def make_tier(spec: TierSpec, node: str) -> Tier:
         return InjectedTier(make_tier(replace(spec, kind=kind, location=location, options=options), node), spec)
     if spec.kind == "disk":
         return DiskTier(spec, node)
-    if spec.kind not in EXTRAS:
+    if spec.kind not in LIBRARIES:
         raise ConfigError(
-            f'tier: {spec.kind!r} is none of disk, {", ".join(EXTRAS)}; "disk:///var/cache/hybridkv" works'
+            f'tier: {spec.kind!r} is none of disk, {", ".join(LIBRARIES)}; "disk:///var/cache/hybridkv" works'
         )
-    module, name = EXTRAS[spec.kind]
+    module, name = LIBRARIES[spec.kind]
     try:
         made: Tier = getattr(importlib.import_module(f"hybridkv.storage.tiers.{module}"), name)(spec)
     except ImportError as error:
