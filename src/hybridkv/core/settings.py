@@ -60,7 +60,8 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
     names = [*(name.removesuffix("_bytes") for name in known), "disk", "disk_bytes"]
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            unit = key.removesuffix("_bytes")
+            near = [unit] if unit in names else difflib.get_close_matches(key, names, n=1, cutoff=0.0)
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean {near[0]!r}?")
     parsed: dict[str, object] = {}
     for key, value in values.items():
