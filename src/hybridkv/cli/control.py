@@ -37,4 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str, value: float) -> str:
-    return format_size(value) if name.startswith("bytes_") else f"{value:,.0f}"
+    is_size = name.startswith("bytes_") or "_bytes" in name
+    return format_size(round(value)) if is_size else f"{value:,.0f}"
