@@ -223,6 +223,7 @@ class _Life:
                 "lookups_late_answer",
                 "losses",
                 "lookups_promoted",
+                "lookups_outrun",
             ):
                 totals[name] += int(site.engine.connector.counters.get(name, 0))
         return dict(totals)

@@ -371,7 +371,7 @@ class Daemon:
                 chunks,
             )
             if self.promotion.begin(waiting, masks, self._now):
-                return Pending(lookup.id, lookup.lease, lookup.wait_ms)
+                return Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
             why = waiting.why
         return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
 

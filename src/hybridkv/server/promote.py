@@ -58,6 +58,8 @@ class Waiting:
     tokens_per_second: int
     resident: int = 0
     """Chunks that RAM alone had when it was asked."""
+    target: int = 0
+    """Chunks that it may become, as far as is known."""
     located: dict[tuple[int, int], Line] = field(default_factory=dict)
     """By (group index, chunk)."""
     asked: dict[tuple[int, int], None] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Promotion:
         lines = [line for line in self._lines if line.reads(now)]
         if not lines or len(self._waiting) >= WAITING_MAX:
             return False
+        waiting.target = waiting.chunks
         self._locate(waiting, masks, lines)
         for line in lines:
             self._find(waiting, line, now)
@@ -307,7 +310,7 @@ class Promotion:
             )
         if cut.chunks <= waiting.resident:
             return False
-        waiting.started_at = now
+        waiting.started_at, waiting.target = now, cut.chunks
         waiting.todo.extend(self._needs(waiting, masks, cut.chunks))
         for slot in list(self._resident(waiting, cut.chunks)):
             self._hold(waiting, slot)

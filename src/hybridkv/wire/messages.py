@@ -257,11 +257,16 @@ class Found(_Message, frozen=True, tag="found"):
 
 
 class Pending(_Message, frozen=True, tag="pending"):
-    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it."""
+    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it.
+
+    It will be a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
+    """
 
     id: Count
     lease: Count
     wait_ms: Count
+    chunks: Count
+    masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
 
 
 class Granted(_Message, frozen=True, tag="granted"):
