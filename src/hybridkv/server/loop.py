@@ -506,8 +506,7 @@ class Server:
             self._drop(peer)
         for fd in self._pidfds.values():
             os.close(fd)
-        for threads in self._threads:
-            threads.close(CLOSE_SECONDS)
+        have_ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         self._selector.close()
         self._listener.close()
         self._wake_read.close()
@@ -517,7 +516,9 @@ class Server:
         if not self._keeps_arena:
             self._arena.unlink()
         self._arena.close()
-        os.close(self._lock_fd)
+        if all(have_ended):
+            os.close(self._lock_fd)
+        # Otherwise a thread may still read into the arena, which the next daemon must not use before this process ends.
 
 
 def serve(options: ServeOptions) -> None:

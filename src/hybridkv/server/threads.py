@@ -29,8 +29,11 @@ class TierThreads:
             thread.start()
         self._jobs.put(job)
 
-    def close(self, seconds: float) -> None:
-        """Let them end, and wait so long for those that are at work; then the tier's things are let go of."""
+    def close(self, seconds: float) -> bool:
+        """Let them end, and wait so long for those that are at work; then the tier's things are let go of.
+
+        Whether all of them have ended: otherwise the tier, and the memory, may still be used.
+        """
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -38,6 +41,7 @@ class TierThreads:
         closing = threading.Thread(target=self._tier.close, daemon=True)
         closing.start()
         closing.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
