@@ -384,6 +384,22 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
     assert found.why == "RAM has no room for it"
 
 
+def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
+    """States at the end of a longer hit need room, and those at the end of the shorter one are what would go."""
+    stored(tmp_path, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=6 << 12)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    assert is_found(node.ask(1, lease=1)).chunks == 1, "and nothing of the first chunk may go"
+    reply = node.ask(1, 2, 3, lease=2)
+    node.work()
+    found = node.answer() if isinstance(reply, Pending) else is_found(reply)
+    assert found.chunks == 2
+    assert found.why == "RAM has no room for it"
+    node.prove(FULL, found, [1, 2, 3])
+
+
 def test_another_identity_never_gets_it(tmp_path: Path) -> None:
     node = stored(tmp_path, [1, 2, 3])
     node.daemon.disconnect(1)

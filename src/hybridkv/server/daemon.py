@@ -373,6 +373,10 @@ class Daemon:
             if self.promotion.begin(waiting, masks, self._now):
                 return Pending(lookup.id, lookup.lease, lookup.wait_ms)
             why = waiting.why
+            if waiting.located:
+                # Room may have been made, at the cost of what this hit has, for what then did not come.
+                masks, entries = self._present(session.namespace, hashes)
+                chunks = largest_hit(session.geometry, masks, len(entries))
         return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
 
     def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:

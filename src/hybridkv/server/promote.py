@@ -306,7 +306,9 @@ class Promotion:
             return False
         waiting.started_at = now
         waiting.todo.extend(self._needs(waiting, masks, cut.chunks))
-        for slot in list(self._resident(waiting, cut.chunks)):
+        # What is hit already is held as well: room for more must not cost it.
+        hits = (waiting.resident, cut.chunks)
+        for slot in dict.fromkeys(slot for chunks in hits for slot in self._resident(waiting, chunks)):
             self._hold(waiting, slot)
         self._go_on(waiting, now, may_end=False)
         return bool(waiting.todo or waiting.reading)
