@@ -416,3 +416,23 @@ def test_what_an_earlier_life_had_no_time_to_write_is_written(tmp_path: Path) ->
     node.tick(10)
     node.work()
     assert len(list(tmp_path.glob("objects/*/??/*"))) == 2 * len(FULL.groups)
+
+
+def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}/one?bytes=64MiB", f"disk://{tmp_path}/two?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    trailer = node.daemon.store.trailer
+    store = Store(node.memory, 1 << 40, trailer)
+    specs = [parse_tier(f"disk://{tmp_path}/{name}?bytes=64MiB", "tier") for name in ("one", "two")]
+    node.jobs.clear()
+    lines = [
+        Line(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
+        for number, spec in enumerate(specs)
+    ]
+    node.daemon = Daemon(store, "boot", "/nowhere", ARENA, 1, lines)
+    node.daemon.recover(())
+    node.tick()
+    node.work()
+    for name in ("one", "two"):
+        assert len(list((tmp_path / name).glob("objects/*/??/*"))) == 2 * len(FULL.groups), name

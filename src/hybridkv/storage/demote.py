@@ -38,17 +38,18 @@ class Demotion:
 
     def stored(self, slots: Iterable[Slot]) -> None:
         """New objects of the index, or such as came up from another tier."""
-        for line in self._lines:
-            if line.spec.write is Write.THROUGH:
-                for slot in slots:
-                    self._queue(line, slot, is_read=False)
+        lines = [line for line in self._lines if line.spec.write is Write.THROUGH]
+        for slot in slots:
+            for line in lines:
+                self._queue(line, slot, is_read=False)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Objects that were hit: those that were not admitted when they were stored may be now."""
-        for line in self._lines:
-            if line.spec.write is Write.THROUGH and line.spec.hourly_bytes is not None:
-                for slot in slots:
-                    self._queue(line, slot, is_read=True)
+        through = [line for line in self._lines if line.spec.write is Write.THROUGH]
+        lines = [line for line in through if line.spec.hourly_bytes is not None]
+        for slot in slots if lines else ():
+            for line in lines:
+                self._queue(line, slot, is_read=True)
 
     def pump(self, now: float) -> None:
         """Start what can be started."""
