@@ -11,7 +11,8 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tiers import parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.storage.demote import LOOKS_MAX
 from hybridkv.storage.line import Line
 from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, TierError
@@ -19,6 +20,7 @@ from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
 from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
+from tests.server.dict_tier import DictTier
 from tests.server.harness import commit, engine, grant, hashes
 
 ARENA = 1 << 20
@@ -320,6 +322,57 @@ def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
         node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
     assert not node.daemon.lines[0].is_hung
     assert is_found(node.ask(1, 2, 3, lease=4)).chunks == 3
+
+
+def test_what_a_hung_tier_was_asked_for_is_not_waited_for_again(tmp_path: Path) -> None:
+    """Neither by lookups that a second tier could serve, nor by ever more of them for as long as it hangs."""
+    for name in ("slow", "well"):
+        stored(tmp_path / name, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}/slow?bytes=64MiB&timeout=0.5", f"disk://{tmp_path}/well?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    assert isinstance(node.ask(1, 2, 3, lease=1, wait_ms=200), Pending)
+    hung = [job for job in node.jobs if job.line == 0 and job.work is Work.READ]
+    node.jobs[:] = [job for job in node.jobs if job not in hung]
+    node.tick(0.2)
+    assert node.answer().chunks == 0
+    node.tick(0.5)
+    found = is_found(node.ask(1, 2, 3, lease=2))
+    assert (found.chunks, found.why) == (0, "disk does not answer")
+    for job in hung:
+        node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
+    assert is_found(node.ask(1, 2, 3, lease=3)).chunks == 3
+
+
+def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
+    """They are looked at some at a time, and the loop comes back for the rest at once."""
+    arena, count = 1000 * SLOT_ALIGN, 1000
+    jobs: list[Job] = []
+    tier = DictTier({}, is_remote=False)
+    line = Line(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
+    store = Store(memoryview(bytearray(arena)))
+    store.grow(arena)
+    daemon = Daemon(store, "boot", "/nowhere", arena, 1, [line])
+    engine(daemon, 1, LAYOUTS["qwen3"])
+    size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
+    namespace = next(iter(daemon._namespaces.values()))
+    for number in range(count):
+        for slot in store.grant((size, 1), 1):
+            assert store.commit(slot, namespace, 0, number.to_bytes(32, "big"))
+            tier.records[store.record_of(slot).name.key] = b""
+    assert store.objects == count > 2 * LOOKS_MAX
+    daemon.tick(1.0)
+    (job,) = jobs
+    jobs.clear()
+    daemon.transferred(job, Outcome(), 1.0)
+    turns = 0
+    while daemon.wakes_at() <= 1.0:
+        before = daemon.demotion.waiting
+        daemon.tick(1.0)
+        assert before - daemon.demotion.waiting <= LOOKS_MAX
+        turns += 1
+    assert turns >= 2 * store.objects // LOOKS_MAX
+    assert not daemon.demotion.waiting
+    assert not [job for job in jobs if job.work is Work.WRITE], "they are there already"
 
 
 def test_written_back_when_it_goes(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ class Daemon:
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
-        return min([self.promotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
+        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
 
     def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
         """A job of a tier came back."""
@@ -233,8 +233,7 @@ class Daemon:
             case Work.WRITE:
                 self.demotion.finished(line, job, outcome)
             case Work.OPEN if line.is_open and not was_open:
-                # What an earlier daemon stored and had no time to write.
-                self.demotion.stored(
+                self.demotion.opened(
                     slot
                     for namespace in self._namespaces.values()
                     for entry in namespace.entries.values()

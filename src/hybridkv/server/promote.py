@@ -361,16 +361,17 @@ class Promotion:
             entry = waiting.namespace.entries.get(name.chunk_hash)
             slot = entry.slots[need.group_index] if entry is not None else None
             known = self._reading.get(name.key)
+            line = need.line if known is None else known.need.line
             if slot is not None:
                 self._hold(waiting, slot)
+            elif line.is_hung or (known is None and not line.reads(now)):
+                waiting.why = f"{line.name} does not answer"
+                waiting.todo.clear()
+                break
             elif known is not None:
                 known.waiting.append(waiting)
                 waiting.reading += 1
-            elif not need.line.reads(now):
-                waiting.why = f"{need.line.name} does not answer"
-                waiting.todo.clear()
-                break
-            elif not need.line.has_thread(Work.READ) or not self._start(waiting, need.line, now):
+            elif not line.has_thread(Work.READ) or not self._start(waiting, line, now):
                 break
             else:
                 continue
