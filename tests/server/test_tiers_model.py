@@ -1,8 +1,8 @@
 """The daemon's core over tiers against a model: any order of stores, waits, jobs that end or fail, losses and crashes.
 
 tests/server/test_model.py foretells every answer of a daemon without tiers; which objects tiers give and take cannot be
-foretold so. What is held against the daemon here: an answer is right or a miss, byte for byte; it comes once, and at its
-deadline at the latest; what threads are at work on stays as it is; and in the end nothing is held.
+foretold so. What is held against the daemon here: an answer is right or a miss, byte for byte; it comes once, and at
+its deadline at the latest; what threads are at work on stays as it is; and in the end nothing is held.
 """
 
 from dataclasses import dataclass, field

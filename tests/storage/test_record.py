@@ -1,4 +1,4 @@
-"""Records on their way through a tier: whatever comes back is what was put, or is told to be damaged. Nothing raises."""
+"""Records on their way through a tier: what comes back is what was put, or is told to be damaged. Nothing raises."""
 
 import random
 

@@ -110,7 +110,9 @@ def _tiers(values: Mapping[str, object]) -> tuple[str, ...]:
     urls: list[str] = []
     if disk is not None:
         if not isinstance(disk, str) or not disk.startswith("/") or "?" in disk:
-            raise ConfigError(f"{where}.disk={disk!r} must be an absolute path without '?'; \"/var/cache/hybridkv\" works")
+            raise ConfigError(
+                f"{where}.disk={disk!r} must be an absolute path without '?'; \"/var/cache/hybridkv\" works"
+            )
         if size is not None:
             parse_size(str(size), f"{where}.disk_bytes")
         urls.append(disk_url(disk, str(size).replace(" ", "") if size is not None else None))

@@ -1,8 +1,8 @@
 """The RAM tier: slots of the arena, the index over them, and what goes where room is needed.
 
-Writes headers, the arena's trailer, and the absence of signatures; it never touches payload.  Each single write leaves an arena
-that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's header is
-whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
+Writes headers, the arena's trailer, and the absence of signatures; it never touches payload.  Each single write leaves
+an arena that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's
+header is whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
 """
 
 from collections import Counter
