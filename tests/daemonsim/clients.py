@@ -342,7 +342,7 @@ class Scheduler(Client):
                 self._calls.tell(Release(self._held.pop(self.rng.randrange(len(self._held)))))
             for reply in self._answers:
                 self._take(reply, plan_loads, plan_stores)
-            if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.03:
+            if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.1:
                 self._give_up()
             if (
                 not self.scene.calm
@@ -844,6 +844,7 @@ class Seeker(Client):
         both = [bytes(map(min, one, other)) for one, other in zip(self._before, after, strict=True)]
         expected = largest_hit(self._geometry, both, len(hashes))
         self.scene.counts["chunks_sought"] += sum(found.tiers.values())
+        assert found.why != "it was not read in time", "nothing goes on for a lookup that waits for others"
         self._tries += 1
         if found.chunks < expected and self._tries < self.TRIES:
             return

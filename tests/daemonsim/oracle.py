@@ -264,6 +264,8 @@ class Waits:
         self._system = system
         self._due: dict[tuple[int, int], tuple[int, float]] = {}
         """By (connection, lease): the lookup's id, and its deadline by the loop's clock."""
+        self._floors: dict[tuple[int, int], tuple[int, object]] = {}
+        """The hit that RAM alone had, of those for which reading began at once, and what was lost by then."""
         self._direct: tuple[int, int] | None = None
         """(connection, id) of the Found that is to be sent next."""
         self._wrong: list[str] = []
@@ -272,6 +274,7 @@ class Waits:
     def attend(self, server: Any) -> None:
         """Hear all that a new life of the daemon hears and says."""
         self._due.clear()
+        self._floors.clear()
         handle, send, drop = server.daemon.handle, server._send, server._drop
 
         def heard(number: int, request: Request, now: float) -> Reply | None:
@@ -283,6 +286,9 @@ class Waits:
                 self._expect(request.wait_ms > 0, "who has no patience is kept waiting")
                 self._due[number, request.lease] = request.id, now + request.wait_ms / 1e3
                 self.counts["waits"] += 1
+                waiting = server.daemon.promotion._waiting[number, request.lease]
+                if not waiting.finding:
+                    self._floors[number, request.lease] = waiting.resident, _drops(server, waiting.namespace)
             if isinstance(reply, Found):
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
@@ -297,7 +303,17 @@ class Waits:
                     self._direct = None
                 else:
                     known = self._due.pop((peer.number, reply.lease), None)
-                    self._expect(known is not None and known[0] == reply.id, "a lookup is answered twice, or for nobody")
+                    session = server.daemon._connections[peer.number].session
+                    floor, drops = self._floors.pop((peer.number, reply.lease), (0, ()))
+                    if drops == _drops(server, session.namespace):
+                        self._expect(reply.chunks >= floor, "waiting cost the hit that there was")
+                    slots = session.leases.get(reply.lease, ())
+                    is_own = all(slot.entry.namespace is session.namespace for slot in slots)
+                    self._expect(is_own, "bytes of other weights are found")
+                    self.counts["waits_to_the_end"] += known is not None and known[1] <= self._system.now / SECOND
+                    self._expect(
+                        known is not None and known[0] == reply.id, "a lookup is answered twice, or for nobody"
+                    )
             send(peer, reply)
 
         def dropped(peer: Any) -> None:
@@ -312,6 +328,10 @@ class Waits:
         """A round of the loop is over: nobody waits whose time was up when it began."""
         now = self._system.now / SECOND
         self._expect(all(deadline > now for _, deadline in self._due.values()), "STALL: a lookup waits for too long")
+        server = self._system.server
+        assert server is not None
+        for line, leaving in zip(server.daemon.lines, server.daemon.demotion._leaving, strict=True):
+            self._expect(not leaving or line.writes(now + 1.0), "RAM is held for a tier that takes nothing")
 
     def check(self) -> None:
         """Raises AssertionError for whatever was wrong until now."""
@@ -319,12 +339,21 @@ class Waits:
         assert not self._wrong, self._wrong
         if system.server is None or system.turn_is_due or system.now < system.server_process.stopped_until:
             return
-        assert all(deadline >= system.now / SECOND for _, deadline in self._due.values()), "STALL: nobody wakes the loop"
+        assert all(deadline >= system.now / SECOND for _, deadline in self._due.values()), (
+            "STALL: nobody wakes the loop"
+        )
 
     def _expect(self, is_right: bool, otherwise: str) -> None:
         # What is raised within the loop would be taken for a client's fault.
         if not is_right:
             self._wrong.append(otherwise)
+
+
+def _drops(server: Any, namespace: object) -> tuple[object, ...]:
+    """Changes whenever an object that is held may be lost."""
+    counters = server.daemon.counters
+    wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.lines)
+    return namespace, counters["objects_condemned"], counters["requests_clear"], wrong
 
 
 def sizes(geometry: Geometry, index: int, chunk: int) -> tuple[int, int]:

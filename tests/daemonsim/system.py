@@ -42,6 +42,8 @@ BACKLOG_MAX = 16
 EPOCH_MS = 1_700_000_000_000
 FIRST_FD = 1000
 LOCK_FD = 999
+SLEEPLESS_MAX = 2000
+"""Rounds of the loop in a row that want the next one at once."""
 VAIN_MAX = 20
 """Times that something is waited for that is there already."""
 TRACED = (
@@ -513,6 +515,7 @@ class System:
         """That runs now."""
         self.never_hangs = False
         self._vain = 0
+        self._sleepless = 0
         self._timer_at = 0
         self.on_start: Callable[[loop.Server], None] = lambda server: None
         self.on_turn: Callable[[], None] = lambda: None
@@ -688,6 +691,8 @@ class System:
         if server._behind or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
         patience = server._patience()
+        self._sleepless = self._sleepless + 1 if patience == 0.0 else 0
+        assert self._sleepless < SLEEPLESS_MAX, "the loop spins"
         if patience is not None:
             self._timer_at = timer = self.now + max(1, math.ceil(patience * SECOND))
             self.at(timer, lambda: self._ring(server, timer))
@@ -901,8 +906,8 @@ class System:
             "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6, monotonic=self._monotonic),
             "uuid": SimpleNamespace(uuid4=self._uuid4),
             "select": SimpleNamespace(select=self._select),
-            "make_tier": lambda spec, node: self.make_tier(spec, node),
-            "TierThreads": lambda tier, memory, done: self.make_threads(tier, memory, done),
+            "make_tier": self.make_tier,
+            "TierThreads": self.make_threads,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "listen": self._listen,

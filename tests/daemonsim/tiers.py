@@ -1,4 +1,4 @@
-"""Tiers below RAM that are a dictionary with ills, and the daemon's threads that use them, of which one runs at a time."""
+"""Tiers below RAM that are dictionaries with ills, and the daemon's threads that use them, one at a time."""
 
 import itertools
 import random
@@ -26,9 +26,13 @@ ILLS = {
     "tier_stale": "a tier says wrong things about what it has",
     "tier_shut": "a tier cannot be opened",
     "tier_other": "another node puts records",
+    "tier_alone": "the machine reboots: what was in RAM is lost",
 }
 HANGS_SECONDS = (0.2, 2.0, 20.0, None)
 """How long a call that hangs takes; None = until all is well."""
+
+
+CALLS = ("open", "find", "get", "put", "discard", "tend")
 
 
 class WrongError(BaseException):
@@ -48,6 +52,8 @@ class Vault:
         self.delays = (1, 300)
         self.ills: dict[str, int] = {}
         """By name, until when."""
+        self.sick_calls: tuple[str, ...] = CALLS
+        """Those that hang or fail while the tier hangs or fails."""
         self.counts: Counter[str] = Counter()
 
     def is_ill(self, name: str, rate: float = 1.0) -> bool:
@@ -151,7 +157,7 @@ class SimTier(Tier):
 
     def open(self) -> None:
         """See Tier."""
-        self._call()
+        self._call("open")
         if self._vault.is_ill("tier_shut"):
             raise TierError("it does not answer")
         self._known = {} if self._vault.is_remote else dict.fromkeys(self._vault.records)
@@ -166,24 +172,24 @@ class SimTier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """See Tier."""
-        self._call()
+        self._call("find")
         if self._vault.is_ill("tier_stale", 0.3):
             return [self._rng.random() < 0.5 for _ in keys]
         return [key in self._vault.records for key in keys]
 
     def get(self, items: Sequence[Getting]) -> list[TierError | None]:
         """See Tier."""
-        self._call()
+        self._call("get")
         return [self._get(item) for item in items]
 
     def put(self, items: Sequence[Putting]) -> list[TierError | None]:
         """See Tier."""
-        self._call()
+        self._call("put")
         return [self._put(item) for item in items]
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         """See Tier."""
-        self._call()
+        self._call("discard")
         for key in keys:
             self._vault.records.pop(key, None)
             self._known.pop(key, None)
@@ -194,7 +200,7 @@ class SimTier(Tier):
 
     def tend(self) -> None:
         """See Tier."""
-        self._call()
+        self._call("tend")
         if not self._vault.is_remote:
             self._known = dict.fromkeys(self._vault.records)
 
@@ -205,11 +211,13 @@ class SimTier(Tier):
     def close(self) -> None:
         """See Tier."""
 
-    def _call(self) -> None:
+    def _call(self, name: str) -> None:
         vault = self._vault
         self._system.pause(*vault.delays)
         if vault.is_ill("tier_slow"):
             self._system.pause(1, SECOND // 2)
+        if name not in vault.sick_calls:
+            return
         if vault.is_ill("tier_hang", 0.5):
             vault.counts["calls_hung"] += 1
             seconds = self._rng.choice(HANGS_SECONDS)
@@ -217,16 +225,16 @@ class SimTier(Tier):
         if vault.is_ill("tier_error", 0.5):
             raise TierError("Input/output error")
 
-    def _breath(self) -> None:
+    def _breath(self, name: str) -> None:
         """Others run in between."""
         if self._rng.random() < 0.2:
             self._system.pause(*self._vault.delays)
-        if self._vault.is_ill("tier_hang", 0.1):
+        if name in self._vault.sick_calls and self._vault.is_ill("tier_hang", 0.1):
             self._vault.counts["calls_hung"] += 1
             self._system.hang(None)
 
     def _get(self, item: Getting) -> TierError | None:
-        self._breath()
+        self._breath("get")
         image = self._vault.records.get(item.key)
         if image is None:
             self._known.pop(item.key, None)
@@ -234,13 +242,14 @@ class SimTier(Tier):
         size = sum(len(piece) for piece in item.pieces)
         if len(image) != size and self._rng.random() < 0.5:
             return DamagedError(f"{len(image)} bytes instead of {size}")
-        fails_at = self._rng.randrange(size) if self._vault.is_ill("tier_error", 0.3) else size
+        fails = "get" in self._vault.sick_calls and self._vault.is_ill("tier_error", 0.3)
+        fails_at = self._rng.randrange(size) if fails else size
         done = 0
         for piece in item.pieces:
             stop = min(len(piece), fails_at - done, max(0, len(image) - done))
             for start, end in itertools.pairwise(sorted({0, stop, self._rng.randrange(stop + 1)})):
                 piece[start:end] = image[done + start : done + end]
-                self._breath()
+                self._breath("get")
             done += len(piece)
             if done > fails_at:
                 return TierError("Input/output error")
@@ -248,14 +257,14 @@ class SimTier(Tier):
 
     def _put(self, item: Putting) -> TierError | None:
         vault = self._vault
-        if vault.is_ill("tier_error", 0.3):
+        if "put" in vault.sick_calls and vault.is_ill("tier_error", 0.3):
             return TierError("Input/output error")
         image = bytearray()
         for piece in item.pieces:
-            self._breath()
+            self._breath("put")
             half = self._rng.randrange(len(piece) + 1)
             image += piece[:half]
-            self._breath()
+            self._breath("put")
             image += piece[half:]
         if vault.is_ill("tier_full", 0.8):
             return FullError("no room")
@@ -274,7 +283,12 @@ class SimThreads:
     """In place of server.threads.TierThreads: as many threads, of which one at a time runs, from pause to pause."""
 
     def __init__(
-        self, system: System, tier: Tier, memory: SlotsMemory, done: Callable[[Job, Outcome], None], counts: Counter[str]
+        self,
+        system: System,
+        tier: Tier,
+        memory: SlotsMemory,
+        done: Callable[[Job, Outcome], None],
+        counts: Counter[str],
     ) -> None:
         self._system = system
         self._tier = tier
@@ -305,7 +319,9 @@ class SimThreads:
             strand.job = job = self._waiting.popleft()
             outcome = execute(self._tier, job, self._memory)
             strand.job = None
-            self._system.trace("job", job.work, len(job.items), str(outcome.error), [str(one) for one in outcome.errors])
+            self._system.trace(
+                "job", job.work, len(job.items), str(outcome.error), [str(one) for one in outcome.errors]
+            )
             self._done(job, outcome)
         self._running -= 1
 
@@ -319,5 +335,3 @@ class TierMaker:
     def __call__(self, spec: TierSpec, node: str) -> SimTier:
         """See make_tier."""
         return SimTier(self._vaults[int(spec.location.removeprefix("sim://"))])
-
-

@@ -19,7 +19,7 @@ from hybridkv.storage.transfer import Work
 from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Seeker, Worker
 from tests.daemonsim.oracle import GEOMETRIES, PROMPTS, Books, Waits, largest_slot, prompt_hashes, sizes
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
-from tests.daemonsim.tiers import ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
+from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 
 FAULTS = {
     "kill": "the daemon is killed, between any two lines or within a header",
@@ -45,7 +45,7 @@ FAULTS = {
 }
 """Those of tiers only in seeds that have some."""
 FAULT_RATE = 0.25
-OFTEN = {"kill": 0.5, "stall": 0.5}
+OFTEN = {"kill": 0.5, "stall": 0.5, "tier_alone": 0.5, "tier_hang": 0.4}
 """Faults with another rate."""
 PROCESSES_MAX = 64
 CHECK_EVENTS = 25
@@ -321,17 +321,28 @@ class World:
         system, rng = self._system, self._rng
         self._draw = dataclasses.replace(self._draw, faults=frozenset())
         system.has_quotas, system.pages_end = False, 1 << 60
+        self._ail("tier_shut", 1, 4 * SECOND)
         system.stop_server(keep_arena=False)
+        deadline = system.now + QUIET_SECONDS * SECOND
+
+        def is_open() -> bool:
+            assert system.now < deadline, "STALL: a tier is not opened again"
+            return system.server is not None and all(line.is_open for line in self._daemon().lines)
+
+        self._go_on(is_open)
         name = rng.choice(sorted(self._identities))
-        seeker = Seeker(self._scene, system.spawn(), GEOMETRIES[name], self._identities[name], self._sound)
+        seekers = [
+            Seeker(self._scene, system.spawn(), GEOMETRIES[name], self._identities[name], self._sound) for _ in range(2)
+        ]
         deadline = system.now + 10 * QUIET_SECONDS * SECOND
 
         def is_over() -> bool:
             assert system.now < deadline, "STALL: an engine that waits for tiers gets nowhere"
-            return seeker.is_done
+            return all(seeker.is_done for seeker in seekers)
 
         self._go_on(is_over)
-        system.kill(seeker.process)
+        for seeker in seekers:
+            system.kill(seeker.process)
         until = system.now + SECOND
         system.at(until, lambda: None)
         self._go_on(lambda: system.now >= until)
@@ -558,20 +569,22 @@ class World:
         engine.begin_again()
         return True
 
-
     # Faults of tiers
 
     def _ail(self, name: str, low: int, high: int) -> Vault:
         """One tier has something, for a while in microseconds."""
         vault = self._rng.choice(self._vaults)
         vault.ills[name] = self._system.now + self._rng.randrange(low, high)
+        vault.sick_calls = self._rng.choice((CALLS, ("get",), ("get", "put"), ("find", "put")))
         return vault
 
     def _do_tier_slow(self) -> None:
         self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = self._rng.choice(((100, 20_000), (10_000, 400_000)))
 
     def _do_tier_hang(self) -> None:
-        self._ail("tier_hang", 1000, SECOND)
+        self._ail("tier_hang", SECOND // 10, 3 * SECOND)
+        if self._rng.random() < 0.2:
+            self._system.after(1000, SECOND, lambda: None if self._over else self._do_stop())
 
     def _do_tier_error(self) -> None:
         self._ail("tier_error", 1000, 2 * SECOND)
@@ -591,6 +604,15 @@ class World:
     def _do_tier_damage(self) -> None:
         self._rng.choice(self._vaults).damage()
 
+    def _do_tier_alone(self) -> bool:
+        system = self._system
+        if system.server is None:
+            return False
+        system.kill_server()
+        for file in list(system.files):
+            file.unlink()
+        return True
+
     def _do_tier_other(self) -> None:
         """Another node stores prompts, not always whole."""
         rng = self._rng
@@ -599,7 +621,9 @@ class World:
         identity, geometry = rng.choice(self._identities[model]), GEOMETRIES[model]
         rate = rng.choice((1.0, 0.9))
         for chunk_hash in {hash_: None for _ in range(3) for hash_ in prompt_hashes(rng.randrange(PROMPTS))}:
-            chunk = next(chunks.index(chunk_hash) for chunks in map(prompt_hashes, range(PROMPTS)) if chunk_hash in chunks)
+            chunk = next(
+                chunks.index(chunk_hash) for chunks in map(prompt_hashes, range(PROMPTS)) if chunk_hash in chunks
+            )
             for index, group in enumerate(geometry.groups):
                 size, parts = sizes(geometry, index, chunk)
                 if size and rng.random() < rate:
