@@ -5,7 +5,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from hybridkv.storage.line import THREADS
-from hybridkv.storage.tiers.base import Tier
+from hybridkv.storage.tiers.base import Tier, TierError
 from hybridkv.storage.transfer import Job, Outcome, execute
 
 
@@ -13,7 +13,7 @@ class TierThreads:
     """Threads of one tier, started as they are needed. They never keep the process from ending."""
 
     def __init__(self, tier: Tier, memory: memoryview, done: Callable[[Job, Outcome], None]) -> None:
-        """`done` is called by the threads."""
+        """`done` is called by the threads, and by `submit` where there are none."""
         self._tier = tier
         self._memory = memory
         self._done = done
@@ -22,11 +22,16 @@ class TierThreads:
         self._idle = threading.Semaphore(0)
 
     def submit(self, job: Job) -> None:
-        """Have a job done."""
+        """Have a job done. Where no thread can be started it waits for another one's end, or fails."""
         if not self._idle.acquire(blocking=False) and len(self._threads) < THREADS:
             thread = threading.Thread(target=self._work, name=f"tier-{self._tier.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+                self._threads.append(thread)
+            except RuntimeError:
+                if not self._threads:
+                    self._done(job, Outcome(error=TierError("no thread can be started")))
+                    return
         self._jobs.put(job)
 
     def close(self, seconds: float) -> bool:
