@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes
+from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.worth import best_cut
@@ -235,9 +235,10 @@ class Promotion:
         groups = waiting.geometry.groups
         for index in sorted(range(len(groups)), key=lambda index: groups[index].kind is not Kind.FULL):
             mask, group = masks[index], groups[index]
+            counts = stored_counts(waiting.geometry, group)
             chunk = mask.find(0, 0, reach)
             while chunk >= 0:
-                if part_bytes(waiting.geometry, group, chunk):
+                if counts[chunk % len(counts)]:
                     known = self._peek(waiting, index, chunk, lines)
                     if not known and group.kind is Kind.FULL:
                         reach = chunk
@@ -315,12 +316,15 @@ class Promotion:
 
     def _costs(self, waiting: Waiting, reach: int, now: float) -> list[list[float]]:
         """Per group the seconds for reading what is below RAM of the first chunks, for each number of chunks."""
-        seconds = [[0.0] * reach for _ in waiting.geometry.groups]
+        geometry = waiting.geometry
+        seconds = [[0.0] * reach for _ in geometry.groups]
+        sizes = [
+            [slot_bytes(count * group.block_bytes, geometry.parts(group)) for count in stored_counts(geometry, group)]
+            for group in geometry.groups
+        ]
         for (index, chunk), line in waiting.located.items():
             if chunk < reach:
-                group = waiting.geometry.groups[index]
-                size = slot_bytes(part_bytes(waiting.geometry, group, chunk), waiting.geometry.parts(group))
-                seconds[index][chunk] = line.speed.seconds(size, now)
+                seconds[index][chunk] = line.speed.seconds(sizes[index][chunk % len(sizes[index])], now)
         return [list(accumulate(each, initial=0.0)) for each in seconds]
 
     def _needs(self, waiting: Waiting, masks: Sequence[bytes], chunks: int) -> list[Need]:
