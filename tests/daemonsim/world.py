@@ -584,7 +584,11 @@ class World:
     def _do_tier_hang(self) -> None:
         self._ail("tier_hang", SECOND // 10, 3 * SECOND)
         if self._rng.random() < 0.2:
-            self._system.after(1000, SECOND, lambda: None if self._over else self._do_stop())
+            self._system.after(1000, SECOND, self._stop_meanwhile)
+
+    def _stop_meanwhile(self) -> None:
+        if not self._over:
+            self._do_stop()
 
     def _do_tier_error(self) -> None:
         self._ail("tier_error", 1000, 2 * SECOND)
