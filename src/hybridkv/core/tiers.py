@@ -74,12 +74,21 @@ _COMMON = ("bytes", "write", "hourly", "timeout")
 
 def parse_tier(url: str, where: str) -> TierSpec:
     """A tier's URL; raises ConfigError that says what in it is wrong, and what works."""
-    parts = urlsplit(url)
+    location, _, query = url.partition("?")
+    try:
+        parts = urlsplit(location)
+    except ValueError:
+        parts = urlsplit("")
     if not parts.scheme or not (parts.netloc or parts.path):
         # It is not shown: who can say where in it a password is?
         raise ConfigError(f'{where}: that is not the URL of a tier; "disk:///var/cache/hybridkv?bytes=100GiB" works')
-    location = url.partition("?")[0]
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if parts.scheme == "disk" and not location.startswith("disk:///"):
+        raise ConfigError(f'{where}: "{location}" needs an absolute path; "disk:///var/cache/hybridkv" works')
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in options:
+            raise ConfigError(f"{where}: {name} is given twice; once works")
+        options[name] = value
     write, timeout = options.pop("write", Write.THROUGH), options.pop("timeout", str(TIMEOUT_SECONDS))
     sizes = {name: options.pop(name, None) for name in ("bytes", "hourly")}
     if write not in tuple(Write):

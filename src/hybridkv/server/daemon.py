@@ -217,7 +217,7 @@ class Daemon:
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
-        return min([self.promotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
+        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
 
     def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
         """A job of a tier came back."""
@@ -233,8 +233,7 @@ class Daemon:
             case Work.WRITE:
                 self.demotion.finished(line, job, outcome)
             case Work.OPEN if line.is_open and not was_open:
-                # What an earlier daemon stored and had no time to write.
-                self.demotion.stored(
+                self.demotion.opened(
                     slot
                     for namespace in self._namespaces.values()
                     for entry in namespace.entries.values()
@@ -373,6 +372,10 @@ class Daemon:
             if self.promotion.begin(waiting, masks, self._now):
                 return Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
             why = waiting.why
+            if waiting.located:
+                # Room may have been made, at the cost of what this hit has, for what then did not come.
+                masks, entries = self._present(session.namespace, hashes)
+                chunks = largest_hit(session.geometry, masks, len(entries))
         return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
 
     def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:

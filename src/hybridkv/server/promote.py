@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes
+from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.worth import best_cut
@@ -241,9 +241,10 @@ class Promotion:
         groups = waiting.geometry.groups
         for index in sorted(range(len(groups)), key=lambda index: groups[index].kind is not Kind.FULL):
             mask, group = masks[index], groups[index]
+            counts = stored_counts(waiting.geometry, group)
             chunk = mask.find(0, 0, reach)
             while chunk >= 0:
-                if part_bytes(waiting.geometry, group, chunk):
+                if counts[chunk % len(counts)]:
                     known = self._peek(waiting, index, chunk, lines)
                     if not known and group.kind is Kind.FULL:
                         reach = chunk
@@ -312,19 +313,24 @@ class Promotion:
             return False
         waiting.started_at, waiting.target = now, cut.chunks
         waiting.todo.extend(self._needs(waiting, masks, cut.chunks))
-        for slot in list(self._resident(waiting, cut.chunks)):
+        # What is hit already is held as well: room for more must not cost it.
+        hits = (waiting.resident, cut.chunks)
+        for slot in dict.fromkeys(slot for chunks in hits for slot in self._resident(waiting, chunks)):
             self._hold(waiting, slot)
         self._go_on(waiting, now, may_end=False)
         return bool(waiting.todo or waiting.reading)
 
     def _costs(self, waiting: Waiting, reach: int, now: float) -> list[list[float]]:
         """Per group the seconds for reading what is below RAM of the first chunks, for each number of chunks."""
-        seconds = [[0.0] * reach for _ in waiting.geometry.groups]
+        geometry = waiting.geometry
+        seconds = [[0.0] * reach for _ in geometry.groups]
+        sizes = [
+            [slot_bytes(count * group.block_bytes, geometry.parts(group)) for count in stored_counts(geometry, group)]
+            for group in geometry.groups
+        ]
         for (index, chunk), line in waiting.located.items():
             if chunk < reach:
-                group = waiting.geometry.groups[index]
-                size = slot_bytes(part_bytes(waiting.geometry, group, chunk), waiting.geometry.parts(group))
-                seconds[index][chunk] = line.speed.seconds(size, now)
+                seconds[index][chunk] = line.speed.seconds(sizes[index][chunk % len(sizes[index])], now)
         return [list(accumulate(each, initial=0.0)) for each in seconds]
 
     def _needs(self, waiting: Waiting, masks: Sequence[bytes], chunks: int) -> list[Need]:
@@ -365,16 +371,17 @@ class Promotion:
             entry = waiting.namespace.entries.get(name.chunk_hash)
             slot = entry.slots[need.group_index] if entry is not None else None
             known = self._reading.get(name.key)
+            line = need.line if known is None else known.need.line
             if slot is not None:
                 self._hold(waiting, slot)
+            elif line.is_hung or (known is None and not line.reads(now)):
+                waiting.why = f"{line.name} does not answer"
+                waiting.todo.clear()
+                break
             elif known is not None:
                 known.waiting.append(waiting)
                 waiting.reading += 1
-            elif not need.line.reads(now):
-                waiting.why = f"{need.line.name} does not answer"
-                waiting.todo.clear()
-                break
-            elif not need.line.has_thread(Work.READ) or not self._start(waiting, need.line, now):
+            elif not line.has_thread(Work.READ) or not self._start(waiting, line, now):
                 break
             else:
                 continue

@@ -67,6 +67,11 @@ class Line:
         return 1 << self.number
 
     @property
+    def is_opening(self) -> bool:
+        """Whether it may yet be open, or say why it never will be."""
+        return self._busy[Work.OPEN] > 0
+
+    @property
     def is_hung(self) -> bool:
         """Whether a thread of it has not come back in time."""
         return any(job.is_late for job in self._running)
