@@ -45,7 +45,7 @@ def test_what_a_url_says(url: str, spec: TierSpec) -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("", "tier: that is not the URL of a tier; \"disk:///var/cache/hybridkv\\?bytes=100GiB\" works"),
+        ("", 'tier: that is not the URL of a tier; "disk:///var/cache/hybridkv\\?bytes=100GiB" works'),
         ("/var/cache", "is not the URL of a tier; .* works"),
         ("disk:", "is not the URL of a tier; .* works"),
         ("disk://[", "is not the URL of a tier; .* works"),

@@ -18,7 +18,7 @@ from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
-from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import Clear, Found, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
 from tests.server.dict_tier import DictTier
 from tests.server.harness import commit, engine, grant, hashes
@@ -489,3 +489,17 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
     node.work()
     for name in ("one", "two"):
         assert len(list((tmp_path / name).glob("objects/*/??/*"))) == 2 * len(FULL.groups), name
+
+
+def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.handle(1, Clear(1), node.now)
+    node.work()
+    assert isinstance(node.ask(1, 2, 3, lease=1), Pending), "what is below RAM stays"
+    node.work()
+    assert node.answer().chunks == 3
+    node.daemon.handle(1, Release(1), node.now)
+    node.daemon.handle(1, Clear(1, tiers=True), node.now)
+    node.work()
+    assert is_found(node.ask(1, 2, 3)).chunks == 0
+    assert not list(tmp_path.glob("objects/*/??/*"))

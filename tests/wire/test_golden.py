@@ -172,8 +172,8 @@ REQUESTS: list[tuple[Request, str]] = [
         "0f00000092ac6c6973745f656e67696e657307",
     ),
     (
-        Clear(id=8),
-        "0800000092a5636c65617208",
+        Clear(id=8, tiers=True),
+        "0900000093a5636c65617208c3",
     ),
 ]
 

@@ -275,6 +275,8 @@ class Daemon:
             case ListEngines():
                 return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
+                if request.tiers:
+                    self._clear_tiers()
                 return Done(request.id, self._clear())
             case Drained():
                 self._drained(connection_id, connection, request)
@@ -525,6 +527,11 @@ class Daemon:
         for slot in slots:
             self.store.drop(slot)
         return len(slots)
+
+    def _clear_tiers(self) -> None:
+        for line in self.lines:
+            if line.is_open and line.has_thread(Work.CLEAR):
+                line.submit(Job(Work.CLEAR, line.number), self._now)
 
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}

@@ -17,7 +17,7 @@ logger = logging.getLogger("hybridkv.daemon")
 READS_MAX = 4
 WRITES_MAX = 4
 FINDS_MAX = 2
-THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 2
+THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 3
 """Of each tier: one for every job that may run at once, so that none waits for another that hangs."""
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
@@ -33,6 +33,8 @@ BURST_SHARE = 4
 COLD_SHARE = 2
 """What nobody has read is only written while more than half of that is left."""
 
+_LONG = frozenset((Work.OPEN, Work.CLEAR))
+"""Work on all that there is takes as long as it takes."""
 _LIMITS = {Work.READ: READS_MAX, Work.WRITE: WRITES_MAX, Work.FIND: FINDS_MAX, Work.TEND: 1, Work.DISCARD: 1}
 
 
@@ -146,7 +148,7 @@ class Line:
     def tick(self, now: float) -> None:
         """What is due: a thread that does not come back is late, a tier is opened and tended."""
         for job in self._running:
-            if not job.is_late and job.work is not Work.OPEN and now - job.submitted_at > self.spec.timeout_seconds:
+            if not job.is_late and job.work not in _LONG and now - job.submitted_at > self.spec.timeout_seconds:
                 job.is_late = True
                 self.counters["jobs_late"] += 1
                 logger.warning("%s hangs: it is left alone until it answers", self.name)
@@ -161,7 +163,7 @@ class Line:
         due = [
             job.submitted_at + self.spec.timeout_seconds
             for job in self._running
-            if not job.is_late and job.work is not Work.OPEN
+            if not job.is_late and job.work not in _LONG
         ]
         if not self.is_open and not self._busy[Work.OPEN]:
             due.append(self._open_at)

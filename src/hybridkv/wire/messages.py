@@ -212,9 +212,13 @@ class ListEngines(_Message, frozen=True, tag="list_engines"):
 
 
 class Clear(_Message, frozen=True, tag="clear"):
-    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends."""
+    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends.
+
+    With `tiers` those below RAM are told to remove all that they have, and nobody waits for that.
+    """
 
     id: Count
+    tiers: bool = False
 
 
 class Condemn(_Message, frozen=True, tag="condemn"):
