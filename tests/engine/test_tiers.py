@@ -159,3 +159,33 @@ def clear(socket_path: str) -> None:
     """Empty RAM, and nothing else."""
     with Control(socket_path) as control:
         control.clear()
+
+
+def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
+    """Its calls never come back: requests are computed or served from RAM, and the daemon ends when told to."""
+    text, other = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
+    url = f"disk://{tmp_path}/disk?bytes=1GiB&timeout=1"
+    extra = {**LOAD, "load_timeout_seconds": 3}
+    with serve(tmp_path, "node", "--tier", url) as daemon:
+        hanging = serve(tmp_path, "node", "--tier", f"inject+{url}&latency=3600")
+        with engine("gemma3", tmp_path / "a.log", daemon.socket_path, extra=extra) as running:
+            (oracle,) = running.run(text, max_tokens=6)
+            is_written(daemon, "disk")
+            daemon.kill()
+            daemon.__exit__()
+            hanging.start()
+            until(lambda: is_back(running, hanging), "the engine is back")
+            for _ in range(2):
+                running.reset()
+                (result,) = running.run(text, max_tokens=6)
+                assert result["cached_tokens"] == 0
+                assert result["tokens"] == oracle["tokens"]
+                clear(hanging.socket_path)
+            until(lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1, "it is left alone")
+            (first,) = running.run(other, max_tokens=6)
+            running.reset()
+            (again,) = running.run(other, max_tokens=6)
+            assert again["cached_tokens"] == CHUNKS * 128, "RAM goes on"
+            assert again["tokens"] == first["tokens"]
+        assert hanging.stop() == 0
+        hanging.__exit__()
