@@ -121,7 +121,8 @@ class CoreFuzz:
         values = self.daemon.values()
         for name in ("sessions", "leases", "connections", "bytes_writing", "lookups_waiting"):
             assert values[name] == 0, f"{name} {values[name]} after the last client"
-        self.daemon.store.clear()
+        while self.daemon._clear():
+            pass
         assert self.daemon.store.objects == 0
         self.daemon.check()
 

@@ -535,6 +535,7 @@ class Daemon:
 
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
+        info.update((f"tier_{line.number}", line.describe()) for line in self.lines)
         for number, session in enumerate(self._sessions):
             groups = " ".join(f"{g.gid}:{g.kind}/{g.tokens_per_block}" for g in session.geometry.groups)
             info[f"session_{number}"] = (

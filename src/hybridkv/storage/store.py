@@ -439,13 +439,6 @@ class Store:
         self._write_header(slot)
         return None
 
-    def clear(self) -> int:
-        """Drop every object; returns how many."""
-        slots = [slot for slot in self._slots.values() if slot.entry is not None]
-        for slot in slots:
-            self.drop(slot)
-        return len(slots)
-
     def check(self) -> None:
         """Re-derive every counter and the tiling of the arena; raises AssertionError."""
         self.extents.check()
