@@ -3,9 +3,11 @@
 import pytest
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.eviction import Policy
 from hybridkv.core.paths import check_socket_path, default_socket, socket_of_server
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.core.tiers import LoadPolicy, parse_tier
 
 
 def test_defaults() -> None:
@@ -22,6 +24,12 @@ def test_every_key_is_read() -> None:
         "store_generated": False,
         "checksum": "paranoid",
         "weights_identity": "v1",
+        "disk": "/var/cache/kv",
+        "disk_bytes": "200 GiB",
+        "tiers": ["valkey://127.0.0.1:6379?write=back", "disk:///mnt/shared"],
+        "load_policy": "always",
+        "eviction": "lru",
+        "salt_quota": 4096,
     }
     settings = parse_settings(extra)
     assert settings.ram_bytes == 2 << 30
@@ -35,6 +43,35 @@ def test_every_key_is_read() -> None:
         "paranoid",
         "v1",
     )
+    assert (settings.load_policy, settings.eviction) == (LoadPolicy.ALWAYS, Policy.LRU)
+    assert settings.tiers == (
+        "disk:///var/cache/kv?bytes=200GiB",
+        "valkey://127.0.0.1:6379?write=back",
+        "disk:///mnt/shared",
+    )
+    assert settings.daemon_options() == [
+        *("--eviction", "lru", "--ram", str(2 << 30), "--salt-quota", "4096"),
+        *("--tier", "disk:///var/cache/kv?bytes=200GiB"),
+        *("--tier", "valkey://127.0.0.1:6379?write=back", "--tier", "disk:///mnt/shared"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "tiers"),
+    [
+        ({"disk": "/a"}, ("disk:///a",)),
+        ({"disk": "/a", "disk_bytes": 4096}, ("disk:///a?bytes=4096",)),
+        ({"disk_bytes": "1MiB", "disk": "/a"}, ("disk:///a?bytes=1MiB",)),
+        ({"disk": "/with space", "disk_bytes": "1 MiB"}, ("disk:///with space?bytes=1MiB",)),
+        ({"disk": None}, ()),
+        ({"tiers": []}, ()),
+        ({"tiers": ["disk:///b"], "disk": "/a"}, ("disk:///a", "disk:///b")),
+    ],
+)
+def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
+    settings = parse_settings(extra)
+    assert settings.tiers == tiers
+    assert [parse_tier(url, "tier").kind for url in tiers] == ["disk"] * len(tiers)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +89,19 @@ def test_every_key_is_read() -> None:
         ({"lookup_timeout_ms": "soon"}, "lookup_timeout_ms='soon'.*100 works"),
         ({"store_generated": "yes"}, "store_generated.*true works"),
         ({"checksum": True}, 'checksum=True.*"on" works'),
+        ({"disk": "cache"}, r"disk='cache' must be an absolute path without '\?'; \"/var/cache/hybridkv\" works"),
+        ({"disk": 5}, "disk=5 must be an absolute path"),
+        ({"disk": "/a?b"}, r"disk='/a\?b' must be an absolute path without '\?'"),
+        ({"disk": "/a", "disk_bytes": "lots"}, "disk_bytes='lots' is not a size"),
+        ({"disk": "/a", "disk_bytes": 0}, "disk_bytes='0' must be larger than zero"),
+        ({"disk_bytes": "1GiB"}, "disk_bytes='1GiB' needs a directory: .* works"),
+        ({"tiers": "disk:///a"}, "tiers='disk:///a' must be a list of URLs; .* works"),
+        ({"tiers": [5]}, r"tiers=\[5\] must be a list of URLs"),
+        ({"tiers": ["disk://["]}, r"tiers: that is not the URL of a tier; .* works"),
+        ({"tiers": ["disk:///a?write=no"]}, "tiers: write='no' must be one of"),
+        ({"load_policy": "sometimes"}, "load_policy='sometimes' must be one of faster, always, never; .faster. works"),
+        ({"load_policy": None}, "load_policy=None must be one of"),
+        ({"disc": "/a"}, "unknown key 'disc'; did you mean 'disk'"),
         ({"weights_identity": ""}, 'weights_identity.*"my-model-v1" works'),
     ],
 )

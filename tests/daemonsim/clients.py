@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from hybridkv.client.credits import Credits
 from hybridkv.client.link import Link
-from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
+from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
@@ -34,6 +34,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pending,
     Release,
     Reply,
     Report,
@@ -73,6 +74,8 @@ class Habits:
     """Loads that an engine has at once, at most."""
     partial: float = 0.2
     """How often a load needs the end of a part only."""
+    waits_ms: tuple[int, ...] = (0,)
+    """How long lookups may take for what is below RAM, each as likely."""
     misbehave: frozenset[str] = frozenset()
     """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
 
@@ -130,13 +133,21 @@ class Client:
         system.after(*self.scene.habits.steps, self._step)
 
 
+RATES = (0, 0, 1, 10_000, 1_000_000, 1 << 40)
+"""Tokens per second that an engine says it computes."""
+
+
 class Caller:
-    """A link whose replies are counted: each request gets its own one, in order."""
+    """A link whose replies are counted: each request gets its own one, in order, but for lookups that take longer."""
 
     def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
         self._scene = scene
         self._on_loss = on_loss
         self.awaited: deque[tuple[int, type[Reply]]] = deque()
+        self._pending: dict[int, int | None] = {}
+        """Lookups that wait for tiers; of those that were given up the number of the last request before."""
+        self._given_up: dict[int, int] = {}
+        """The same of those of which nothing was heard."""
         self._ids = 1
         self.link = Link(str(SOCKET_PATH), hello, self._lost)
 
@@ -146,11 +157,41 @@ class Caller:
         assert self.link.refusal is None, f"a greeting was refused: {self.link.refusal}"
         for reply in replies:
             assert not isinstance(reply, Error), f"refused: {reply}"
-            assert self.awaited, f"nobody asked for {type(reply).__name__}"
-            number, kind = self.awaited.popleft()
-            assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
-            assert reply.id == number, f"the reply to {reply.id} instead of {number}"
-        return replies
+            self._expect(reply)
+        return [reply for reply in replies if not isinstance(reply, Pending)]
+
+    def _expect(self, reply: Reply) -> None:
+        if isinstance(reply, Found) and reply.id in self._pending:
+            del self._pending[reply.id]
+            return
+        assert self.awaited, f"nobody asked for {type(reply).__name__}"
+        number, kind = self.awaited.popleft()
+        assert reply.id == number, f"the reply to {reply.id} instead of {number}"
+        if isinstance(reply, Pending) and kind is Found:
+            self._pending[number] = self._given_up.pop(number, None)
+            return
+        self._given_up.pop(number, None)
+        assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
+        # Whatever was asked later was heard later: the daemon knows by now which lookups were given up.
+        for lookup, last in list(self._pending.items()):
+            if last is not None and number > last:
+                del self._pending[lookup]
+
+    def give_up(self, number: int, lease: int) -> None:
+        """Release a lookup that may not have been answered yet: it may be, or never is."""
+        if self.tell(Release(lease)):
+            where = self._pending if number in self._pending else self._given_up
+            where[number] = self._ids
+
+    @property
+    def asked(self) -> int:
+        """The number of the last request."""
+        return self._ids
+
+    @property
+    def waits(self) -> bool:
+        """Whether some answer is still to come."""
+        return bool(self.awaited) or None in self._pending.values()
 
     def ask(self, make: Callable[[int], Request], kind: type[Reply]) -> bool:
         """Send a request that has a reply."""
@@ -168,6 +209,8 @@ class Caller:
     def _lost(self, why: str) -> None:
         self._scene.counts["losses"] += 1
         self.awaited.clear()
+        self._pending.clear()
+        self._given_up.clear()
         self._on_loss()
 
 
@@ -193,6 +236,7 @@ class Asking:
     prompt: int
     identity: bytes
     hashes: tuple[bytes, ...]
+    id: int
     number: int
     """Commits that were sent before."""
     is_wanted: bool = True
@@ -244,6 +288,8 @@ class Scheduler(Client):
         self._leases = 0
         self._commits = 0
         self._asked: dict[int, Asking] = {}
+        self._given_up: set[int] = set()
+        """Leases of lookups that were released before their answer came."""
         self.loading: dict[int, set[int]] = {}
         """By lease the ranks that have not reported."""
         self._load_failed: set[int] = set()
@@ -258,7 +304,7 @@ class Scheduler(Client):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way, and the daemon is there."""
-        busy = self._asked or self.loading or self._storing or self._held or self._calls.awaited
+        busy = self._asked or self.loading or self._storing or self._held or self._calls.waits
         return self._calls.link.welcome is not None and not busy
 
     @property
@@ -296,6 +342,8 @@ class Scheduler(Client):
                 self._calls.tell(Release(self._held.pop(self.rng.randrange(len(self._held)))))
             for reply in self._answers:
                 self._take(reply, plan_loads, plan_stores)
+            if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.1:
+                self._give_up()
             if (
                 not self.scene.calm
                 and len(self._asked) < 3
@@ -332,8 +380,16 @@ class Scheduler(Client):
         hashes = prompt_hashes(prompt)[:chunks]
         self._leases += 1
         lease = self._leases
-        if self._calls.ask(lambda number: Lookup(number, lease, b"".join(hashes)), Found):
-            self._asked[lease] = Asking(prompt, self.identity, hashes, self._commits)
+        wait_ms, rate = self.rng.choice(self.scene.habits.waits_ms), self.rng.choice(RATES)
+        if self._calls.ask(lambda number: Lookup(number, lease, b"".join(hashes), wait_ms, rate), Found):
+            self._asked[lease] = Asking(prompt, self.identity, hashes, self._calls.asked, self._commits)
+
+    def _give_up(self) -> None:
+        """A request is aborted before its lookup is answered."""
+        lease = self.rng.choice(list(self._asked))
+        self._calls.give_up(self._asked.pop(lease).id, lease)
+        self._given_up.add(lease)
+        self.scene.counts["lookups_given_up"] += 1
 
     def _take(
         self, reply: Reply, loads: dict[int, list[tuple[Ref, int, int, Name]]], stores: dict[int, Storing]
@@ -341,9 +397,15 @@ class Scheduler(Client):
         if isinstance(reply, Granted):
             self._granted(reply)
         elif isinstance(reply, Found):
+            if reply.lease in self._given_up:
+                self._given_up.remove(reply.lease)
+                return
             asked = self._asked.pop(reply.lease)
             self.scene.books.found(self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks)
-            self._check_own(asked, reply)
+            self._prove(asked, reply)
+            if asked.is_wanted:
+                # A lookup that waited while the engine took other weights finds nothing.
+                self._check_own(asked, reply)
             if not asked.is_wanted or not self._attached():
                 self._calls.tell(Release(reply.lease))
                 return
@@ -360,6 +422,22 @@ class Scheduler(Client):
         self.credits.granted(shape, granted.offsets, granted.generations, self.scene.system.seconds())
         self.scene.counts["slots_granted"] += len(refs)
 
+    def _prove(self, asked: Asking, found: Found) -> None:
+        """Every slot of an answer has exactly the bytes of its name."""
+        self.scene.counts["chunks_hit"] += found.chunks
+        self.scene.counts["chunks_from_tiers"] += sum(found.tiers.values())
+        assert sum(found.tiers.values()) <= found.chunks
+        welcome = self._calls.link.welcome
+        assert welcome is not None
+        file = self.scene.system.paths[welcome.arena_path]
+        for ref, index, chunk in named(self.geometry, found):
+            size, parts = sizes(self.geometry, index, chunk)
+            name = asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]
+            for part in range(parts):
+                checksum = self.scene.habits.checksum
+                self.scene.books.shown(Copy(file, *ref, name, part, parts, size, checksum, welcome.boot))
+        self.scene.counts["slots_proven"] += len(found.offsets) // 8
+
     def _check_own(self, asked: Asking, found: Found) -> None:
         """What this session committed before it asked is found, unless something may have been lost since."""
         losses = self.scene.books.losses()
@@ -371,21 +449,14 @@ class Scheduler(Client):
                 self.scene.counts["own_writes_read"] += there and number <= asked.number
 
     def _load(self, asked: Asking, found: Found, loads: dict[int, list[tuple[Ref, int, int, Name]]]) -> None:
-        refs = _refs(found.offsets, found.generations)
-        places = [
-            (index, chunk)
-            for index, group in enumerate(self.geometry.groups)
-            for chunk in needed_chunks(self.geometry, group, found.chunks)
-        ]
         if not found.chunks:
-            assert not refs
             return
         if self.rng.random() < 0.15:
             self._held.append(found.lease)
             return
         loads[found.lease] = [
             (ref, index, chunk, (asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]))
-            for ref, (index, chunk) in zip(refs, places, strict=True)
+            for ref, index, chunk in named(self.geometry, found)
         ]
         self.loading[found.lease] = set(range(self.geometry.ranks))
         self.scene.counts["loads"] += 1
@@ -459,7 +530,7 @@ class Scheduler(Client):
         if "twice" in habits and self.rng.random() < 0.5:
             self._calls.tell(Abandon(*_packed([ref, ref])))
             lease = self.rng.randrange(self._leases + 2)
-            if lease not in self._asked and lease not in self.loading:
+            if lease not in self._asked and lease not in self.loading and lease not in self._given_up:
                 self._calls.tell(Release(lease))
             self.scene.counts["abandons_late"] += 1
 
@@ -485,6 +556,7 @@ class Scheduler(Client):
             self._old_refs.append((storing.ref, storing.group_index))
         self._storing.clear()
         self._asked.clear()
+        self._given_up.clear()
         self.loading.clear()
         self._held.clear()
         self._mine.clear()
@@ -708,6 +780,84 @@ class Operator(Client):
             self.scene.counts["clears"] += 1
 
 
+class Seeker(Client):
+    """An engine that comes when all is well and RAM is empty: whatever is sound in tiers comes up, sooner or later."""
+
+    TRIES = 14
+    """Each puts aside what was damaged on the way."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        process: SimProcess,
+        geometry: Geometry,
+        identities: list[bytes],
+        expects: Callable[[Geometry, bytes, tuple[bytes, ...]], list[bytes]],
+    ) -> None:
+        """`expects` says what is sound in tiers now, as masks."""
+        super().__init__(scene, process)
+        self._geometry = geometry
+        self._expects = expects
+        self._todo = deque((identity, prompt) for identity in identities for prompt in range(PROMPTS))
+        self._identity = identities[0]
+        hello = Hello(1, PROTOCOL_VERSION, "engine", "seeker", self._identity, geometry_to_wire(geometry))
+        self._calls = Caller(scene, hello, lambda: None)
+        self._lease = 0
+        self._tries = 0
+        self._before: list[bytes] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every prompt came up as far as it could."""
+        return not self._todo
+
+    def step(self) -> None:
+        """Look up what comes next, or take the answer."""
+        for reply in self._calls.poll():
+            if isinstance(reply, Found):
+                self._take(reply)
+        if self._todo and self._calls.link.welcome is not None and not self._calls.waits:
+            identity, prompt = self._todo[0]
+            if identity != self._identity:
+                self._identity = identity
+                self._calls.ask(lambda number: Identify(number, identity), Done)
+            self._before = self._expects(self._geometry, identity, prompt_hashes(prompt))
+            self._lease += 1
+            hashes = b"".join(prompt_hashes(prompt))
+            self._calls.ask(lambda number: Lookup(number, self._lease, hashes, 20_000), Found)
+
+    def _take(self, found: Found) -> None:
+        identity, prompt = self._todo[0]
+        hashes = prompt_hashes(prompt)
+        books = self.scene.books
+        books.found(self._geometry, identity, hashes, found.masks, found.chunks)
+        welcome = self._calls.link.welcome
+        assert welcome is not None
+        file = self.scene.system.paths[welcome.arena_path]
+        for ref, index, chunk in named(self._geometry, found):
+            size, parts = sizes(self._geometry, index, chunk)
+            name = identity, self._geometry.groups[index].gid, hashes[chunk]
+            for part in range(parts):
+                books.shown(Copy(file, *ref, name, part, parts, size, True, welcome.boot))
+        self._calls.tell(Release(self._lease))
+        after = self._expects(self._geometry, identity, hashes)
+        both = [bytes(map(min, one, other)) for one, other in zip(self._before, after, strict=True)]
+        expected = largest_hit(self._geometry, both, len(hashes))
+        self.scene.counts["chunks_sought"] += sum(found.tiers.values())
+        assert found.why != "it was not read in time", "nothing goes on for a lookup that waits for others"
+        self._tries += 1
+        if found.chunks < expected and self._tries < self.TRIES:
+            return
+        if found.why == "RAM has no room for it" and found.chunks < expected:
+            self.scene.counts["seeks_without_room"] += 1
+        else:
+            assert found.chunks >= expected, f"{found.chunks} of {expected} chunks come up: {found.why}"
+            self.scene.counts["seeks"] += 1
+            self.scene.counts["chunks_expected"] += expected
+        self._todo.popleft()
+        self._tries = 0
+
+
 class Liar(Client):
     """A client that says anything: true messages with false contents, and bytes that are no messages."""
 
@@ -767,7 +917,7 @@ class Liar(Client):
                 Hello(1, PROTOCOL_VERSION, role, engine_id, b"liar" * 8, geometry, session=session),
                 Hello(1, rng.randrange(3), "control"),
                 Drained(session),
-                Lookup(2, rng.randrange(3), hashes[: rng.choice((None, 5))]),
+                Lookup(2, rng.randrange(3), hashes[: rng.choice((None, 5))], *rng.choice(((), (1, 1), (30_000, 0)))),
                 Want(3, *shape, rng.randrange(3)),
                 Commit(offsets, generations, groups, hashes),
                 Abandon(offsets, generations[: rng.choice((None, 5))]),
@@ -784,6 +934,17 @@ class Liar(Client):
             return 0, 1
         slot = self.rng.choice(list(server.daemon.store._slots.values()))
         return slot.offset, slot.generation
+
+
+def named(geometry: Geometry, found: Found) -> list[tuple[Ref, int, int]]:
+    """(slot, group index, chunk) of everything that a hit needs."""
+    places = [
+        (index, chunk)
+        for index, group in enumerate(geometry.groups)
+        for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
+    ]
+    refs = _refs(found.offsets, found.generations)
+    return [(ref, *place) for ref, place in zip(refs, places, strict=True)]
 
 
 def _refs(offsets: bytes, generations: bytes) -> list[Ref]:

@@ -5,11 +5,16 @@ import functools
 import hashlib
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
 
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm import signature as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     HEADER_BYTES,
@@ -21,7 +26,9 @@ from hybridkv.shm.slots import (
     unpack_header,
 )
 from hybridkv.storage.store import Slot
-from tests.daemonsim.system import ArenaFile, System
+from hybridkv.storage.transfer import Work
+from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply, Request
+from tests.daemonsim.system import SECOND, ArenaFile, System
 from tests.layouts import LAYOUTS, wide
 
 CHUNKS = 6
@@ -69,8 +76,7 @@ def content(name: Name, part: int, size: int) -> bytes:
 
 def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes:
     """As connector.copier signs a part."""
-    digest = hashlib.blake2b(payload, digest_size=CHECKSUM_BYTES, key=generation.to_bytes(8, "little"))
-    return (int.from_bytes(digest.digest(), "little") | 1).to_bytes(CHECKSUM_BYTES, "little")
+    return signatures.signature(xxhash.xxh3_64(payload, seed=generation).intdigest())
 
 
 def largest_slot(geometry: Geometry) -> int:
@@ -123,6 +129,11 @@ class Copy:
         """Whether the writer signed these bytes."""
         return bytes(self.file.bytes[self.signed]) == signature(self.generation, payload)
 
+    @property
+    def is_unsigned(self) -> bool:
+        """Whether nobody signed it."""
+        return bytes(self.file.bytes[self.signed]) == signatures.UNSIGNED
+
 
 def cut(rng: random.Random, start: int, stop: int) -> list[tuple[int, int]]:
     """[start, stop) in one to four pieces, in any order: not every copy engine goes from the front to the back."""
@@ -153,7 +164,8 @@ class Books:
             return ("down", self._system.lives)
         daemon = server.daemon
         counts = (daemon.counters["objects_condemned"], daemon.counters["requests_clear"])
-        return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts)
+        wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.lines)
+        return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
     def granted(self, file: ArenaFile, generations: list[int]) -> None:
         """No generation is ever given twice."""
@@ -187,6 +199,36 @@ class Books:
                 assert not there or (identity, group.gid, chunk_hash) in self.written, "what nobody stored is found"
             assert all(mask[at] for at in needed_chunks(geometry, group, chunks)), "a hit lacks a chunk"
 
+    def shown(self, copy: Copy) -> None:
+        """What an answer names has its bytes and is signed, as long as it is there."""
+        if not copy.is_there() or not self.is_exclusive:
+            return
+        is_proven = copy.is_signed(copy.payload)
+        if self.is_exact:
+            assert copy.payload == copy.expected, f"LIE: an answer names other bytes than {copy.name[2].hex()[:8]}"
+            # Whoever does not check does not sign.
+            assert is_proven or (not copy.checksum and copy.is_unsigned), "what is found is not signed"
+        elif is_proven:
+            assert copy.payload == copy.expected, f"LIE: other bytes than {copy.name[2].hex()[:8]} are signed"
+
+    def jobs(self) -> None:
+        """What tiers' threads are at work on stays what it is."""
+        server = self._system.server
+        if server is None:
+            return
+        for strand in self._system.strands:
+            if strand.job is None or strand.job.work not in (Work.READ, Work.WRITE):
+                continue
+            for item in strand.job.items:
+                assert item.slot is not None
+                slot = server.daemon.store.get(item.slot.offset, item.record.seed)
+                assert slot is item.slot, "a slot was taken from a thread that is at work on it"
+                if strand.job.work is Work.READ:
+                    assert slot.state is SlotState.WRITING, "a slot is found before it is read"
+                else:
+                    assert slot.state is SlotState.COMMITTED
+                    assert slot.pins, "a slot that is being written to a tier may go"
+
     def audit(self) -> int:
         """Every object of the index is what its name says, or its checksum tells; how many there are."""
         server, file = self._system.server, self._system.arena
@@ -213,6 +255,105 @@ class Books:
             copy = Copy(file, slot.offset, slot.generation, name, part, slot.parts, slot.part_bytes, True, "")
             if self.is_exact or copy.is_signed(copy.payload):
                 self.accepted(copy, bytes(copy.payload), 0)
+
+
+class Waits:
+    """Lookups that were answered with Pending, by what the daemon hears and says."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._due: dict[tuple[int, int], tuple[int, float]] = {}
+        """By (connection, lease): the lookup's id, and its deadline by the loop's clock."""
+        self._floors: dict[tuple[int, int], tuple[int, object]] = {}
+        """The hit that RAM alone had, of those for which reading began at once, and what was lost by then."""
+        self._direct: tuple[int, int] | None = None
+        """(connection, id) of the Found that is to be sent next."""
+        self._wrong: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    def attend(self, server: Any) -> None:
+        """Hear all that a new life of the daemon hears and says."""
+        self._due.clear()
+        self._floors.clear()
+        handle, send, drop = server.daemon.handle, server._send, server._drop
+
+        def heard(number: int, request: Request, now: float) -> Reply | None:
+            if isinstance(request, Release) and self._due.pop((number, request.lease), None) is not None:
+                self.counts["waits_aborted"] += 1
+            reply: Reply | None = handle(number, request, now)
+            if isinstance(reply, Pending):
+                assert isinstance(request, Lookup)
+                self._expect(request.wait_ms > 0, "who has no patience is kept waiting")
+                self._due[number, request.lease] = request.id, now + request.wait_ms / 1e3
+                self.counts["waits"] += 1
+                waiting = server.daemon.promotion._waiting[number, request.lease]
+                if not waiting.finding:
+                    self._floors[number, request.lease] = waiting.resident, _drops(server, waiting.namespace)
+            if isinstance(reply, Found):
+                self._direct = number, reply.id
+                assert isinstance(request, Lookup)
+                session = server.daemon._connections[number].session
+                there, _ = server.daemon._present(session.namespace, request.hashes)
+                self._expect(there == reply.masks, "an answer says what was so a moment ago")
+            return reply
+
+        def said(peer: Any, reply: Reply) -> None:
+            if isinstance(reply, Found):
+                if self._direct == (peer.number, reply.id):
+                    self._direct = None
+                else:
+                    known = self._due.pop((peer.number, reply.lease), None)
+                    session = server.daemon._connections[peer.number].session
+                    floor, drops = self._floors.pop((peer.number, reply.lease), (0, ()))
+                    if drops == _drops(server, session.namespace):
+                        self._expect(reply.chunks >= floor, "waiting cost the hit that there was")
+                    slots = session.leases.get(reply.lease, ())
+                    is_own = all(slot.entry.namespace is session.namespace for slot in slots)
+                    self._expect(is_own, "bytes of other weights are found")
+                    self.counts["waits_to_the_end"] += known is not None and known[1] <= self._system.now / SECOND
+                    self._expect(
+                        known is not None and known[0] == reply.id, "a lookup is answered twice, or for nobody"
+                    )
+            send(peer, reply)
+
+        def dropped(peer: Any) -> None:
+            for key in [key for key in self._due if key[0] == peer.number]:
+                del self._due[key]
+                self.counts["waits_left"] += 1
+            drop(peer)
+
+        server.daemon.handle, server._send, server._drop = heard, said, dropped
+
+    def turned(self) -> None:
+        """A round of the loop is over: nobody waits whose time was up when it began."""
+        now = self._system.now / SECOND
+        self._expect(all(deadline > now for _, deadline in self._due.values()), "STALL: a lookup waits for too long")
+        server = self._system.server
+        assert server is not None
+        for line, leaving in zip(server.daemon.lines, server.daemon.demotion._leaving, strict=True):
+            self._expect(not leaving or line.writes(now + 1.0), "RAM is held for a tier that takes nothing")
+
+    def check(self) -> None:
+        """Raises AssertionError for whatever was wrong until now."""
+        system = self._system
+        assert not self._wrong, self._wrong
+        if system.server is None or system.turn_is_due or system.now < system.server_process.stopped_until:
+            return
+        assert all(deadline >= system.now / SECOND for _, deadline in self._due.values()), (
+            "STALL: nobody wakes the loop"
+        )
+
+    def _expect(self, is_right: bool, otherwise: str) -> None:
+        # What is raised within the loop would be taken for a client's fault.
+        if not is_right:
+            self._wrong.append(otherwise)
+
+
+def _drops(server: Any, namespace: object) -> tuple[object, ...]:
+    """Changes whenever an object that is held may be lost."""
+    counters = server.daemon.counters
+    wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.lines)
+    return namespace, counters["objects_condemned"], counters["requests_clear"], wrong
 
 
 def sizes(geometry: Geometry, index: int, chunk: int) -> tuple[int, int]:

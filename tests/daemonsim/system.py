@@ -10,12 +10,14 @@ import contextlib
 import errno
 import hashlib
 import heapq
+import math
 import os
 import random
 import selectors
 import socket
 import struct
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +28,12 @@ from unittest import mock
 from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.eviction import Policy
+from hybridkv.core.tiers import TierSpec
 from hybridkv.server import loop
 from hybridkv.server.daemon import Process
-from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
+from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.storage.transfer import Job
 
 SECOND = 1_000_000
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -37,7 +41,15 @@ SOCKET_PATH = Path("/daemonsim/daemon.sock")
 BACKLOG_MAX = 16
 EPOCH_MS = 1_700_000_000_000
 FIRST_FD = 1000
-TRACED = ("storage/store.py", "storage/extents.py", "shm/trailer.py", "shm/slots.py", "server/daemon.py")
+LOCK_FD = 999
+SLEEPLESS_MAX = 2000
+"""Rounds of the loop in a row that want the next one at once."""
+VAIN_MAX = 20
+"""Times that something is waited for that is there already."""
+TRACED = (
+    *("storage/store.py", "storage/extents.py", "shm/trailer.py", "shm/slots.py", "server/daemon.py"),
+    *("server/promote.py", "storage/demote.py", "storage/line.py"),
+)
 """Where the daemon can be killed: at any line of these."""
 UNTRACED = ("tag_of",)
 """Cached functions of these, whose lines run or not with what ran before."""
@@ -49,6 +61,66 @@ class Killed(BaseException):
 
 class WouldWaitError(Exception):
     """A thread of the daemon has nothing to do now."""
+
+
+class GoneError(BaseException):
+    """The process of a thread has ended."""
+
+
+class Strand:
+    """A thread of the daemon for a tier. It runs only while it is told to, until it pauses."""
+
+    def __init__(self, system: "System", code: Callable[["Strand"], None]) -> None:
+        self._system = system
+        self._code = code
+        self.job: Job | None = None
+        """What it is doing."""
+        self.due: int | None = None
+        """When it goes on; None while it hangs."""
+        self.is_over = False
+        self._is_gone = False
+        self._error: BaseException | None = None
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Run until it pauses or ends. Raises AssertionError where it saw a fault."""
+        assert not self.is_over
+        self.due = None
+        before, self._system.strand = self._system.strand, self
+        self._mine.release()
+        self._theirs.acquire()
+        self._system.strand = before
+        if self.is_over:
+            self._thread.join()
+        if self._error is not None:
+            raise AssertionError(f"in a thread of a tier: {self._error}") from self._error
+
+    def end(self) -> None:
+        """Its process is killed: it does nothing more."""
+        self._is_gone = True
+        if not self.is_over:
+            self.go_on()
+
+    def wait(self) -> None:
+        """Called by itself: let others run until it is told to go on."""
+        self._theirs.release()
+        self._mine.acquire()
+        if self._is_gone:
+            raise GoneError
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            if not self._is_gone:
+                self._code(self)
+        except GoneError:
+            pass
+        except BaseException as error:  # noqa: BLE001  # raised again by whoever told it to go on
+            self._error = error
+        self.is_over = True
+        self._theirs.release()
 
 
 class SimProcess:
@@ -351,6 +423,11 @@ class SlotsMemory:
         return self._view[at]
 
     def __setitem__(self, at: slice, data: bytes) -> None:
+        if at.start % SLOT_ALIGN == HEADER_BYTES:
+            assert not any(data), "the daemon signs nothing by itself"
+            assert at.stop - at.start == len(data) <= payload_offset(len(data) // CHECKSUM_BYTES) - HEADER_BYTES
+            self._view[at] = data
+            return
         assert at.start % SLOT_ALIGN == 0, "the daemon writes headers, and nothing else"
         assert len(data) == HEADER_BYTES == at.stop - at.start
         torn = self._system.tears()
@@ -428,6 +505,20 @@ class System:
         self._turns: set[int] = set()
         self._lines_left = 0
         self._writes_left = 0
+        self.tiers: tuple[TierSpec, ...] = ()
+        self.make_tier: Callable[..., Any] = lambda spec, node: None
+        self.make_threads: Callable[..., Any] = lambda tier, memory, done: None
+        self.has_quotas = True
+        self.strands: list[Strand] = []
+        """Of the living daemon's process."""
+        self.strand: Strand | None = None
+        """That runs now."""
+        self.never_hangs = False
+        self._vain = 0
+        self._sleepless = 0
+        self._timer_at = 0
+        self.on_start: Callable[[loop.Server], None] = lambda server: None
+        self.on_turn: Callable[[], None] = lambda: None
         self.on_death: Callable[[], None] = lambda: None
 
     @property
@@ -527,6 +618,8 @@ class System:
 
     def close_fd(self, fd: int) -> None:
         """See os."""
+        # The next daemon may begin as soon as the lock is free, whatever this process still does.
+        assert fd != LOCK_FD or not self.strands, "the lock is given up while a thread may still write into the arena"
         self.pidfds.pop(fd, None)
 
     # The daemon
@@ -540,12 +633,13 @@ class System:
         self.trace("start", self.time_ms(), ram_bytes, fresh)
         self._may_wait = False
         policy = tuple(Policy)[self.lives % len(Policy)]
-        quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3]
-        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh, policy, quota)
+        quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3] if self.has_quotas else None
+        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh, policy, quota, self.tiers, "node")
         server: list[loop.Server] = []
         if not self._runs(lambda: server.append(loop.Server(options))):
             return False
         self.server = server[0]
+        self.on_start(self.server)
         self.wake_server(self.now)
         self.after(10, 3000, self._reserve)
         return True
@@ -592,9 +686,83 @@ class System:
         self._looks = 0
         if not self._runs(server.turn):
             return
+        self.on_turn()
         selector: Any = server._selector
         if server._behind or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
+        patience = server._patience()
+        self._sleepless = self._sleepless + 1 if patience == 0.0 else 0
+        assert self._sleepless < SLEEPLESS_MAX, "the loop spins"
+        if patience is not None:
+            self._timer_at = timer = self.now + max(1, math.ceil(patience * SECOND))
+            self.at(timer, lambda: self._ring(server, timer))
+
+    def _ring(self, server: loop.Server, timer: int) -> None:
+        """The loop has slept as long as it wanted to."""
+        if self.server is server and self._timer_at == timer:
+            self.wake_server(self.now)
+
+    @property
+    def turn_is_due(self) -> bool:
+        """Whether the loop's next round is only a matter of this instant's order."""
+        return any(when <= self.now for when in self._turns) or 0 < self._timer_at <= self.now
+
+    # The daemon's threads
+
+    def start(self, strand: Strand) -> None:
+        """Have a thread begin."""
+        self.strands.append(strand)
+        self._continue(strand, self.now)
+
+    def pause(self, low: int, high: int) -> None:
+        """Called by a thread of the daemon: sleep a random time."""
+        assert self.strand is not None
+        self._continue(self.strand, self.now + self.rng.randrange(low, high))
+        self.strand.wait()
+
+    def hang(self, time: int | None) -> None:
+        """Called by a thread of the daemon: sleep so long, or until `awaken`."""
+        assert self.strand is not None
+        if self.never_hangs:
+            return
+        if time is not None:
+            self._continue(self.strand, self.now + time)
+        self.strand.wait()
+
+    def awaken(self) -> None:
+        """Every thread that hangs goes on soon, and none hangs again."""
+        self.never_hangs = True
+        for strand in self.strands:
+            self._continue(strand, self.now + self.rng.randrange(1, SECOND))
+
+    def run_strands(self, until: int, is_enough: Callable[[], bool]) -> None:
+        """Nothing happens but in the daemon's threads, until a time or an event."""
+        while not is_enough():
+            dues = [strand.due for strand in self.strands if strand.due is not None]
+            if not dues or min(dues) > until:
+                self.now = max(self.now, until)
+                return
+            self.now = max(self.now, min(dues))
+            self._go_on(next(strand for strand in self.strands if strand.due == min(dues)))
+
+    def _continue(self, strand: Strand, when: int) -> None:
+        strand.due = when
+        self.at(when, lambda: self._go_on(strand) if strand.due == when and strand in self.strands else None)
+
+    def _go_on(self, strand: Strand) -> None:
+        if self.server is not None and self.now < self.server_process.stopped_until:
+            self._continue(strand, self.server_process.stopped_until)
+            return
+        strand.go_on()
+        if strand.is_over:
+            self.strands.remove(strand)
+
+    def _select(self, read: Any, write: Any, error: Any, timeout: float) -> None:
+        """select.select of a daemon that does not serve yet."""
+        waker = read[0]
+        self._vain = self._vain + 1 if waker.is_rung else 0
+        assert self._vain < VAIN_MAX, "a daemon that waits for its tiers spins"
+        self.run_strands(self.now + max(1, math.ceil(timeout * SECOND)), lambda: bool(waker.is_rung))
 
     def _reserve(self) -> None:
         """One step of the daemon's thread that makes pages exist."""
@@ -646,6 +814,10 @@ class System:
 
     def _server_ended(self) -> None:
         self.server = None
+        for strand in self.strands:
+            strand.end()
+        self.strands = []
+        self._timer_at = 0
         self._reserver = None
         self._lines_left = self._writes_left = 0
         self.listener = None
@@ -733,10 +905,13 @@ class System:
             "threading": SimpleNamespace(Condition=Condition, Thread=self._thread),
             "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6, monotonic=self._monotonic),
             "uuid": SimpleNamespace(uuid4=self._uuid4),
+            "select": SimpleNamespace(select=self._select),
+            "make_tier": self.make_tier,
+            "TierThreads": self.make_threads,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "listen": self._listen,
-            "take_lock": lambda path: 0,
+            "take_lock": lambda path: LOCK_FD,
             "make_private_directory": lambda *_: None,
         }
         with contextlib.ExitStack() as stack:

@@ -1,5 +1,6 @@
 """One seed: engines, a daemon and what goes wrong; an AssertionError is a lie, a stall or a leak."""
 
+import dataclasses
 import logging
 import random
 from collections import Counter
@@ -7,13 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tiers import parse_tier
 from hybridkv.server import loop
 from hybridkv.shm import trailer
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotState
-from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Worker
-from tests.daemonsim.oracle import GEOMETRIES, Books, largest_slot
+from hybridkv.storage.record import RecordName
+from hybridkv.storage.transfer import Work
+from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Seeker, Worker
+from tests.daemonsim.oracle import GEOMETRIES, PROMPTS, Books, Waits, largest_slot, prompt_hashes, sizes
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
+from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 
 FAULTS = {
     "kill": "the daemon is killed, between any two lines or within a header",
@@ -35,9 +41,11 @@ FAULTS = {
     "fail": "workers do not write",
     "full": "shared memory is used up",
     "rebirth": "an engine ends and another one of its name begins in its processes",
+    **ILLS,
 }
+"""Those of tiers only in seeds that have some."""
 FAULT_RATE = 0.25
-OFTEN = {"kill": 0.5, "stall": 0.5}
+OFTEN = {"kill": 0.5, "stall": 0.5, "tier_alone": 0.5, "tier_hang": 0.4}
 """Faults with another rate."""
 PROCESSES_MAX = 64
 CHECK_EVENTS = 25
@@ -55,6 +63,7 @@ class Draw:
     """Mean time between two faults."""
     engines: int
     pages: int
+    tiers: int
 
 
 class Logged(logging.Handler):
@@ -134,6 +143,7 @@ class World:
             pieces=rng.choice((1, 2, 4, 8)),
             loads=rng.choice((2, 4, 4, 40)),
             partial=rng.choice((0.0, 0.3)),
+            waits_ms=rng.choice(((0, 50, 1000), (20, 300), (3000,), (0, 30_000))) if draw.tiers else (0,),
             misbehave=draw.faults & {"late", "twice", "fail"},
         )
         self._scene = Scene(system, self._books, habits, self.counts)
@@ -158,6 +168,29 @@ class World:
         self._restarting = False
         self._over = False
         self._logged = Logged()
+        self._waits = Waits(system)
+        self._vaults: list[Vault] = []
+        if draw.tiers:
+            self._have_tiers()
+
+    def _have_tiers(self) -> None:
+        """Some tiers, sometimes two over the same records, with what another node stored there."""
+        system, rng = self._system, self._rng
+        for _ in range(rng.randrange(1, self._draw.tiers + 1)):
+            bound = rng.choice((None, None, 1 << 16, 1 << 19))
+            self._vaults.append(Vault(system, self._books, rng.random() < 0.4, bound))
+        urls = [
+            f"sim://{rng.randrange(len(self._vaults))}?write={rng.choice(('through', 'through', 'back', 'off'))}"
+            f"&timeout={rng.choice((0.05, 0.5, 5))}{rng.choice(('', '', '', '&hourly=256KiB'))}"
+            for _ in range(self._draw.tiers)
+        ]
+        system.tiers = tuple(parse_tier(url, "tiers") for url in urls)
+        system.make_tier = TierMaker(self._vaults)
+        system.make_threads = lambda tier, memory, done: SimThreads(system, tier, memory, done, self.counts)
+        system.on_start, system.on_turn = self._waits.attend, self._waits.turned
+        if rng.random() < 0.5:
+            self._do_tier_other()
+        self.counts["seeds_with_tiers"] += 1
 
     def run(self) -> dict[str, Any]:
         """Every count of the seed, and the digest of all that happened."""
@@ -174,6 +207,10 @@ class World:
             loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = before
             logger.removeHandler(self._logged)
             logger.propagate = True
+            for strand in self._system.strands:
+                strand.end()
+        for counts in (self._waits.counts, *(vault.counts for vault in self._vaults)):
+            self.counts.update(counts)
         return {**self.counts, "lives": self._system.lives, "digest": self._system.digest()}
 
     # The course of a seed
@@ -192,6 +229,8 @@ class World:
         self._go_on(lambda: system.now >= self._ends_at)
         self._calm()
         self._leave()
+        if self._vaults:
+            self._seek()
 
     def _go_on(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -205,6 +244,9 @@ class World:
         system = self._system
         self._over = self._scene.calm = True
         system.arm()
+        for vault in self._vaults:
+            vault.heal()
+        system.awaken()
         for process in (*system.processes.values(), system.server_process):
             process.stopped_until = 0
         deadline = system.now + QUIET_SECONDS * SECOND
@@ -232,6 +274,7 @@ class World:
         until = system.now + SECOND
         system.at(until, lambda: None)
         self._go_on(lambda: system.now >= until)
+        self._settle()
         self._check()
         server = system.server
         assert server is not None
@@ -247,6 +290,78 @@ class World:
         assert all(not slot.pins for slot in server.daemon.store._slots.values())
         assert not self._logged.records or not self._books.is_exclusive, self._logged.records
         self.counts["objects_left"] += self._books.audit()
+        promotion, demotion = server.daemon.promotion, server.daemon.demotion
+        held = (
+            *(promotion._waiting, promotion._reading, promotion._slots, promotion._finding),
+            *(+promotion._reading_bytes, demotion._writing, demotion._held_bytes, *demotion._leaving),
+        )
+        assert not any(held), f"LEAK: {held}"
+        self._audit_vaults()
+
+    def _settle(self) -> None:
+        """The tiers' threads finish what they are at."""
+        system = self._system
+        deadline = system.now + QUIET_SECONDS * SECOND
+
+        def is_over() -> bool:
+            assert system.now < deadline, "STALL: a tier's thread does not end"
+            lines = self._daemon().lines if system.server is not None else ()
+            return system.server is not None and all(job.work is Work.TEND for line in lines for job in line._running)
+
+        self._go_on(is_over)
+
+    def _audit_vaults(self) -> None:
+        try:
+            self.counts["records_audited"] += sum(vault.audit() for vault in self._vaults)
+        except WrongError as wrong:
+            raise AssertionError(str(wrong)) from wrong
+
+    def _seek(self) -> None:
+        """RAM is lost: what tiers have comes up for an engine that waits."""
+        system, rng = self._system, self._rng
+        self._draw = dataclasses.replace(self._draw, faults=frozenset())
+        system.has_quotas, system.pages_end = False, 1 << 60
+        self._ail("tier_shut", 1, 4 * SECOND)
+        system.stop_server(keep_arena=False)
+        deadline = system.now + QUIET_SECONDS * SECOND
+
+        def is_open() -> bool:
+            assert system.now < deadline, "STALL: a tier is not opened again"
+            return system.server is not None and all(line.is_open for line in self._daemon().lines)
+
+        self._go_on(is_open)
+        name = rng.choice(sorted(self._identities))
+        seekers = [
+            Seeker(self._scene, system.spawn(), GEOMETRIES[name], self._identities[name], self._sound) for _ in range(2)
+        ]
+        deadline = system.now + 10 * QUIET_SECONDS * SECOND
+
+        def is_over() -> bool:
+            assert system.now < deadline, "STALL: an engine that waits for tiers gets nowhere"
+            return all(seeker.is_done for seeker in seekers)
+
+        self._go_on(is_over)
+        for seeker in seekers:
+            system.kill(seeker.process)
+        until = system.now + SECOND
+        system.at(until, lambda: None)
+        self._go_on(lambda: system.now >= until)
+        self._settle()
+        self._check()
+        assert system.server is not None
+        assert all(not slot.pins for slot in system.server.daemon.store._slots.values())
+        self._audit_vaults()
+
+    def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:
+        """Which objects of a prompt some tier has whole, per group."""
+        used = [self._vaults[int(spec.location.removeprefix("sim://"))] for spec in self._system.tiers]
+        return [
+            bytes(
+                any(vault.sound(RecordName(identity, group.gid, chunk_hash).key) is not None for vault in used)
+                for chunk_hash in hashes
+            )
+            for group in geometry.groups
+        ]
 
     # Always
 
@@ -260,9 +375,13 @@ class World:
             return
         daemon = server.daemon
         daemon.check()
+        self._waits.check()
+        self._books.jobs()
         store = daemon.store
         assert store.writing_bytes + store.committed_bytes <= store.extents.limit_bytes <= len(store)
         assert not self._logged.records or not self._books.is_exact, self._logged.records
+        wrong = any(line.counters["objects_wrong_in_ram"] for line in daemon.lines)
+        assert not wrong or not self._books.is_exact, "what is right in RAM is taken for wrong, and lost"
 
     # The daemon
 
@@ -450,13 +569,86 @@ class World:
         engine.begin_again()
         return True
 
+    # Faults of tiers
+
+    def _ail(self, name: str, low: int, high: int) -> Vault:
+        """One tier has something, for a while in microseconds."""
+        vault = self._rng.choice(self._vaults)
+        vault.ills[name] = self._system.now + self._rng.randrange(low, high)
+        vault.sick_calls = self._rng.choice((CALLS, ("get",), ("get", "put"), ("find", "put")))
+        return vault
+
+    def _do_tier_slow(self) -> None:
+        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = self._rng.choice(((100, 20_000), (10_000, 400_000)))
+
+    def _do_tier_hang(self) -> None:
+        self._ail("tier_hang", SECOND // 10, 3 * SECOND)
+        if self._rng.random() < 0.2:
+            self._system.after(1000, SECOND, self._stop_meanwhile)
+
+    def _stop_meanwhile(self) -> None:
+        if not self._over:
+            self._do_stop()
+
+    def _do_tier_error(self) -> None:
+        self._ail("tier_error", 1000, 2 * SECOND)
+
+    def _do_tier_full(self) -> None:
+        self._ail("tier_full", 1000, 2 * SECOND)
+
+    def _do_tier_stale(self) -> None:
+        self._ail("tier_stale", 1000, 2 * SECOND)
+
+    def _do_tier_shut(self) -> None:
+        self._ail("tier_shut", SECOND // 10, 3 * SECOND)
+
+    def _do_tier_loss(self) -> None:
+        self._rng.choice(self._vaults).lose()
+
+    def _do_tier_damage(self) -> None:
+        self._rng.choice(self._vaults).damage()
+
+    def _do_tier_alone(self) -> bool:
+        system = self._system
+        if system.server is None:
+            return False
+        system.kill_server()
+        for file in list(system.files):
+            file.unlink()
+        return True
+
+    def _do_tier_other(self) -> None:
+        """Another node stores prompts, not always whole."""
+        rng = self._rng
+        vault = rng.choice(self._vaults)
+        model = rng.choice(sorted(self._identities))
+        identity, geometry = rng.choice(self._identities[model]), GEOMETRIES[model]
+        rate = rng.choice((1.0, 0.9))
+        for chunk_hash in {hash_: None for _ in range(3) for hash_ in prompt_hashes(rng.randrange(PROMPTS))}:
+            chunk = next(
+                chunks.index(chunk_hash) for chunks in map(prompt_hashes, range(PROMPTS)) if chunk_hash in chunks
+            )
+            for index, group in enumerate(geometry.groups):
+                size, parts = sizes(geometry, index, chunk)
+                if size and rng.random() < rate:
+                    name = identity, group.gid, chunk_hash
+                    self._books.written.add(name)
+                    key = RecordName(*name).key
+                    vault.records[key] = make_record(name, size, parts, rng.getrandbits(60))
+                    self.counts["records_of_others"] += 1
+
 
 def _draw(rng: random.Random, faults: frozenset[str]) -> Draw:
-    drawn = frozenset(name for name in FAULTS if rng.random() < OFTEN.get(name, FAULT_RATE))
+    tiers = rng.choice((0, 0, 0, 1, 2, 3))
+    if faults & set(ILLS):
+        tiers = max(1, tiers)
+    able = [name for name in FAULTS if tiers or name not in ILLS]
+    drawn = frozenset(name for name in able if rng.random() < OFTEN.get(name, FAULT_RATE))
     return Draw(
         faults=faults or drawn,
         seconds=rng.choice((0.7, 1.5, 3.0)),
         fault_seconds=rng.choice((0.05, 0.2, 0.6)),
         engines=rng.choice((1, 2, 2, 3)),
         pages=rng.choice((32, 48, 96, 160)),
+        tiers=tiers,
     )

@@ -1,19 +1,23 @@
 """What outlives restarts and reaches other nodes through tiers below RAM, on the real engine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridkv.cli.engine import Engine
+from hybridkv.cli.main import main
+from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
+from tests.storage.tiers.master import Master, needs_mooncake
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MODELS = {"gemma3": 128, "qwen3next": 256}
 """A sliding-window hybrid and a recurrent one, with the tokens of a chunk."""
 CHUNKS = 3
-LOAD = {"load_policy": "always"}
+LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than any storage reads."""
 
 
@@ -38,7 +42,7 @@ def arena_gone(daemon: DaemonProcess) -> None:
     daemon.start()
 
 
-def hits(running: Engine, text: list[int], oracle: dict[str, object], chunk: int) -> None:
+def hits(running: Engine, text: list[int], oracle: dict[str, Any], chunk: int) -> None:
     running.reset()
     (result,) = running.run(text, max_tokens=6)
     assert result["cached_tokens"] == oracle["cached_tokens"] == CHUNKS * chunk
@@ -57,10 +61,10 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             is_written(daemon, "disk")
             daemon.stop()
             daemon.start()
-            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
             arena_gone(daemon)
-            until(lambda: running.run(prompt(9, 10), max_tokens=1) and is_connected(daemon), "the engine is back")
+            until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
             assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, "the daemon's reboot, under a living engine"
         with engine(model, tmp_path / "b.log", daemon.socket_path, extra=LOAD) as running:
@@ -81,5 +85,107 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
         assert not values["tier_disk_failures"]
 
 
-def is_connected(daemon: DaemonProcess) -> bool:
+@needs_mooncake
+@pytest.mark.parametrize("model", MODELS)
+def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
+    """The first node's daemon gives the memory; both engines, and the first daemon's arena, may be gone meanwhile."""
+    chunk = MODELS[model]
+    text = prompt(1, CHUNKS * chunk + 20)
+    master = Master(tmp_path / "master.log", "300ms")
+    try:
+        giving = ("--tier", master.url(size=256 << 20, timeout=5))
+        with (
+            serve(tmp_path, "first", *giving) as daemon,
+            serve(tmp_path, "second", "--tier", master.url(timeout=5)) as other,
+        ):
+            with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
+                running.run(text, max_tokens=6)
+                (oracle,) = running.run(text, max_tokens=6)
+                is_written(daemon, "mooncake")
+                clear(daemon.socket_path)
+                hits(running, text, oracle, chunk)
+                assert stats(daemon.socket_path)["chunks_hit_mooncake"] == CHUNKS
+            with engine(model, tmp_path / "b.log", other.socket_path, extra=LOAD) as running:
+                hits(running, text, oracle, chunk)
+                assert stats(other.socket_path)["chunks_hit_mooncake"] == CHUNKS
+    finally:
+        master.kill()
+
+
+def is_back(running: Engine, daemon: DaemonProcess) -> bool:
+    """Whether an engine has noticed its new daemon; it looks in its steps."""
+    running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
+
+
+def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tier is slowed on purpose; `explain` says what was weighed, and the switch forces either."""
+    text = prompt(1, CHUNKS * 128 + 20)
+    url = f"disk://{tmp_path}/disk?bytes=1GiB"
+    with (
+        serve(tmp_path, "fast", "--tier", url) as daemon,
+        engine("gemma3", tmp_path / "a.log", daemon.socket_path) as running,
+    ):
+        (oracle,) = running.run(text, max_tokens=4)
+        is_written(daemon, "disk")
+    with serve(tmp_path, "slow", "--tier", f"inject+{url}&rate=150KiB&write=off&timeout=60") as daemon:
+
+        def ask(log: str, policy: str, times: int) -> list[dict[str, Any]]:
+            """The answers of an engine, each from a daemon whose RAM is empty; its speed of prefill is known."""
+            results = []
+            with engine("gemma3", tmp_path / log, daemon.socket_path, extra={"load_policy": policy}) as running:
+                for seed in range(3):
+                    running.run(prompt(100 + seed, 512), max_tokens=1)
+                for _ in range(times):
+                    until(lambda: not stats(daemon.socket_path)["tier_disk_jobs_running"], "nothing comes up any more")
+                    clear(daemon.socket_path)
+                    running.reset()
+                    results += running.run(text, max_tokens=4)
+            return results
+
+        computed = ask("b.log", "faster", 2)
+        assert [result["cached_tokens"] for result in computed] == [0, 0]
+        assert all(result["tokens"] == oracle["tokens"] for result in computed)
+        assert main(["explain", "verify-5", "--socket", daemon.socket_path]) == 0
+        told = capsys.readouterr().out
+        assert "computing" in told, told
+        assert [result["cached_tokens"] for result in ask("c.log", "never", 1)] == [0]
+        assert [result["cached_tokens"] for result in ask("d.log", "always", 1)] == [CHUNKS * 128]
+
+
+def clear(socket_path: str) -> None:
+    """Empty RAM, and nothing else."""
+    with Control(socket_path) as control:
+        control.clear()
+
+
+def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
+    """Its calls never come back: requests are computed or served from RAM, and the daemon ends when told to."""
+    text, other = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
+    url = f"disk://{tmp_path}/disk?bytes=1GiB&timeout=1"
+    extra = {**LOAD, "load_timeout_seconds": 3}
+    with serve(tmp_path, "node", "--tier", url) as daemon:
+        hanging = serve(tmp_path, "node", "--tier", f"inject+{url}&latency=3600")
+        with engine("gemma3", tmp_path / "a.log", daemon.socket_path, extra=extra) as running:
+            (oracle,) = running.run(text, max_tokens=6)
+            is_written(daemon, "disk")
+            daemon.kill()
+            daemon.__exit__()
+            hanging.start()
+            until(lambda: is_back(running, hanging), "the engine is back")
+            for _ in range(2):
+                running.reset()
+                (result,) = running.run(text, max_tokens=6)
+                assert result["cached_tokens"] == 0
+                assert result["tokens"] == oracle["tokens"]
+                clear(hanging.socket_path)
+            until(lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1, "it is left alone")
+            (first,) = running.run(other, max_tokens=6)
+            running.reset()
+            (again,) = running.run(other, max_tokens=6)
+            assert again["cached_tokens"] == CHUNKS * 128, "RAM goes on"
+            assert again["tokens"] == first["tokens"]
+        assert hanging.stop() == 0
+        hanging.__exit__()

@@ -1,6 +1,7 @@
 """`python -m tests.fuzz --cases N [--seed S] [--process-cases N]`: prints progress, and how to repeat a failure."""
 
 import argparse
+import logging
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--process-cases", type=int, default=0, help="then for a daemon process over its socket")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(SEED_BITS))
     options = parser.parse_args()
+    logging.getLogger("hybridkv.daemon").setLevel(logging.ERROR)
     print(f"fuzz: {options.cases} cases, seed {options.seed}", flush=True)
     seed, left = options.seed, options.cases
     started = said = time.monotonic()

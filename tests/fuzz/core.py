@@ -9,9 +9,13 @@ from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
+from hybridkv.core.tiers import parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.storage.line import Line as TierLine
 from hybridkv.storage.store import Store
+from hybridkv.storage.tiers.base import TierError
+from hybridkv.storage.transfer import Job, Outcome, execute
 from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     BATCH_MAX,
@@ -24,6 +28,7 @@ from hybridkv.wire.messages import (
     Hello,
     Identify,
     Lookup,
+    Pending,
     Release,
     Reply,
     Request,
@@ -31,6 +36,7 @@ from hybridkv.wire.messages import (
 )
 from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
 from tests.fuzz.liar import KINDS, Liar, Peer
+from tests.server.dict_tier import DictTier
 
 ARENA_BYTES = 1 << 19
 CHECK_EVERY = 512
@@ -51,6 +57,8 @@ class Account:
     number: int
     """Of its engine's greetings."""
     leases: dict[int, list[Name]] = field(default_factory=dict)
+    waits: dict[int, tuple[Lookup, bytes, float]] = field(default_factory=dict)
+    """By lease, lookups that tiers are asked for: identity and deadline."""
     writing: set[Name] = field(default_factory=set)
 
 
@@ -79,7 +87,14 @@ class CoreFuzz:
         self._memory = memoryview(bytearray(ARENA_BYTES))
         store = Store(self._memory, FIRST_GENERATION)
         store.extents.grow(ARENA_BYTES)
-        self.daemon = Daemon(store, "boot", "/nowhere", ARENA_BYTES, 1)
+        self._jobs: list[Job] = []
+        self._now = 1.0
+        tiers = [DictTier({}, is_remote) for is_remote in (False, True)]
+        lines = [
+            TierLine(at, f"sim{at}", tier, parse_tier(f"sim://{at}?write={write}", "tier"), self._jobs.append)
+            for at, (tier, write) in enumerate(zip(tiers, ("through", "back"), strict=True))
+        ]
+        self.daemon = Daemon(store, "boot", "/nowhere", ARENA_BYTES, 1, lines)
         self._numbers = 0
         self._generation = FIRST_GENERATION
         self._accounts: dict[Account, str] = {}
@@ -100,10 +115,14 @@ class CoreFuzz:
         """Everybody hangs up: nothing may be left but objects."""
         for line in self._lines:
             self.daemon.disconnect(line.number)
+        self._tick()
+        while self._jobs:
+            self._work(None)
         values = self.daemon.values()
-        for name in ("sessions", "leases", "connections", "bytes_writing"):
+        for name in ("sessions", "leases", "connections", "bytes_writing", "lookups_waiting"):
             assert values[name] == 0, f"{name} {values[name]} after the last client"
-        self.daemon.store.clear()
+        while self.daemon._clear():
+            pass
         assert self.daemon.store.objects == 0
         self.daemon.check()
 
@@ -124,9 +143,45 @@ class CoreFuzz:
                 header = self._header(name)
                 assert header.state is SlotState.WRITING
                 writing += slot_bytes(header.part_bytes, header.parts)
-        assert values["bytes_writing"] == writing
+        assert values["bytes_writing"] == writing + sum(slot.size_bytes for slot in self.daemon.promotion.slots())
+        waits = [wait for line in self._lines if line.account is not None for wait in line.account.waits.values()]
+        assert values["lookups_waiting"] == len(waits)
+        assert all(deadline > self._now for _, _, deadline in waits), "a lookup waits for too long"
+
+    # Tiers
+
+    def _work(self, ill: type[TierError] | None) -> None:
+        """A tier's thread has done something, or failed."""
+        job = self._jobs.pop(self._rng.randrange(len(self._jobs)))
+        tier = self.daemon.lines[job.line].tier
+        assert isinstance(tier, DictTier)
+        tier.ill = ill
+        outcome: Outcome = execute(tier, job, self._memory)
+        tier.ill = None
+        self.daemon.transferred(job, outcome, self._now)
+        self._tick()
+        self.seen[f"job_{job.work}"] += 1
+
+    def _tick(self) -> None:
+        self.daemon.tick(self._now)
+        while self.daemon.later:
+            number, found = self.daemon.later.popleft()
+            (account,) = [line.account for line in self._lines if line.number == number]
+            assert account is not None
+            assert isinstance(found, Found)
+            assert decode_reply(encode(found)[4:]) == found
+            lookup, identity, _ = account.waits.pop(found.lease)
+            assert found.id == lookup.id
+            assert identity == account.identity or not found.chunks, "other weights' bytes are found"
+            self._found(account, lookup, found)
+            self.seen["found_later"] += 1
+            self.seen["found_in_tiers"] += sum(found.tiers.values())
 
     def _case(self) -> None:
+        self._now += self._rng.choice((0.0, 0.0, 1e-4, 0.01))
+        self._tick()
+        if self._jobs and self._rng.random() < 0.3:
+            self._work(self._rng.choice((None, None, None, TierError)))
         at = self._rng.randrange(len(KINDS))
         line = self._lines[at]
         if self._rng.random() < 0.002:
@@ -177,7 +232,7 @@ class CoreFuzz:
     def _message(self, line: Line, request: Request) -> None:
         before = self.daemon.values() if self._rng.random() < 0.02 else None
         started = time.process_time()
-        reply = self.daemon.handle(line.number, request)
+        reply = self.daemon.handle(line.number, request, self._now)
         seconds = time.process_time() - started
         assert seconds < STALL_SECONDS, f"{type(request).__name__} took {seconds:.1f} s of the processor"
         self.seen[type(reply).__name__ if not isinstance(reply, Error) else reply.code] += 1
@@ -193,8 +248,11 @@ class CoreFuzz:
             assert not line.closed or isinstance(request, Identify)
             return
         assert because is None
-        expected = RULES[type(request)].reply
-        assert type(reply) is expected if expected is not None else reply is None
+        expected = RULES[type(request)]
+        if isinstance(reply, Pending):
+            assert expected.first is Pending
+        else:
+            assert type(reply) is expected.reply if expected.reply is not None else reply is None
         self._account(line, request, reply)
 
     def _account(self, line: Line, request: Request, reply: Reply | None) -> None:
@@ -210,10 +268,14 @@ class CoreFuzz:
         match request:
             case Identify():
                 account.identity = request.namespace
+            case Lookup() if isinstance(reply, Pending):
+                assert request.wait_ms
+                account.waits[request.lease] = request, account.identity, self._now + request.wait_ms / 1e3
             case Lookup():
                 assert isinstance(reply, Found)
                 self._found(account, request, reply)
             case Release():
+                account.waits.pop(request.lease, None)
                 account.leases.pop(request.lease, None)
             case Commit():
                 self._committed(account, request)

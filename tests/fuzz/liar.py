@@ -247,9 +247,11 @@ class Liar:
         hashes = b"".join(HASHES[: rng.randrange(len(HASHES) + 1)])
         if rng.random() < 0.05:
             hashes = hashes[: rng.randrange(len(hashes) + 1)] + rng.randbytes(rng.randrange(40))
-        if peer.leases and rng.random() < 0.1:
-            return Lookup(self._id(), rng.choice(peer.leases), hashes)
-        return Lookup(self._id(), rng.randrange(1 << 40), hashes)
+        lease = rng.choice(peer.leases) if peer.leases and rng.random() < 0.1 else rng.randrange(1 << 40)
+        if rng.random() < 0.4:
+            return Lookup(self._id(), lease, hashes)
+        wait_ms = rng.choice((0, 1, 100, 30_000)) if rng.random() < 0.98 else rng.choice((-1, 30_001, 1 << 63))
+        return Lookup(self._id(), lease, hashes, wait_ms, rng.choice((0, 1, 10_000, 1 << 62)))
 
     def _want(self, peer: Peer) -> Want:
         rng = self._rng

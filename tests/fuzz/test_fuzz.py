@@ -26,6 +26,8 @@ def test_the_core_with_a_fixed_seed_meets_every_refusal_and_every_reply() -> Non
     assert set(ErrorCode) - NOT_HERE <= set(fuzz.seen), "the liars have become tame"
     for name in ("lookups_hit", "objects_stored", "duplicates", "evicted", "objects_condemned", "commits_unknown"):
         assert values[name] > 0, f"no {name}: the liars have become tame"
+    for name in ("Pending", "found_later", "found_in_tiers", "job_read", "job_write", "job_find"):
+        assert fuzz.seen[name] > 0, f"no {name}: the tiers have become tame"
 
 
 def test_the_core_with_a_fresh_seed(rng: random.Random) -> None:

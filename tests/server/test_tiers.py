@@ -11,14 +11,16 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tiers import parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.storage.demote import LOOKS_MAX
 from hybridkv.storage.line import Line
 from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
-from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import Clear, Found, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
+from tests.server.dict_tier import DictTier
 from tests.server.harness import commit, engine, grant, hashes
 
 ARENA = 1 << 20
@@ -322,6 +324,57 @@ def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
     assert is_found(node.ask(1, 2, 3, lease=4)).chunks == 3
 
 
+def test_what_a_hung_tier_was_asked_for_is_not_waited_for_again(tmp_path: Path) -> None:
+    """Neither by lookups that a second tier could serve, nor by ever more of them for as long as it hangs."""
+    for name in ("slow", "well"):
+        stored(tmp_path / name, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}/slow?bytes=64MiB&timeout=0.5", f"disk://{tmp_path}/well?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    assert isinstance(node.ask(1, 2, 3, lease=1, wait_ms=200), Pending)
+    hung = [job for job in node.jobs if job.line == 0 and job.work is Work.READ]
+    node.jobs[:] = [job for job in node.jobs if job not in hung]
+    node.tick(0.2)
+    assert node.answer().chunks == 0
+    node.tick(0.5)
+    found = is_found(node.ask(1, 2, 3, lease=2))
+    assert (found.chunks, found.why) == (0, "disk does not answer")
+    for job in hung:
+        node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
+    assert is_found(node.ask(1, 2, 3, lease=3)).chunks == 3
+
+
+def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
+    """They are looked at some at a time, and the loop comes back for the rest at once."""
+    arena, count = 1000 * SLOT_ALIGN, 1000
+    jobs: list[Job] = []
+    tier = DictTier({}, is_remote=False)
+    line = Line(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
+    store = Store(memoryview(bytearray(arena)))
+    store.grow(arena)
+    daemon = Daemon(store, "boot", "/nowhere", arena, 1, [line])
+    engine(daemon, 1, LAYOUTS["qwen3"])
+    size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
+    namespace = next(iter(daemon._namespaces.values()))
+    for number in range(count):
+        for slot in store.grant((size, 1), 1):
+            assert store.commit(slot, namespace, 0, number.to_bytes(32, "big"))
+            tier.records[store.record_of(slot).name.key] = b""
+    assert store.objects == count > 2 * LOOKS_MAX
+    daemon.tick(1.0)
+    (job,) = jobs
+    jobs.clear()
+    daemon.transferred(job, Outcome(), 1.0)
+    turns = 0
+    while daemon.wakes_at() <= 1.0:
+        before = daemon.demotion.waiting
+        daemon.tick(1.0)
+        assert before - daemon.demotion.waiting <= LOOKS_MAX
+        turns += 1
+    assert turns >= 2 * store.objects // LOOKS_MAX
+    assert not daemon.demotion.waiting
+    assert not [job for job in jobs if job.work is Work.WRITE], "they are there already"
+
+
 def test_written_back_when_it_goes(tmp_path: Path) -> None:
     node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back", arena=512 << 10)
     engine(node.daemon, 1, FULL)
@@ -384,6 +437,22 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
     assert found.why == "RAM has no room for it"
 
 
+def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
+    """States at the end of a longer hit need room, and those at the end of the shorter one are what would go."""
+    stored(tmp_path, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=6 << 12)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    assert is_found(node.ask(1, lease=1)).chunks == 1, "and nothing of the first chunk may go"
+    reply = node.ask(1, 2, 3, lease=2)
+    node.work()
+    found = node.answer() if isinstance(reply, Pending) else is_found(reply)
+    assert found.chunks == 2
+    assert found.why == "RAM has no room for it"
+    node.prove(FULL, found, [1, 2, 3])
+
+
 def test_another_identity_never_gets_it(tmp_path: Path) -> None:
     node = stored(tmp_path, [1, 2, 3])
     node.daemon.disconnect(1)
@@ -400,3 +469,37 @@ def test_what_an_earlier_life_had_no_time_to_write_is_written(tmp_path: Path) ->
     node.tick(10)
     node.work()
     assert len(list(tmp_path.glob("objects/*/??/*"))) == 2 * len(FULL.groups)
+
+
+def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}/one?bytes=64MiB", f"disk://{tmp_path}/two?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    trailer = node.daemon.store.trailer
+    store = Store(node.memory, 1 << 40, trailer)
+    specs = [parse_tier(f"disk://{tmp_path}/{name}?bytes=64MiB", "tier") for name in ("one", "two")]
+    node.jobs.clear()
+    lines = [
+        Line(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
+        for number, spec in enumerate(specs)
+    ]
+    node.daemon = Daemon(store, "boot", "/nowhere", ARENA, 1, lines)
+    node.daemon.recover(())
+    node.tick()
+    node.work()
+    for name in ("one", "two"):
+        assert len(list((tmp_path / name).glob("objects/*/??/*"))) == 2 * len(FULL.groups), name
+
+
+def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.handle(1, Clear(1), node.now)
+    node.work()
+    assert isinstance(node.ask(1, 2, 3, lease=1), Pending), "what is below RAM stays"
+    node.work()
+    assert node.answer().chunks == 3
+    node.daemon.handle(1, Release(1), node.now)
+    node.daemon.handle(1, Clear(1, tiers=True), node.now)
+    node.work()
+    assert is_found(node.ask(1, 2, 3)).chunks == 0
+    assert not list(tmp_path.glob("objects/*/??/*"))

@@ -425,9 +425,9 @@ class Engine:
         """End the engine's session, connected: this process lives on, so the workers must say that they are done."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for link in (rank.side._link for rank in self.ranks):
-            while link.welcome is None:
+            # A link may not have noticed yet that its daemon was killed.
+            while link.poll(CLOCK.now) or link.welcome is None:
                 CLOCK.now += RECONNECT_SECONDS
-                link.poll(CLOCK.now)
                 if link.fd is not None and link.welcome is None:
                     wait_readable([link.fd], deadline)
                 assert time.monotonic() < deadline

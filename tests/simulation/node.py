@@ -3,6 +3,7 @@
 import os
 import random
 import select
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,10 +16,12 @@ from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10
+DISK_BACK = "disk://{directory}/back?bytes=16MiB&write=back"
 ARENAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "roomy": ("16MiB", ()),
     "tight": ("1MiB", ()),
     "shared": ("1MiB", ("--eviction", "lru", "--salt-quota", str(QUOTA_BYTES))),
+    "deep": ("1MiB", ("--tier", "disk://{directory}/through?bytes=4MiB", "--tier", DISK_BACK)),
 }
 """Size and options of each daemon."""
 
@@ -48,6 +51,10 @@ class Node:
     def __init__(self, directory: Path, arena: str) -> None:
         ram, options = ARENAS[arena]
         self.quota_bytes = QUOTA_BYTES if "--salt-quota" in options else None
+        self._disks = directory / f"{arena}-disks"
+        options = tuple(option.format(directory=self._disks) for option in options)
+        self.is_deep = "--tier" in options
+        """Whether it has tiers below RAM; then a kill takes the arena with it."""
         self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ram, options=options)
         self._control: Control | None = None
         self.stopped = False
@@ -74,19 +81,30 @@ class Node:
         """Whatever earlier seeds left is gone; raises AssertionError where something is held by nobody."""
         for name in ("sessions", "leases", "bytes_writing"):
             self._until(name, 0)
+        if self.is_deep:
+            self._until("lookups_waiting", 0)
+            self._until("writes_waiting", 0)
+            self._end()
+            shutil.rmtree(self._disks)
         self.control.clear()
         self._until("bytes_committed", 0)
         self.spoilt.clear()
 
     def kill(self) -> None:
-        """End it with -9 and start another, which goes on with its arena."""
+        """End it with -9 and start another, which goes on with its arena, or with what tiers below have."""
         self.resume()
+        self._end()
+        self._daemon.start()
+        assert self.control
+
+    def _end(self) -> None:
         self._daemon.kill()
+        if self.is_deep:
+            self._daemon.__exit__()
+        self._daemon.process = None
         if self._control is not None:
             self._control.__exit__()
             self._control = None
-        self._daemon.start()
-        assert self.control
 
     def stop(self) -> None:
         """Stop it; returns when the kernel has."""

@@ -73,11 +73,16 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
     faults = frozenset(fault for fault in FAULTS if rng.random() < FAULT_RATE)
     if rng.random() < KILL_RATE:
         faults |= {"kill"}
+    arena = rng.choice(tuple(ARENAS))
+    if arena == "deep":
+        # Clearing leaves only what is below RAM.
+        faults |= {"clear"}
     settings: dict[str, object] = {
         "lookup_timeout_ms": rng.choice((20, 100, 1000)),
         "store_generated": rng.random() < 0.8,
         "checksum": rng.choice(("on", "paranoid") if "flip" in faults else ("on", "off", "paranoid")),
         "weights_identity": "simulated",
+        "load_policy": rng.choice(("always", "faster")),
     }
     if not derived:
         settings["hybrid_chunk_size"] = chunk
@@ -94,7 +99,7 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
     )
     return Draw(
         shape=shape,
-        arena=rng.choice(tuple(ARENAS)),
+        arena=arena,
         faults=faults,
         requests=rng.randrange(10, 19),
         engines=2 if rng.random() < 0.25 else 1,
@@ -142,6 +147,9 @@ class World:
         life = _Life(rng, drawn, node, f"s{self._seeds}")
         try:
             life.live()
+            if "kill" in drawn.faults and rng.random() < 0.5:
+                # The engine may end before it notices.
+                node.kill()
         finally:
             node.resume()
             for site in life.sites:
@@ -207,7 +215,16 @@ class _Life:
         totals = Counter(self.counts)
         for site in self.sites:
             totals.update(site.engine.counts)
-            for name in ("loads", "tokens_loaded", "objects_stored", "plan_failed", "lookups_late_answer", "losses"):
+            for name in (
+                "loads",
+                "tokens_loaded",
+                "objects_stored",
+                "plan_failed",
+                "lookups_late_answer",
+                "losses",
+                "lookups_promoted",
+                "lookups_outrun",
+            ):
                 totals[name] += int(site.engine.connector.counters.get(name, 0))
         return dict(totals)
 

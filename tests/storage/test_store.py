@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybridkv.core.eviction import Policy
 from hybridkv.shm.inspect import committed_slots
-from hybridkv.shm.slots import HEADER_BYTES, SlotState, read_generation, slot_bytes, unpack_header
+from hybridkv.shm.signature import is_signed
+from hybridkv.shm.slots import HEADER_BYTES, SlotState, payload_offset, read_generation, slot_bytes, unpack_header
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.store import VAIN_MAX, Namespace, Slot, Store
 
@@ -122,7 +123,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.store.clear() == len(self.committed()) or not self.committed()
+        for slot in self.committed():
+            self.store.drop(slot)
+        assert not self.committed()
 
     @invariant()
     def holds(self) -> None:
@@ -282,7 +285,10 @@ def test_a_tenant_has_room_up_to_its_quota_at_the_cost_of_its_own() -> None:
     put(store, space, [30, 31], tenant=1)
     assert kept(space) == [0, 1, 10, 11, 12, 13, 14, 20, 21, 30, 31]
     assert store.tenants == 2
-    store.clear()
+    for entry in list(space.entries.values()):
+        for slot in entry.slots:
+            if slot is not None:
+                store.drop(slot)
     assert store.tenants == 0
 
 
@@ -399,3 +405,15 @@ def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
     store.bound_bytes = 2 * 8192
     assert len(store.grant((5000, 1), 1)) == 1, "no more pages will come, so the object goes"
     assert store.evicted == 1
+
+
+def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
+    """Writers with `checksum: "off"` sign nothing; what they store must not look like damage to a tier below."""
+    memory = memoryview(bytearray(b"\xff") * ARENA)
+    store = Store(memory, 1000)
+    store.extents.grow(ARENA)
+    for shape in SHAPES:
+        (slot,) = store.grant(shape, 1)
+        whole = memory[slot.offset : slot.offset + slot.size_bytes]
+        assert is_signed(whole, slot.part_bytes, slot.parts, slot.generation) is None
+        assert set(whole[payload_offset(slot.parts) :]) == {0xFF}, "payload is the writer's alone"

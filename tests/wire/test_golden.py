@@ -172,8 +172,8 @@ REQUESTS: list[tuple[Request, str]] = [
         "0f00000092ac6c6973745f656e67696e657307",
     ),
     (
-        Clear(id=8),
-        "0800000092a5636c65617208",
+        Clear(id=8, tiers=True),
+        "0900000093a5636c65617208c3",
     ),
 ]
 
@@ -206,8 +206,8 @@ REPLIES: list[tuple[Reply, str]] = [
         "191a1b1c1d1e1f81a46469736b01a177",
     ),
     (
-        Pending(id=3, lease=9, wait_ms=2000),
-        "0e00000094a770656e64696e670309cd07d0",
+        Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
+        "1800000096a770656e64696e670309cd07d00292c4020100c4020101",
     ),
     (
         Granted(id=4, part_bytes=8192, parts=2, offsets=OFFSETS, generations=GENERATIONS, reserved_bytes=1 << 28),

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybridkv.cli.diskbench import measure_disk
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
@@ -46,9 +47,11 @@ _BLOCK_TOKENS = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench`."""
-    parser.add_argument("what", choices=("path", "lookup", "hooks"))
+    parser.add_argument("what", choices=("path", "lookup", "hooks", "disk"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="path: bytes to move (default: %(default)s)")
+    parser.add_argument(
+        "--bytes", default="512MiB", metavar="SIZE", help="path, disk: bytes to move (default: %(default)s)"
+    )
     parser.add_argument("--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)")
     parser.add_argument(
         "--block",
@@ -63,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_BLOCK_TOKENS,
         help="hooks: tokens of an engine block (default: 128)",
     )
+    parser.add_argument("--directory", help="disk: where to measure (default: the directory for temporary files)")
     parser.add_argument("--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)")
 
 
@@ -75,12 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
                 rows = _path(arguments, socket_path)
             case "lookup":
                 rows = _lookup(socket_path)
+            case "disk":
+                rows = measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
             case _:
                 rows = _hooks(arguments, socket_path)
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    if arguments.what == "hooks":
+    if arguments.what in ("hooks", "disk"):
         _print_columns(rows)
         return 0
     width = max(len(name) for row in rows for name in row)

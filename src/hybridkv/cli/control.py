@@ -13,14 +13,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of both."""
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--tiers", action="store_true", help="clear: also all that tiers below RAM have, for every node that uses them"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon and print."""
     with Control(check_socket_path(arguments.socket, "socket")) as control:
         if arguments.command == "clear":
-            dropped = control.clear()
-            print(json.dumps({"dropped": dropped}) if arguments.json else f"dropped {dropped} objects")
+            dropped = control.clear(arguments.tiers)
+            more = "; the tiers are removing theirs" if arguments.tiers else ""
+            print(json.dumps({"dropped": dropped}) if arguments.json else f"dropped {dropped} objects{more}")
             return 0
         report = control.stats()
     if arguments.json:
@@ -37,4 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(name: str, value: float) -> str:
-    return format_size(value) if name.startswith("bytes_") else f"{value:,.0f}"
+    is_size = name.startswith("bytes_") or "_bytes" in name
+    return format_size(round(value)) if is_size else f"{value:,.0f}"

@@ -106,15 +106,18 @@ class Control:
         assert isinstance(reply, Engines)
         return reply.engines
 
-    def clear(self) -> int:
-        """Drop every object; returns how many."""
+    def clear(self, tiers: bool = False) -> int:
+        """Drop every object; returns how many. With `tiers` those below RAM begin to remove theirs as well."""
         dropped = 0
         while True:
             reply = self.call(Clear(self._next_id()))
             assert isinstance(reply, Done)
             dropped += reply.count
             if reply.count < CHANGES_MAX:
-                return dropped
+                break
+        if tiers:
+            self.call(Clear(self._next_id(), tiers=True))
+        return dropped
 
     def _next_id(self) -> int:
         self._ids += 1

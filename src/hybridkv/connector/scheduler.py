@@ -165,6 +165,14 @@ class SchedulerSide:
             self._ask(tracked, now)
         if tracked.state is not State.PREFETCHING:
             return 0
+        if tracked.found is None and tracked.pending is not None:
+            pending = tracked.pending
+            if pending.chunks * self._geometry.chunk_tokens <= local_tokens:
+                # Nothing that comes up could add to what the engine has; what RAM has need not be stored again.
+                tracked.found = Found(0, 0, 0, pending.masks, b"", b"")
+                self._counters["lookups_outrun"] += 1
+                self._advance(tracked, Event.SETTLED)
+                return 0
         if tracked.found is None:
             if not tracked.sent and tracked.adapter is not None:
                 self._look_up(tracked, now)
@@ -304,7 +312,7 @@ class SchedulerSide:
     # Lookups
 
     def _ask(self, tracked: Tracked, now: float) -> None:
-        tracked.found = None
+        tracked.found = tracked.pending = None
         tracked.sent = False
         tracked.deadline = now + min(self._settings.lookup_timeout_ms / 1e3, self._settings.load_timeout_seconds)
         self._look_up(tracked, now)
@@ -357,6 +365,8 @@ class SchedulerSide:
         tracked = self._by_lease.get(pending.lease)
         if tracked is not None and tracked.state is State.PREFETCHING:
             tracked.deadline = now + pending.wait_ms / 1e3 + self._settings.lookup_timeout_ms / 1e3
+            if len(pending.masks) == len(self._gids):
+                tracked.pending = pending
             self._counters["lookups_promoted"] += 1
 
     def _unanswered(self, tracked: Tracked, now: float, waiting_for: str = "answer") -> int | None:

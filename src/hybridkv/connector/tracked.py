@@ -10,7 +10,7 @@ from hybridkv.connector.metadata import LoadPlan
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import masked, pack_hashes
 from hybridkv.core.requests import State
-from hybridkv.wire.messages import Found
+from hybridkv.wire.messages import Found, Pending
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +29,8 @@ class Tracked:
     deadline: float = 0.0
     sent: bool = False
     found: Found | None = None
+    pending: Pending | None = None
+    """What the daemon said first, where the answer takes longer."""
     tenant: int = 0
     """See core.keys."""
     storable: bool = True

@@ -60,7 +60,7 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
     names = [*(name.removesuffix("_bytes") for name in known), "disk", "disk_bytes"]
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(key.removesuffix("_bytes"), names, n=1, cutoff=0.0)
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean {near[0]!r}?")
     parsed: dict[str, object] = {}
     for key, value in values.items():
@@ -109,8 +109,10 @@ def _tiers(values: Mapping[str, object]) -> tuple[str, ...]:
     disk, size, more = values.get("disk"), values.get("disk_bytes"), values.get("tiers", [])
     urls: list[str] = []
     if disk is not None:
-        if not isinstance(disk, str) or not disk.startswith("/"):
-            raise ConfigError(f'{where}.disk={disk!r} must be an absolute path; "/var/cache/hybridkv" works')
+        if not isinstance(disk, str) or not disk.startswith("/") or "?" in disk:
+            raise ConfigError(
+                f"{where}.disk={disk!r} must be an absolute path without '?'; \"/var/cache/hybridkv\" works"
+            )
         if size is not None:
             parse_size(str(size), f"{where}.disk_bytes")
         urls.append(disk_url(disk, str(size).replace(" ", "") if size is not None else None))

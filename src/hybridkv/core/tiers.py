@@ -54,12 +54,18 @@ class TierSpec:
         """For metrics and sentences."""
         return self.kind
 
+    @property
+    def shown(self) -> str:
+        """The location without a password."""
+        before, at, rest = self.location.rpartition("@")
+        return f"{before.partition('://')[0]}://{rest}" if at else self.location
+
     def known_options(self, *names: str) -> Mapping[str, str]:
         """The kind's own options; raises ConfigError where there is one that it does not know."""
         for name in self.options:
             if name not in names:
                 near = difflib.get_close_matches(name, [*names, *_COMMON], n=1, cutoff=0.0)
-                raise ConfigError(f"tier {self.location}: unknown option {name!r}; did you mean {near[0]!r}?")
+                raise ConfigError(f"tier {self.shown}: unknown option {name!r}; did you mean {near[0]!r}?")
         return self.options
 
 
@@ -68,11 +74,21 @@ _COMMON = ("bytes", "write", "hourly", "timeout")
 
 def parse_tier(url: str, where: str) -> TierSpec:
     """A tier's URL; raises ConfigError that says what in it is wrong, and what works."""
-    parts = urlsplit(url)
+    location, _, query = url.partition("?")
+    try:
+        parts = urlsplit(location)
+    except ValueError:
+        parts = urlsplit("")
     if not parts.scheme or not (parts.netloc or parts.path):
-        raise ConfigError(f'{where}={url!r} is not the URL of a tier; "disk:///var/cache/hybridkv?bytes=100GiB" works')
-    location = url.partition("?")[0]
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        # It is not shown: who can say where in it a password is?
+        raise ConfigError(f'{where}: that is not the URL of a tier; "disk:///var/cache/hybridkv?bytes=100GiB" works')
+    if parts.scheme == "disk" and not location.startswith("disk:///"):
+        raise ConfigError(f'{where}: "{location}" needs an absolute path; "disk:///var/cache/hybridkv" works')
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in options:
+            raise ConfigError(f"{where}: {name} is given twice; once works")
+        options[name] = value
     write, timeout = options.pop("write", Write.THROUGH), options.pop("timeout", str(TIMEOUT_SECONDS))
     sizes = {name: options.pop(name, None) for name in ("bytes", "hourly")}
     if write not in tuple(Write):

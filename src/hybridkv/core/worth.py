@@ -43,8 +43,6 @@ class Cut(NamedTuple):
     chunks: int
     read_seconds: float
     """Expected for reading what is missing up to there."""
-    compute_seconds: float
-    """Expected for computing the same instead."""
 
 
 def best_cut(
@@ -60,7 +58,7 @@ def best_cut(
     of them takes, `chunk_seconds` what computing a chunk takes (0 = not known: the largest hit is best).  Where
     reading would outlast `patience_seconds` it is not begun.
     """
-    best = Cut(resident, 0.0, 0.0)
+    best = Cut(resident, 0.0)
     gain = 0.0
     for chunks in sorted(set(boundaries), reverse=True):
         if chunks <= resident:
@@ -68,5 +66,5 @@ def best_cut(
         read, compute = read_seconds(chunks), (chunks - resident) * chunk_seconds
         saved = compute - read if chunk_seconds else float(chunks)
         if read <= patience_seconds and saved > gain:
-            best, gain = Cut(chunks, read, compute), saved
+            best, gain = Cut(chunks, read), saved
     return best

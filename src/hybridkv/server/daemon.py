@@ -217,7 +217,7 @@ class Daemon:
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
-        return min([self.promotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
+        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
 
     def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
         """A job of a tier came back."""
@@ -233,8 +233,7 @@ class Daemon:
             case Work.WRITE:
                 self.demotion.finished(line, job, outcome)
             case Work.OPEN if line.is_open and not was_open:
-                # What an earlier daemon stored and had no time to write.
-                self.demotion.stored(
+                self.demotion.opened(
                     slot
                     for namespace in self._namespaces.values()
                     for entry in namespace.entries.values()
@@ -276,6 +275,8 @@ class Daemon:
             case ListEngines():
                 return Engines(request.id, [_wire_engine(session) for session in self._sessions])
             case Clear():
+                if request.tiers:
+                    self._clear_tiers()
                 return Done(request.id, self._clear())
             case Drained():
                 self._drained(connection_id, connection, request)
@@ -371,8 +372,12 @@ class Daemon:
                 chunks,
             )
             if self.promotion.begin(waiting, masks, self._now):
-                return Pending(lookup.id, lookup.lease, lookup.wait_ms)
+                return Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
             why = waiting.why
+            if waiting.located:
+                # Room may have been made, at the cost of what this hit has, for what then did not come.
+                masks, entries = self._present(session.namespace, hashes)
+                chunks = largest_hit(session.geometry, masks, len(entries))
         return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
 
     def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
@@ -523,8 +528,14 @@ class Daemon:
             self.store.drop(slot)
         return len(slots)
 
+    def _clear_tiers(self) -> None:
+        for line in self.lines:
+            if line.is_open and line.has_thread(Work.CLEAR):
+                line.submit(Job(Work.CLEAR, line.number), self._now)
+
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
+        info.update((f"tier_{line.number}", line.describe()) for line in self.lines)
         for number, session in enumerate(self._sessions):
             groups = " ".join(f"{g.gid}:{g.kind}/{g.tokens_per_block}" for g in session.geometry.groups)
             info[f"session_{number}"] = (

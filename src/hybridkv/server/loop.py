@@ -177,8 +177,7 @@ class Server:
         if fileobj is self._listener:
             self._accept()
         elif fileobj is self._wake_read:
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(4096)
+            self._heed()
         elif isinstance(fileobj, int):
             self._process_ended(fileobj)
         else:
@@ -401,20 +400,17 @@ class Server:
         """Begin to open the tiers, and wait a moment: a setting that can never work is told at the start."""
         until = time.monotonic() + OPEN_SECONDS
         self.daemon.tick(time.monotonic())
-        while not all(line.is_open for line in self.daemon.lines) and time.monotonic() < until:
+        while any(line.is_opening for line in self.daemon.lines) and time.monotonic() < until:
             select.select([self._wake_read], [], [], max(0.0, until - time.monotonic()))
-            for _, outcome in self._outcomes:
-                if outcome.config:
-                    raise ConfigError(outcome.config)
-            if self._outcomes:
-                self._take_outcomes()
-                if not any(line.is_open for line in self.daemon.lines):
-                    break
+            self._heed()
+            self._take_outcomes(is_start=True)
 
-    def _take_outcomes(self) -> None:
-        """What the tiers' threads did, and what lookups waited for."""
+    def _take_outcomes(self, is_start: bool = False) -> None:
+        """What the tiers' threads did, and what lookups waited for. Raises ConfigError at the start only."""
         while self._outcomes:
             job, outcome = self._outcomes.popleft()
+            if is_start and outcome.config:
+                raise ConfigError(outcome.config)
             self.daemon.transferred(job, outcome, time.monotonic())
         self.daemon.tick(time.monotonic())
         while self.daemon.later:
@@ -492,6 +488,11 @@ class Server:
                 self._reserve_goal = goal
                 self._reserve_wanted.notify()
 
+    def _heed(self) -> None:
+        """Whatever the loop was woken for is seen to now."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_write.send(b"\0")
@@ -505,8 +506,7 @@ class Server:
             self._drop(peer)
         for fd in self._pidfds.values():
             os.close(fd)
-        for threads in self._threads:
-            threads.close(CLOSE_SECONDS)
+        have_ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         self._selector.close()
         self._listener.close()
         self._wake_read.close()
@@ -516,7 +516,9 @@ class Server:
         if not self._keeps_arena:
             self._arena.unlink()
         self._arena.close()
-        os.close(self._lock_fd)
+        if all(have_ended):
+            os.close(self._lock_fd)
+        # Otherwise a thread may still read into the arena, which the next daemon must not use before this process ends.
 
 
 def serve(options: ServeOptions) -> None:

@@ -17,6 +17,11 @@ GAUGES = frozenset(
         "objects",
         "bytes_committed",
         "bytes_writing",
+        "bytes_held",
+        "bytes_protected",
+        "tenants",
+        "lookups_waiting",
+        "writes_waiting",
         "bytes_reserved",
         "bytes_arena",
         "sessions",
@@ -24,7 +29,21 @@ GAUGES = frozenset(
         "connections",
     )
 )
-"""Values that may go down; every other value of Daemon.values is a counter."""
+"""Values that may go down; every other value of Daemon.values is a counter, but for those of tiers."""
+TIER_GAUGES = frozenset(
+    (
+        "bytes",
+        "bytes_max",
+        "bytes_per_second",
+        "objects",
+        "objects_of_others",
+        "jobs_running",
+        "discards_waiting",
+        "is_open",
+        "breaker_open",
+    )
+)
+"""The same of a tier's, whose names begin with "tier_" and the tier's own."""
 SHORTAGE_SECONDS = 0.2
 """After a scraper could not be accepted."""
 
@@ -38,7 +57,8 @@ class DaemonCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One metric per value, named hybridkv_daemon_*."""
         for name, value in sorted(self._values().items()):
-            family = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+            of_tier = name.split("_", 2)[2] if name.startswith("tier_") else ""
+            family = GaugeMetricFamily if name in GAUGES or of_tier in TIER_GAUGES else CounterMetricFamily
             yield family(f"hybridkv_daemon_{name}", name.replace("_", " "), value=value)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes
+from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.worth import best_cut
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.storage.line import JOB_BYTES_MAX, JOB_ITEMS_MAX, Line
+from hybridkv.storage.line import JOB_ITEMS_MAX, Line
 from hybridkv.storage.record import Record, RecordName
 from hybridkv.storage.store import Namespace, Slot, Store
 from hybridkv.storage.tiers.base import DamagedError
@@ -58,6 +58,8 @@ class Waiting:
     tokens_per_second: int
     resident: int = 0
     """Chunks that RAM alone had when it was asked."""
+    target: int = 0
+    """Chunks that it may become, as far as is known."""
     located: dict[tuple[int, int], Line] = field(default_factory=dict)
     """By (group index, chunk)."""
     asked: dict[tuple[int, int], None] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class Promotion:
         lines = [line for line in self._lines if line.reads(now)]
         if not lines or len(self._waiting) >= WAITING_MAX:
             return False
+        waiting.target = waiting.chunks
         self._locate(waiting, masks, lines)
         for line in lines:
             self._find(waiting, line, now)
@@ -198,6 +201,9 @@ class Promotion:
                     self._hold(waiting, slot)
                     waiting.read_bytes[line] += item.record.size_bytes
                     waiting.origins.setdefault(reading.need.chunk, line.name)
+        if touched and all(waiting.is_over for waiting in touched) and outcome.error is None:
+            # Too late for anybody; but now it is known how slow the tier is.
+            line.speed = line.speed.measured(job.size_bytes, now - job.submitted_at, now)
         if damaged:
             line.submit(Job(Work.DISCARD, line.number, damaged, damaged=True), now)
         for waiting in touched:
@@ -235,9 +241,10 @@ class Promotion:
         groups = waiting.geometry.groups
         for index in sorted(range(len(groups)), key=lambda index: groups[index].kind is not Kind.FULL):
             mask, group = masks[index], groups[index]
+            counts = stored_counts(waiting.geometry, group)
             chunk = mask.find(0, 0, reach)
             while chunk >= 0:
-                if part_bytes(waiting.geometry, group, chunk):
+                if counts[chunk % len(counts)]:
                     known = self._peek(waiting, index, chunk, lines)
                     if not known and group.kind is Kind.FULL:
                         reach = chunk
@@ -304,21 +311,26 @@ class Promotion:
             )
         if cut.chunks <= waiting.resident:
             return False
-        waiting.started_at = now
+        waiting.started_at, waiting.target = now, cut.chunks
         waiting.todo.extend(self._needs(waiting, masks, cut.chunks))
-        for slot in list(self._resident(waiting, cut.chunks)):
+        # What is hit already is held as well: room for more must not cost it.
+        hits = (waiting.resident, cut.chunks)
+        for slot in dict.fromkeys(slot for chunks in hits for slot in self._resident(waiting, chunks)):
             self._hold(waiting, slot)
         self._go_on(waiting, now, may_end=False)
         return bool(waiting.todo or waiting.reading)
 
     def _costs(self, waiting: Waiting, reach: int, now: float) -> list[list[float]]:
         """Per group the seconds for reading what is below RAM of the first chunks, for each number of chunks."""
-        seconds = [[0.0] * reach for _ in waiting.geometry.groups]
+        geometry = waiting.geometry
+        seconds = [[0.0] * reach for _ in geometry.groups]
+        sizes = [
+            [slot_bytes(count * group.block_bytes, geometry.parts(group)) for count in stored_counts(geometry, group)]
+            for group in geometry.groups
+        ]
         for (index, chunk), line in waiting.located.items():
             if chunk < reach:
-                group = waiting.geometry.groups[index]
-                size = slot_bytes(part_bytes(waiting.geometry, group, chunk), waiting.geometry.parts(group))
-                seconds[index][chunk] = line.speed.seconds(size, now)
+                seconds[index][chunk] = line.speed.seconds(sizes[index][chunk % len(sizes[index])], now)
         return [list(accumulate(each, initial=0.0)) for each in seconds]
 
     def _needs(self, waiting: Waiting, masks: Sequence[bytes], chunks: int) -> list[Need]:
@@ -359,16 +371,17 @@ class Promotion:
             entry = waiting.namespace.entries.get(name.chunk_hash)
             slot = entry.slots[need.group_index] if entry is not None else None
             known = self._reading.get(name.key)
+            line = need.line if known is None else known.need.line
             if slot is not None:
                 self._hold(waiting, slot)
+            elif line.is_hung or (known is None and not line.reads(now)):
+                waiting.why = f"{line.name} does not answer"
+                waiting.todo.clear()
+                break
             elif known is not None:
                 known.waiting.append(waiting)
                 waiting.reading += 1
-            elif not need.line.reads(now):
-                waiting.why = f"{need.line.name} does not answer"
-                waiting.todo.clear()
-                break
-            elif not need.line.has_thread(Work.READ) or not self._start(waiting, need.line, now):
+            elif not line.has_thread(Work.READ) or not self._start(waiting, line, now):
                 break
             else:
                 continue
@@ -379,7 +392,7 @@ class Promotion:
     def _start(self, waiting: Waiting, line: Line, now: float) -> bool:
         """Read the next few objects from `line`; whether any."""
         items: list[Item] = []
-        size = 0
+        size, most = 0, line.job_bytes(Work.READ, now)
         while waiting.todo and waiting.todo[0].line is line and len(items) < JOB_ITEMS_MAX:
             need = waiting.todo[0]
             group = waiting.geometry.groups[need.group_index]
@@ -388,7 +401,7 @@ class Promotion:
             size += slot_bytes(*shape)
             taken = self._reading_bytes[line]
             busy = taken and taken + slot_bytes(*shape) > len(self._store) // READING_SHARE
-            if (items and size > JOB_BYTES_MAX) or busy or name.key in self._reading:
+            if (items and size > most) or busy or name.key in self._reading:
                 break
             slots = self._store.grant(shape, 1)
             if not slots:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from hybridkv.storage.line import THREADS
-from hybridkv.storage.tiers.base import Tier
+from hybridkv.storage.tiers.base import Tier, TierError
 from hybridkv.storage.transfer import Job, Outcome, execute
 
 
@@ -13,7 +13,7 @@ class TierThreads:
     """Threads of one tier, started as they are needed. They never keep the process from ending."""
 
     def __init__(self, tier: Tier, memory: memoryview, done: Callable[[Job, Outcome], None]) -> None:
-        """`done` is called by the threads."""
+        """`done` is called by the threads, and by `submit` where there are none."""
         self._tier = tier
         self._memory = memory
         self._done = done
@@ -22,15 +22,23 @@ class TierThreads:
         self._idle = threading.Semaphore(0)
 
     def submit(self, job: Job) -> None:
-        """Have a job done."""
+        """Have a job done. Where no thread can be started it waits for another one's end, or fails."""
         if not self._idle.acquire(blocking=False) and len(self._threads) < THREADS:
             thread = threading.Thread(target=self._work, name=f"tier-{self._tier.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+                self._threads.append(thread)
+            except RuntimeError:
+                if not self._threads:
+                    self._done(job, Outcome(error=TierError("no thread can be started")))
+                    return
         self._jobs.put(job)
 
-    def close(self, seconds: float) -> None:
-        """Let them end, and wait so long for those that are at work; then the tier's things are let go of."""
+    def close(self, seconds: float) -> bool:
+        """Let them end, and wait so long for those that are at work; then the tier's things are let go of.
+
+        Whether all of them have ended: otherwise the tier, and the memory, may still be used.
+        """
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -38,6 +46,7 @@ class TierThreads:
         closing = threading.Thread(target=self._tier.close, daemon=True)
         closing.start()
         closing.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -1,15 +1,18 @@
 """What goes down: objects that tiers below are to have as well, from the time they are stored until they are there."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from hybridkv.core.tiers import Write
-from hybridkv.storage.line import JOB_BYTES_MAX, JOB_ITEMS_MAX, Line
+from hybridkv.storage.line import JOB_ITEMS_MAX, Line
 from hybridkv.storage.store import Slot, Store
 from hybridkv.storage.transfer import Item, Job, Outcome, Work, WrongBytesError
 
 QUEUE_MAX = 1 << 16
 """Objects that wait to be written to one tier; more are not written."""
+LOOKS_MAX = 256
+"""Objects that are looked at in one turn of the loop."""
 HELD_SHARE = 8
 """At most 1/8 of the arena is held for writing, unless one object is more."""
 
@@ -25,6 +28,10 @@ class Demotion:
         """Per tier (slot, its generation, whether somebody read it)."""
         self._leaving: list[deque[Item]] = [deque() for _ in lines]
         """Per tier what would be evicted, and is held until it is written."""
+        self._left: deque[Slot] = deque()
+        """What was there before a tier was open, and no queue has yet."""
+        self._looks = LOOKS_MAX
+        """How many more objects are looked at in this turn."""
         self._held_bytes = 0
         self._backs = [line for line in lines if line.spec.write is Write.BACK]
         self._now = 0.0
@@ -33,37 +40,56 @@ class Demotion:
 
     @property
     def waiting(self) -> int:
-        """Objects in all queues."""
-        return sum(len(queue) for queue in self._queues)
+        """Objects in all queues, and those that are to be."""
+        return sum(len(queue) for queue in self._queues) + len(self._left)
+
+    def wakes_at(self) -> float:
+        """When `pump` is due again, if it did not come to an end."""
+        return math.inf if self._looks else 0.0
+
+    def opened(self, slots: Iterable[Slot]) -> None:
+        """All objects of the index, when a tier is there from now on: what an earlier daemon had no time to write."""
+        self._left = deque(slots)
 
     def stored(self, slots: Iterable[Slot]) -> None:
         """New objects of the index, or such as came up from another tier."""
-        for line in self._lines:
-            if line.spec.write is Write.THROUGH:
-                for slot in slots:
-                    self._queue(line, slot, is_read=False)
+        lines = [line for line in self._lines if line.spec.write is Write.THROUGH]
+        for slot in slots:
+            for line in lines:
+                self._queue(line, slot, is_read=False)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Objects that were hit: those that were not admitted when they were stored may be now."""
-        for line in self._lines:
-            if line.spec.write is Write.THROUGH and line.spec.hourly_bytes is not None:
-                for slot in slots:
-                    self._queue(line, slot, is_read=True)
+        through = [line for line in self._lines if line.spec.write is Write.THROUGH]
+        lines = [line for line in through if line.spec.hourly_bytes is not None]
+        for slot in slots if lines else ():
+            for line in lines:
+                self._queue(line, slot, is_read=True)
 
     def pump(self, now: float) -> None:
         """Start what can be started."""
         self._now = now
+        self._looks = LOOKS_MAX
+        while self._left and self._looks:
+            self._looks -= 1
+            self.stored((self._left.popleft(),))
         for line in self._lines:
             leaving, queue = self._leaving[line.number], self._queues[line.number]
             while leaving and line.writes(now) and line.has_thread(Work.WRITE):
-                items = [leaving.popleft() for _ in range(min(len(leaving), JOB_ITEMS_MAX))]
+                items = [leaving.popleft()]
+                while (
+                    leaving
+                    and len(items) < JOB_ITEMS_MAX
+                    and sum(item.record.size_bytes for item in (*items, leaving[0])) <= line.job_bytes(Work.WRITE, now)
+                ):
+                    items.append(leaving.popleft())
                 self._write(line, items, now)
             if leaving and not line.writes(now):
                 # The tier got sick meanwhile: what nobody takes may go.
                 for item in leaving:
                     self._let_go(line, item)
                 leaving.clear()
-            while queue and line.writes(now) and line.has_thread(Work.WRITE) and self._has_room(0):
+            while queue and self._looks and line.writes(now) and line.has_thread(Work.WRITE) and self._has_room(0):
                 items = self._batch(line, queue, now)
                 for item in items:
                     self._hold(item)
@@ -91,11 +117,12 @@ class Demotion:
 
     def _batch(self, line: Line, queue: "deque[tuple[Slot, int, bool]]", now: float) -> list[Item]:
         items: list[Item] = []
-        size = 0
-        while queue and len(items) < JOB_ITEMS_MAX:
+        size, most = 0, line.job_bytes(Work.WRITE, now)
+        while queue and len(items) < JOB_ITEMS_MAX and self._looks:
+            self._looks -= 1
             slot, generation, is_read = queue[0]
             if slot.generation == generation and slot.entry is not None:
-                if items and (size + slot.size_bytes > JOB_BYTES_MAX or not self._has_room(size + slot.size_bytes)):
+                if items and (size + slot.size_bytes > most or not self._has_room(size + slot.size_bytes)):
                     break
                 record = self._store.record_of(slot)
                 if line.tier.peek(record.name.key) is not True:

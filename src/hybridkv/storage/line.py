@@ -15,12 +15,16 @@ from hybridkv.storage.transfer import Job, Outcome, Work, WrongBytesError
 logger = logging.getLogger("hybridkv.daemon")
 
 READS_MAX = 4
-WRITES_MAX = 2
+WRITES_MAX = 4
 FINDS_MAX = 2
-THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 2
+THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 3
 """Of each tier: one for every job that may run at once, so that none waits for another that hangs."""
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
+JOB_BYTES_FIRST = 1 << 20
+"""Of a job for a tier whose speed is not known."""
+JOB_SECONDS = 0.1
+"""How long a job should take at most: what it brings counts only when all of it is there."""
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
@@ -29,6 +33,8 @@ BURST_SHARE = 4
 COLD_SHARE = 2
 """What nobody has read is only written while more than half of that is left."""
 
+_LONG = frozenset((Work.OPEN, Work.CLEAR))
+"""Work on all that there is takes as long as it takes."""
 _LIMITS = {Work.READ: READS_MAX, Work.WRITE: WRITES_MAX, Work.FIND: FINDS_MAX, Work.TEND: 1, Work.DISCARD: 1}
 
 
@@ -42,6 +48,8 @@ class Line:
         self.spec = spec
         self.speed = Speed()
         """Bytes per second that lookups saw."""
+        self.writing_speed = Speed()
+        """Bytes per second of one job."""
         self.is_open = False
         self.counters: Counter[str] = Counter()
         self._submit = submit
@@ -61,6 +69,11 @@ class Line:
         return 1 << self.number
 
     @property
+    def is_opening(self) -> bool:
+        """Whether it may yet be open, or say why it never will be."""
+        return self._busy[Work.OPEN] > 0
+
+    @property
     def is_hung(self) -> bool:
         """Whether a thread of it has not come back in time."""
         return any(job.is_late for job in self._running)
@@ -77,6 +90,13 @@ class Line:
     def has_thread(self, work: Work) -> bool:
         """Whether one more such job may run now."""
         return self._busy[work] < _LIMITS.get(work, 1)
+
+    def job_bytes(self, work: Work, now: float) -> int:
+        """The most that a job should move, unless one object is more."""
+        speed = self.writing_speed if work is Work.WRITE else self.speed
+        if not speed.per_second:
+            return JOB_BYTES_FIRST
+        return min(JOB_BYTES_MAX, round(JOB_SECONDS / speed.seconds(1, now)))
 
     def admits(self, size: int, is_read: bool, now: float) -> bool:
         """Whether `size` bytes more may be written by the hourly bound; takes them from it if so."""
@@ -119,6 +139,8 @@ class Line:
                 self._reading = self._reading.failed(now) if failed else self._reading.succeeded()
             case Work.WRITE:
                 self._writing = self._writing.failed(now) if failed else self._writing.succeeded()
+                if not failed:
+                    self.writing_speed = self.writing_speed.measured(job.size_bytes, now - job.submitted_at, now)
             case Work.TEND if failed:
                 self._reading, self._writing = self._reading.failed(now), self._writing.failed(now)
         self._count(job, outcome)
@@ -126,7 +148,7 @@ class Line:
     def tick(self, now: float) -> None:
         """What is due: a thread that does not come back is late, a tier is opened and tended."""
         for job in self._running:
-            if not job.is_late and job.work is not Work.OPEN and now - job.submitted_at > self.spec.timeout_seconds:
+            if not job.is_late and job.work not in _LONG and now - job.submitted_at > self.spec.timeout_seconds:
                 job.is_late = True
                 self.counters["jobs_late"] += 1
                 logger.warning("%s hangs: it is left alone until it answers", self.name)
@@ -141,7 +163,7 @@ class Line:
         due = [
             job.submitted_at + self.spec.timeout_seconds
             for job in self._running
-            if not job.is_late and job.work is not Work.OPEN
+            if not job.is_late and job.work not in _LONG
         ]
         if not self.is_open and not self._busy[Work.OPEN]:
             due.append(self._open_at)
@@ -155,6 +177,7 @@ class Line:
             yield counter, float(value)
         gauges: Mapping[str, float] = self.tier.gauges()
         yield from gauges.items()
+        yield "jobs_running", float(len(self._running))
         yield "is_open", float(self.is_open)
         yield "breaker_open", float(self._reading.is_open or self._writing.is_open or self.is_hung)
         yield "bytes_per_second", self.speed.per_second

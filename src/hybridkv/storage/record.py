@@ -137,7 +137,11 @@ def is_whole(record: Record, memory: memoryview) -> bool:
     if len(memory) != record.size_bytes:
         return False
     end = payload_offset(record.parts) + record.part_bytes * record.parts
-    return is_signed(memory, record.part_bytes, record.parts, record.seed) is True and not any(memory[end:])
+    return is_signed(memory, record.part_bytes, record.parts, record.seed) is True and _is_zero(memory[end:])
+
+
+def _is_zero(memory: memoryview) -> bool:
+    return bytes(memory).count(0) == len(memory)
 
 
 def _crc(head: memoryview, payload: int) -> int:

@@ -1,8 +1,8 @@
 """The RAM tier: slots of the arena, the index over them, and what goes where room is needed.
 
-Writes headers and the arena's trailer and nothing else; it never touches payload.  Each single write leaves an arena
-that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's header is
-whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
+Writes headers, the arena's trailer, and the absence of signatures; it never touches payload.  Each single write leaves
+an arena that the next daemon can `recover`, wherever this one is killed: a page table entry is set after the slot's
+header is whole and cleared before the slot is free, and a torn header is one whose checksum is wrong.
 """
 
 from collections import Counter
@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.eviction import Order, Policy
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, tag_of_hash, unpack_header
+from hybridkv.shm.slots import (
+    CHECKSUM_BYTES,
+    HEADER_BYTES,
+    SlotHeader,
+    SlotState,
+    checksum_offset,
+    slot_bytes,
+    tag_of_hash,
+    unpack_header,
+)
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.extents import Extents
 from hybridkv.storage.record import TAG_BYTES, Record, RecordName
@@ -328,6 +337,7 @@ class Store:
             self._slots[offset] = slot
             self._ending[offset + size] = slot
             self._writing_bytes += size
+            self._unsign(slot)
             self._write_header(slot)
             self.trailer.put(offset, size)
             granted.append(slot)
@@ -428,13 +438,6 @@ class Store:
             return self._return_object(slot)
         self._write_header(slot)
         return None
-
-    def clear(self) -> int:
-        """Drop every object; returns how many."""
-        slots = [slot for slot in self._slots.values() if slot.entry is not None]
-        for slot in slots:
-            self.drop(slot)
-        return len(slots)
 
     def check(self) -> None:
         """Re-derive every counter and the tiling of the arena; raises AssertionError."""
@@ -605,6 +608,11 @@ class Store:
     def _void(self, offset: int) -> None:
         """End a slot's generation: its header may soon be amid another's payload, where nobody writes for a while."""
         self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()
+
+    def _unsign(self, slot: Slot) -> None:
+        """What was in its place before must not be taken for the signatures of a writer that makes none."""
+        start = slot.offset + checksum_offset(0)
+        self._memory[start : slot.offset + checksum_offset(slot.parts)] = bytes(CHECKSUM_BYTES * slot.parts)
 
     def _write_header(self, slot: Slot) -> None:
         entry = slot.entry

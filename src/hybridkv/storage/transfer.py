@@ -8,6 +8,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
@@ -16,6 +17,9 @@ from hybridkv.shm.slots import HEADER_BYTES
 from hybridkv.storage.record import Record, head_bytes, is_whole, read_head, write_head
 from hybridkv.storage.store import Slot
 from hybridkv.storage.tiers.base import DamagedError, Getting, Putting, Tier, TierError
+
+CLEAR_KEYS = 1024
+"""Records that are removed in one call."""
 
 
 class WrongBytesError(TierError):
@@ -31,6 +35,7 @@ class Work(StrEnum):
     READ = "read"
     WRITE = "write"
     DISCARD = "discard"
+    CLEAR = "clear"
 
 
 class Item(NamedTuple):
@@ -93,6 +98,8 @@ def execute(tier: Tier, job: Job, memory: memoryview) -> Outcome:
                 return Outcome(found=tier.find([item.key for item in job.items]))
             case Work.DISCARD:
                 tier.discard([item.key for item in job.items], job.damaged)
+            case Work.CLEAR:
+                _clear(tier)
             case Work.READ:
                 return _read(tier, job.items, memory)
             case Work.WRITE:
@@ -170,6 +177,12 @@ def _write(tier: Tier, items: Sequence[Item], memory: memoryview) -> list[TierEr
     for at, error in zip(puttings, told, strict=True):
         errors[at] = error
     return errors
+
+
+def _clear(tier: Tier) -> None:
+    keys = tier.keys()
+    while some := list(islice(keys, CLEAR_KEYS)):
+        tier.discard(some)
 
 
 def _pieces(head: memoryview, slot: memoryview) -> list[memoryview]:

@@ -212,9 +212,13 @@ class ListEngines(_Message, frozen=True, tag="list_engines"):
 
 
 class Clear(_Message, frozen=True, tag="clear"):
-    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends."""
+    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends.
+
+    With `tiers` those below RAM are told to remove all that they have, and nobody waits for that.
+    """
 
     id: Count
+    tiers: bool = False
 
 
 class Condemn(_Message, frozen=True, tag="condemn"):
@@ -257,11 +261,16 @@ class Found(_Message, frozen=True, tag="found"):
 
 
 class Pending(_Message, frozen=True, tag="pending"):
-    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it."""
+    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it.
+
+    It will be a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
+    """
 
     id: Count
     lease: Count
     wait_ms: Count
+    chunks: Count
+    masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
 
 
 class Granted(_Message, frozen=True, tag="granted"):

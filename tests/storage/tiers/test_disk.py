@@ -14,9 +14,10 @@ import pytest
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, TierError
+from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.tiers.files import QUARANTINE_MAX
+from hybridkv.storage.tiers.make import make_tier
 from hybridkv.testing.tiers import Sample, TierSuite, read, sample
 
 
@@ -41,7 +42,7 @@ class TestDisk(TierSuite):
     def _directory(self, tmp_path: Path) -> None:
         self._root = tmp_path / "tier"
 
-    def make(self) -> DiskTier:
+    def make(self) -> Tier:
         return disk(self._root)
 
 
@@ -63,6 +64,42 @@ class TestWithoutDirectIO(TestDisk):
         tier = disk(self._root)
         tier._probe = lambda: setattr(tier, "_direct", 0)  # type: ignore[method-assign]
         return tier
+
+
+class TestInjected(TestDisk):
+    """What nothing is done to passes as it is."""
+
+    def make(self) -> Tier:
+        return make_tier(parse_tier(f"inject+disk://{self._root}?bytes=64MiB&latency=0.0001&rate=1GiB", "disk"), "here")
+
+
+def test_faults_come_as_often_as_asked_for(tmp_path: Path) -> None:
+    def errors(option: str) -> list[TierError | None]:
+        url = f"inject+disk://{tmp_path}/{option}?bytes=64MiB&{option}=0.5&seed=3"
+        tier = make_tier(parse_tier(url, "disk"), "here")
+        tier.open()
+        samples = [sample(number) for number in range(40)]
+        for one in samples:
+            while tier.put([one.putting()]) != [None]:
+                pass
+        told: list[TierError | None] = []
+        for one in samples:
+            try:
+                told.append(read(tier, one))
+            except AssertionError:
+                told.append(DamagedError("seen by whoever proves it"))
+        return told
+
+    for option, kind in (("fail", TierError), ("lose", MissingError), ("damage", DamagedError)):
+        told = errors(option)
+        assert 10 < sum(type(error) is kind for error in told) < 30
+        assert 10 < told.count(None) < 30
+
+
+def test_options_that_are_no_numbers_are_one_sentence(tmp_path: Path) -> None:
+    for option in ("latency=x", "fail=-1", "rate=fast"):
+        with pytest.raises(ConfigError, match=option.partition("=")[0]):
+            make_tier(parse_tier(f"inject+disk://{tmp_path}?{option}", "disk"), "here")
 
 
 def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[Sample, bytes]]:

@@ -1,0 +1,70 @@
+"""The scheduler role while the daemon reads tiers for a request: it waits, but never for what it has itself."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hybridkv.client.control import Control
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.testing.daemon import DaemonProcess
+from tests.conftest import DEADLINE_SECONDS
+from tests.server.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
+
+pytestmark = pytest.mark.engine
+
+CHUNKS = 4
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon whose RAM is empty, over a directory that has a prompt and takes its time."""
+    url = f"disk://{tmp_path}/disk?bytes=64MiB&timeout=60"
+    socket_path = str(tmp_path / "daemon.sock")
+    with (
+        DaemonProcess(socket_path, "64MiB", options=["--tier", url, "--node", "n"]) as daemon,
+        Client(daemon.socket_path) as client,
+    ):
+        client.store(1, CHUNKS)
+        until(lambda: client.values().get("tier_disk_objects_written") == 3 * CHUNKS, "it is on the disk")
+    options = ["--tier", f"inject+{url}&latency=3", "--node", "n"]
+    with DaemonProcess(socket_path, "64MiB", options=options) as daemon:
+        yield daemon
+
+
+def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: DaemonProcess) -> None:
+    from hybridkv.connector.scheduler import SchedulerSide
+
+    counters: Counter[str] = Counter()
+    settings: Settings = parse_settings({"load_policy": "always", "lookup_timeout_ms": 10_000})
+    scheduler = SchedulerSide(settings, GEOMETRY, IDENTITY, "e", slow.socket_path, 2048, counters, 1000)
+    tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
+    names = b"".join(hashes(1, CHUNKS))
+    request = SimpleNamespace(
+        request_id="r",
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_preemptions=0,
+        block_hashes=[names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)],
+    )
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while scheduler._link.welcome is None:
+        scheduler._poll(time.monotonic())
+        assert time.monotonic() < deadline
+    scheduler.arrived(request)
+    until(lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1, "the daemon reads")
+    assert scheduler.matched(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, "a chunk more is worth it"
+    with Control(slow.socket_path) as control:
+        assert control.stats().values["lookups_waiting"] == 1
+        assert scheduler.matched(request, CHUNKS * GEOMETRY.chunk_tokens) == 0
+        assert counters["lookups_outrun"] == 1
+        scheduler.finished("r")
+        until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+    scheduler.close()

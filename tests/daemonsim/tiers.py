@@ -1,0 +1,337 @@
+"""Tiers below RAM that are dictionaries with ills, and the daemon's threads that use them, one at a time."""
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridkv.core.tiers import TierSpec
+from hybridkv.shm.signature import sign
+from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.storage.line import THREADS
+from hybridkv.storage.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
+from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
+from hybridkv.storage.transfer import Job, Outcome, execute
+from tests.daemonsim.oracle import Books, Name, content
+from tests.daemonsim.system import SECOND, SlotsMemory, Strand, System
+
+ILLS = {
+    "tier_slow": "a tier takes up to half a second for everything",
+    "tier_hang": "calls of a tier do not return, for a while or until all is well",
+    "tier_error": "calls of a tier fail, some after half of their work",
+    "tier_full": "a tier has no room",
+    "tier_loss": "a tier loses records",
+    "tier_damage": "records of a tier change: bits, length, another one's bytes",
+    "tier_stale": "a tier says wrong things about what it has",
+    "tier_shut": "a tier cannot be opened",
+    "tier_other": "another node puts records",
+    "tier_alone": "the machine reboots: what was in RAM is lost",
+}
+HANGS_SECONDS = (0.2, 2.0, 20.0, None)
+"""How long a call that hangs takes; None = until all is well."""
+
+
+CALLS = ("open", "find", "get", "put", "discard", "tend")
+
+
+class WrongError(BaseException):
+    """A fault of the daemon that a tier saw; nothing on the way up takes it for the tier's."""
+
+
+class Vault:
+    """What a tier keeps, which outlives daemons, and what ails it."""
+
+    def __init__(self, system: System, books: Books, is_remote: bool, max_bytes: int | None) -> None:
+        self.system = system
+        self.books = books
+        self.is_remote = is_remote
+        """Nobody knows what it has without asking."""
+        self.max_bytes = max_bytes
+        self.records: dict[bytes, bytes] = {}
+        self.delays = (1, 300)
+        self.ills: dict[str, int] = {}
+        """By name, until when."""
+        self.sick_calls: tuple[str, ...] = CALLS
+        """Those that hang or fail while the tier hangs or fails."""
+        self.counts: Counter[str] = Counter()
+
+    def is_ill(self, name: str, rate: float = 1.0) -> bool:
+        """Whether this fault shows now."""
+        return self.ills.get(name, 0) > self.system.now and self.system.rng.random() < rate
+
+    def heal(self) -> None:
+        """All is well from now on."""
+        self.ills.clear()
+        self.delays = (1, 300)
+
+    def sound(self, key: bytes) -> Record | None:
+        """What a record says, if every byte of it is as it was put."""
+        image = self.records.get(key)
+        record = read_head(memoryview(image)) if image is not None else None
+        if image is None or record is None or record.name.key != key:
+            return None
+        return record if is_whole(record, memoryview(image)) else None
+
+    def publish(self, key: bytes, image: bytes) -> None:
+        """A record appears as a whole."""
+        self.records.pop(key, None)
+        self.records[key] = image
+        record = self.sound(key)
+        if record is None and self.books.is_exact:
+            raise WrongError("a record was put whose bytes were changed on their way")
+        if record is not None:
+            self._prove(record, image)
+
+    def audit(self) -> int:
+        """Every record that is taken for sound is what its name says; how many there are."""
+        records = [(self.sound(key), image) for key, image in self.records.items()]
+        for record, image in records:
+            if record is not None:
+                self._prove(record, image)
+        return sum(record is not None for record, _ in records)
+
+    def _prove(self, record: Record, image: bytes) -> None:
+        name = record.name.namespace, record.name.gid, record.name.chunk_hash
+        if name in self.books.written and self.books.is_exclusive:
+            for part in range(record.parts):
+                start = payload_offset(record.parts) + part * record.part_bytes
+                if image[start : start + record.part_bytes] != content(name, part, record.part_bytes):
+                    raise WrongError(f"LIE: the record of {name[1]}:{name[2].hex()[:8]} has other bytes, signed")
+
+    def lose(self) -> None:
+        """Some records are not there any more."""
+        rate = self.system.rng.choice((0.1, 0.5, 1.0))
+        for key in list(self.records):
+            if self.system.rng.random() < rate:
+                del self.records[key]
+
+    def damage(self) -> None:
+        """Some records are not what they were."""
+        rng = self.system.rng
+        for key in rng.sample(list(self.records), min(len(self.records), rng.randrange(1, 6))):
+            image = bytearray(self.records[key])
+            match rng.randrange(5):
+                case 0 if image:
+                    image[rng.randrange(len(image))] ^= 1 << rng.randrange(8)
+                case 1 if image:
+                    del image[rng.randrange(len(image)) :]
+                case 2:
+                    image = bytearray(self.records[rng.choice(list(self.records))])
+                case 3:
+                    other = self.records[rng.choice(list(self.records))]
+                    start = rng.randrange(len(image) + 1)
+                    image[start:] = other[start : len(image)].ljust(len(image) - start, b"\0")
+                case _:
+                    image[len(image) // 2 :] = bytes(len(image) - len(image) // 2)
+            self.records[key] = bytes(image)
+            self.counts["records_damaged"] += 1
+
+
+def make_record(name: Name, part_bytes: int, parts: int, seed: int) -> bytes:
+    """The record of an object, as another node puts it."""
+    slot = memoryview(bytearray(slot_bytes(part_bytes, parts)))
+    for part in range(parts):
+        start = payload_offset(parts) + part * part_bytes
+        slot[start : start + part_bytes] = content(name, part, part_bytes)
+    sign(slot, part_bytes, parts, seed)
+    head = memoryview(bytearray(head_bytes(parts)))
+    write_head(Record(RecordName(*name), part_bytes, parts, seed, tenant=name[2][1] % 3), slot, head)
+    return bytes(head) + bytes(slot[len(head) :])
+
+
+class SimTier(Tier):
+    """A tier over a vault, as one life of the daemon has it. What blocks here is a `pause`."""
+
+    name = "sim"
+
+    def __init__(self, vault: Vault) -> None:
+        self._vault = vault
+        self._system = vault.system
+        self._known: dict[bytes, None] = {}
+        self.is_open = False
+
+    @property
+    def _rng(self) -> random.Random:
+        return self._system.rng
+
+    def open(self) -> None:
+        """See Tier."""
+        self._call("open")
+        if self._vault.is_ill("tier_shut"):
+            raise TierError("it does not answer")
+        self._known = {} if self._vault.is_remote else dict.fromkeys(self._vault.records)
+        self.is_open = True
+
+    def peek(self, key: bytes) -> bool | None:
+        """See Tier."""
+        there = key in self._known
+        if self._vault.is_ill("tier_stale", 0.3):
+            return self._rng.choice((True, False, None))
+        return (there or None) if self._vault.is_remote else there
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Tier."""
+        self._call("find")
+        if self._vault.is_ill("tier_stale", 0.3):
+            return [self._rng.random() < 0.5 for _ in keys]
+        return [key in self._vault.records for key in keys]
+
+    def get(self, items: Sequence[Getting]) -> list[TierError | None]:
+        """See Tier."""
+        self._call("get")
+        return [self._get(item) for item in items]
+
+    def put(self, items: Sequence[Putting]) -> list[TierError | None]:
+        """See Tier."""
+        self._call("put")
+        return [self._put(item) for item in items]
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        """See Tier."""
+        self._call("discard")
+        for key in keys:
+            self._vault.records.pop(key, None)
+            self._known.pop(key, None)
+
+    def keys(self) -> Iterator[bytes]:
+        """See Tier."""
+        yield from list(self._vault.records)
+
+    def tend(self) -> None:
+        """See Tier."""
+        self._call("tend")
+        if not self._vault.is_remote:
+            self._known = dict.fromkeys(self._vault.records)
+
+    def gauges(self) -> Mapping[str, float]:
+        """See Tier."""
+        return {"objects": float(len(self._known))}
+
+    def close(self) -> None:
+        """See Tier."""
+
+    def _call(self, name: str) -> None:
+        vault = self._vault
+        self._system.pause(*vault.delays)
+        if vault.is_ill("tier_slow"):
+            self._system.pause(1, SECOND // 2)
+        if name not in vault.sick_calls:
+            return
+        if vault.is_ill("tier_hang", 0.5):
+            vault.counts["calls_hung"] += 1
+            seconds = self._rng.choice(HANGS_SECONDS)
+            self._system.hang(None if seconds is None else int(seconds * SECOND))
+        if vault.is_ill("tier_error", 0.5):
+            raise TierError("Input/output error")
+
+    def _breath(self, name: str) -> None:
+        """Others run in between."""
+        if self._rng.random() < 0.2:
+            self._system.pause(*self._vault.delays)
+        if name in self._vault.sick_calls and self._vault.is_ill("tier_hang", 0.1):
+            self._vault.counts["calls_hung"] += 1
+            self._system.hang(None)
+
+    def _get(self, item: Getting) -> TierError | None:
+        self._breath("get")
+        image = self._vault.records.get(item.key)
+        if image is None:
+            self._known.pop(item.key, None)
+            return MissingError("it is not there")
+        size = sum(len(piece) for piece in item.pieces)
+        if len(image) != size and self._rng.random() < 0.5:
+            return DamagedError(f"{len(image)} bytes instead of {size}")
+        fails = "get" in self._vault.sick_calls and self._vault.is_ill("tier_error", 0.3)
+        fails_at = self._rng.randrange(size) if fails else size
+        done = 0
+        for piece in item.pieces:
+            stop = min(len(piece), fails_at - done, max(0, len(image) - done))
+            for start, end in itertools.pairwise(sorted({0, stop, self._rng.randrange(stop + 1)})):
+                piece[start:end] = image[done + start : done + end]
+                self._breath("get")
+            done += len(piece)
+            if done > fails_at:
+                return TierError("Input/output error")
+        return None
+
+    def _put(self, item: Putting) -> TierError | None:
+        vault = self._vault
+        if "put" in vault.sick_calls and vault.is_ill("tier_error", 0.3):
+            return TierError("Input/output error")
+        image = bytearray()
+        for piece in item.pieces:
+            self._breath("put")
+            half = self._rng.randrange(len(piece) + 1)
+            image += piece[:half]
+            self._breath("put")
+            image += piece[half:]
+        if vault.is_ill("tier_full", 0.8):
+            return FullError("no room")
+        if vault.max_bytes is not None:
+            if len(image) > vault.max_bytes:
+                return FullError("no room")
+            while sum(map(len, vault.records.values())) + len(image) > vault.max_bytes:
+                del vault.records[next(iter(vault.records))]
+        vault.publish(item.key, bytes(image))
+        vault.counts["records_put"] += 1
+        self._known[item.key] = None
+        return None
+
+
+class SimThreads:
+    """In place of server.threads.TierThreads: as many threads, of which one at a time runs, from pause to pause."""
+
+    def __init__(
+        self,
+        system: System,
+        tier: Tier,
+        memory: SlotsMemory,
+        done: Callable[[Job, Outcome], None],
+        counts: Counter[str],
+    ) -> None:
+        self._system = system
+        self._tier = tier
+        self._memory: Any = memory
+        self._done = done
+        self._counts = counts
+        self._waiting: deque[Job] = deque()
+        self._running = 0
+        self._is_closed = False
+
+    def submit(self, job: Job) -> None:
+        """See TierThreads."""
+        self._counts[f"jobs_{job.work}"] += 1
+        self._waiting.append(job)
+        if self._running < THREADS:
+            self._running += 1
+            self._system.start(Strand(self._system, self._work))
+
+    def close(self, seconds: float) -> bool:
+        """See TierThreads."""
+        self._is_closed = True
+        self._system.run_strands(self._system.now + int(seconds * SECOND), lambda: not self._running)
+        return not self._running
+
+    def _work(self, strand: Strand) -> None:
+        self._system.pause(1, 500)
+        while self._waiting and not self._is_closed:
+            strand.job = job = self._waiting.popleft()
+            outcome = execute(self._tier, job, self._memory)
+            strand.job = None
+            self._system.trace(
+                "job", job.work, len(job.items), str(outcome.error), [str(one) for one in outcome.errors]
+            )
+            self._done(job, outcome)
+        self._running -= 1
+
+
+class TierMaker:
+    """In place of storage.tiers.make: the tiers of a seed by the numbers in their URLs."""
+
+    def __init__(self, vaults: Sequence[Vault]) -> None:
+        self._vaults = vaults
+
+    def __call__(self, spec: TierSpec, node: str) -> SimTier:
+        """See make_tier."""
+        return SimTier(self._vaults[int(spec.location.removeprefix("sim://"))])

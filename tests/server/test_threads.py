@@ -1,0 +1,74 @@
+"""The threads of a tier: one that hangs holds up neither the others nor the end, and the end says so."""
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import pytest
+
+from hybridkv.server.threads import TierThreads
+from hybridkv.storage.record import Record, RecordName
+from hybridkv.storage.transfer import Item, Job, Outcome, Work
+from tests.server.dict_tier import DictTier
+
+SECONDS = 10.0
+"""Far more than anything here takes."""
+
+
+class HangingTier(DictTier):
+    """A call of `find` returns when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__({}, is_remote=True)
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        self.hangs.set()
+        assert self.goes_on.wait(SECONDS)
+        return super().find(keys)
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_started_a_job_fails_or_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+    tier = HangingTier()
+    threads = TierThreads(tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome)))
+    with monkeypatch.context() as shortage:
+        shortage.setattr(threading.Thread, "start", no_more_threads)
+        tend = Job(Work.TEND, 0)
+        threads.submit(tend)
+        job, outcome = done.get(timeout=SECONDS)
+        assert job is tend
+        assert str(outcome.error) == "no thread can be started"
+    hung, waits = find(), Job(Work.TEND, 0)
+    threads.submit(hung)
+    assert tier.hangs.wait(SECONDS)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(threading.Thread, "start", no_more_threads)
+        threads.submit(waits)
+    tier.goes_on.set()
+    assert [done.get(timeout=SECONDS)[0] for _ in range(2)] == [hung, waits]
+    assert threads.close(SECONDS)
+
+
+def find() -> Job:
+    return Job(Work.FIND, 0, [Item(Record(RecordName(bytes(32), 0, bytes(32)), 0, 0, 0))])
+
+
+def test_a_call_that_hangs_holds_up_no_other_and_is_told_of_at_the_end() -> None:
+    done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+    tier = HangingTier()
+    threads = TierThreads(tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome)))
+    hung, tend = find(), Job(Work.TEND, 0)
+    threads.submit(hung)
+    assert tier.hangs.wait(SECONDS)
+    threads.submit(tend)
+    assert done.get(timeout=SECONDS) == (tend, Outcome())
+    assert not threads.close(0.01), "its memory may still be used"
+    tier.goes_on.set()
+    assert done.get(timeout=SECONDS) == (hung, Outcome(found=[False]))
+    assert threads.close(SECONDS)

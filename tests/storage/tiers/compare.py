@@ -1,0 +1,83 @@
+"""What a value costs through the tier, and through the client library: python -m tests.storage.tiers.compare
+
+Prints the throughput of each, and the longest time for which another thread of this process did not run meanwhile.
+"""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import valkey as library
+
+from hybridkv.core.tiers import parse_tier
+from hybridkv.storage.record import KEY_BYTES
+from hybridkv.storage.tiers.base import Getting, Putting
+from hybridkv.storage.tiers.valkey import ValkeyTier
+from hybridkv.testing.tiers import pages
+from tests.storage.tiers.servers import ValkeyServer
+
+VALUE_BYTES = 32 << 20
+ROUNDS = 10
+TICK_SECONDS = 0.0002
+
+
+class Watch:
+    """Another thread, which wants to run all the time as the daemon's loop does."""
+
+    def __init__(self) -> None:
+        self.longest_seconds = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        last = time.perf_counter()
+        while not self._ended.wait(TICK_SECONDS):
+            now = time.perf_counter()
+            self.longest_seconds = max(self.longest_seconds, now - last)
+            last = now
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def measure(name: str, call: Callable[[], object]) -> None:
+    """Print a line."""
+    call()
+    with Watch() as watch:
+        start = time.perf_counter()
+        for _ in range(ROUNDS):
+            call()
+        seconds = time.perf_counter() - start
+    speed = ROUNDS * VALUE_BYTES / seconds / 1e9
+    print(f"{name:12} {speed:5.2f} GB/s, others waited up to {watch.longest_seconds * 1e3:5.1f} ms", flush=True)
+
+
+def main() -> None:
+    """Compare over a Unix socket, with a value in two pieces."""
+    half = VALUE_BYTES // 2
+    source, into, key = pages(VALUE_BYTES), pages(VALUE_BYTES), bytes(KEY_BYTES)
+    source[:] = into[:] = bytes(range(256)) * (VALUE_BYTES // 256)
+    with tempfile.TemporaryDirectory() as place, ValkeyServer(Path(place)) as server:
+        tier = ValkeyTier(parse_tier(f"valkey+unix://{server.socket}", "tier"))
+        tier.open()
+        with library.Valkey(unix_socket_path=str(server.socket)) as client:
+
+            def get() -> None:
+                into[:] = client.get("key")
+
+            measure("library put", lambda: client.set("key", b"".join([source[:half], source[half:]])))
+            measure("library get", get)
+        measure("tier put", lambda: tier.put([Putting(key, [source[:half], source[half:]])]))
+        measure("tier get", lambda: tier.get([Getting(key, [into[:half], into[half:]])]))
+        tier.close()
+
+
+if __name__ == "__main__":
+    main()

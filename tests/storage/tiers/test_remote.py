@@ -1,0 +1,31 @@
+"""Batches and deadlines."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.storage.tiers.remote import Deadline, batches, dial
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 60), st.integers(1, 5))
+def test_batches_cover_everything_once(sizes: list[int], bytes_max: int, count_max: int) -> None:
+    at = 0
+    for start, end in batches(sizes, bytes_max, count_max):
+        assert start == at < end <= start + count_max
+        assert end == start + 1 or sum(sizes[start:end]) <= bytes_max
+        full = end - start == count_max or sum(sizes[start : end + 1]) > bytes_max
+        assert end == len(sizes) or full
+        at = end
+    assert at == len(sizes)
+
+
+def test_a_deadline_that_is_over_is_an_error() -> None:
+    assert 0 < Deadline(60.0).left() <= 60.0
+    with pytest.raises(TimeoutError):
+        Deadline(0.0).left()
+
+
+def test_a_name_that_nobody_knows_is_an_error_in_time() -> None:
+    for host in ("no-such-name.invalid", "x" * 80 + ".invalid", "\udcff"):
+        with pytest.raises(OSError):
+            dial(host, 1, Deadline(5.0)).close()
