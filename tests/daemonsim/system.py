@@ -461,6 +461,8 @@ class ArenaFile:
 
     def close(self) -> None:
         """Unmap."""
+        # The next daemon may take it over as soon as its lock is given up with it, whatever this process still does.
+        assert not self._system.strands, "the arena is given up while a thread may still write into it"
 
     def unlink(self) -> None:
         """Remove the name."""
@@ -618,8 +620,6 @@ class System:
 
     def close_fd(self, fd: int) -> None:
         """See os."""
-        # The next daemon may begin as soon as the lock is free, whatever this process still does.
-        assert fd != LOCK_FD or not self.strands, "the lock is given up while a thread may still write into the arena"
         self.pidfds.pop(fd, None)
 
     # The daemon

@@ -515,10 +515,11 @@ class Server:
             self._socket_path.unlink()
         if not self._keeps_arena:
             self._arena.unlink()
-        self._arena.close()
         if all(have_ended):
-            os.close(self._lock_fd)
-        # Otherwise a thread may still read into the arena, which the next daemon must not use before this process ends.
+            self._arena.close()
+        # Otherwise a thread may still read into the arena: it stays locked until the storage answers and this process
+        # ends.  The next daemon does not wait for that, it has an arena of its own.
+        os.close(self._lock_fd)
 
 
 def serve(options: ServeOptions) -> None:
