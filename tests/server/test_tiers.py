@@ -301,7 +301,7 @@ def test_a_tier_that_fails_is_left_alone_and_asked_again(tmp_path: Path, monkeyp
     node.work()
     assert node.answer().chunks == 3
     node.daemon.handle(1, Release(7))
-    node.daemon.store.clear()
+    node.daemon.handle(1, Clear(9), node.now)
     assert isinstance(node.ask(1, 2, 3), Pending), "it is well again, not asked once per pause"
 
 
