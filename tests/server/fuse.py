@@ -160,6 +160,14 @@ class FaultyFs:
                 self._answer(asked)
         os.write(self._wake[1], b"\0")
 
+    @contextlib.contextmanager
+    def healing(self) -> Iterator[None]:
+        """At the end it heals, so that whoever uses it can end."""
+        try:
+            yield
+        finally:
+            self.heal()
+
     def held(self, *ops: Op) -> int:
         """How many requests hang (of these kinds)."""
         with self._lock:

@@ -50,8 +50,8 @@ WAIT_MS = 400
 """The patience of a lookup that will not get what it waits for."""
 LONG_MS = 10_000
 """That of one that will."""
-SLACK_SECONDS = 2.0
-"""For an answer on a busy machine; alone it takes about a millisecond."""
+SLACK_SECONDS = 5.0
+"""For an answer on a busy machine; alone it takes about a millisecond, and what hangs hangs for longer."""
 TIMEOUT = "timeout=0.5"
 
 
@@ -353,7 +353,7 @@ def test_a_file_system_that_fails(tmp_path: Path, faulty: FaultyFs, written: Pat
     number, ops = FAILURES[what]
     daemon = serve(tmp_path, faulty.mountpoint)
     preload(written, faulty.backing)
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         faulty.fail(number, *ops)
         turns = iter(range(10_000))
 
@@ -375,7 +375,7 @@ def test_a_file_system_that_fails(tmp_path: Path, faulty: FaultyFs, written: Pat
         client.store(60, CHUNKS)
         until(lambda: value(daemon, "breaker_open") == 0, "the breaker closes")
         forget(daemon)
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         for prompt in range(12):
             assert client.look_up(prompt, CHUNKS, LONG_MS).found.chunks == CHUNKS, "nothing was lost"
 
@@ -433,7 +433,12 @@ def test_a_file_system_that_hangs(tmp_path: Path, faulty: FaultyFs, written: Pat
     daemon = serve(tmp_path, faulty.mountpoint, more=str(tmp_path / "well"))
     preload(written, faulty.backing, tmp_path / "well")
     slowest = 0.0
-    with daemon, Client(daemon.socket_path) as client, Client(daemon.socket_path, name="other") as other:
+    with (
+        daemon,
+        faulty.healing(),
+        Client(daemon.socket_path) as client,
+        Client(daemon.socket_path, name="other") as other,
+    ):
         other.store(50, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         if what == "deaf":
@@ -452,7 +457,7 @@ def test_a_file_system_that_hangs(tmp_path: Path, faulty: FaultyFs, written: Pat
         client.release(number)
         until(lambda: value(daemon, "breaker_open") == 1, "it is known to hang")
         for prompt in range(1, 8):
-            answer = in_time(client.look_up(prompt, CHUNKS, LONG_MS))
+            answer = in_time(client.look_up(prompt, CHUNKS, LONG_MS), LONG_MS)
             slowest = max(slowest, answer.seconds)
             assert answer.found.chunks == CHUNKS
             assert answer.found.tiers == {"disk2": CHUNKS}, "the tier behind it has it"
@@ -464,7 +469,7 @@ def test_a_file_system_that_hangs(tmp_path: Path, faulty: FaultyFs, written: Pat
             assert client.look_up(prompt, CHUNKS, LONG_MS).found.chunks == CHUNKS
         forget(daemon)
     print(f"{what}: the slowest other answer took {slowest * 1e3:.0f} ms")
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         for prompt in (*range(8), 50, 60):
             assert client.look_up(prompt, CHUNKS, LONG_MS).found.tiers == {"disk": CHUNKS}, "and has it all"
 
@@ -474,7 +479,7 @@ def test_what_comes_late_is_written_over_nothing(tmp_path: Path, faulty: FaultyF
     daemon = serve(tmp_path, faulty.mountpoint, ram="2MiB")
     preload(written, faulty.backing)
     size, parts = 30_000, 1
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         with Client(daemon.socket_path, name="gone") as gone:
             faulty.hang(Op.READ)
             for prompt in range(8):
@@ -529,7 +534,7 @@ def test_a_daemon_starts_on_a_hung_file_system(tmp_path: Path, faulty: FaultyFs,
         faulty.be_deaf()
     else:
         faulty.hang()
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         client.store(50, CHUNKS)
         assert in_time(client.look_up(50, CHUNKS, LONG_MS)).found.chunks == CHUNKS
         assert in_time(client.look_up(0, CHUNKS, LONG_MS)).found.chunks == 0
@@ -583,7 +588,7 @@ def test_a_daemon_ends_while_its_storage_hangs(
         print(f"{number.name}: over after {time.monotonic() - since:.1f} s")
         assert not Path(daemon.socket_path).exists()
         assert arena.exists() == (number is signal.SIGTERM)
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         if not deaf:
             assert client.arena.path != arena, "what hangs may still come, into that one"
         client.store(60, CHUNKS)
@@ -617,7 +622,7 @@ def test_a_daemon_that_was_killed_while_its_storage_hung(tmp_path: Path, faulty:
         assert subprocess.run(command, check=False).returncode == EXIT_ALREADY_SERVED, "its threads are still there"
         faulty.heal()
         assert old.wait(DEADLINE_SECONDS) == -signal.SIGKILL
-    with daemon, Client(daemon.socket_path) as client:
+    with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         for prompt in (0, 1, 2, 3, 50, 60):
             chunks = client.look_up(prompt, CHUNKS, LONG_MS).found.chunks
             assert chunks == CHUNKS, prompt
