@@ -137,7 +137,7 @@ def test_a_misnamed_file_whose_name_is_taken_goes(tmp_path: Path, capsys: pytest
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["files"][0]["done"]) == (0, "removed, for it is there already")
     assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS - 1
-    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
 
 
 def test_a_file_in_another_files_place_is_misnamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,7 @@ def test_in_a_living_writers_directory_nothing_appears(tmp_path: Path, capsys: p
     """It would not know of it, and its bound would not hold."""
     tier = filled(tmp_path)
     swap(path_of(tmp_path, 1), path_of(tmp_path, 2))
-    leftover = tmp_path / "objects/here/tmp/7"
+    leftover = tmp_path / "objects/here/tmp/7/9"
     leftover.write_bytes(b"is being written")
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["repaired"], report["quarantined"]) == (0, 2, 2)

@@ -178,7 +178,9 @@ class World:
         system, rng = self._system, self._rng
         for _ in range(rng.randrange(1, self._draw.tiers + 1)):
             bound = rng.choice((None, None, 1 << 16, 1 << 19))
-            self._vaults.append(Vault(system, self._books, rng.random() < 0.4, bound))
+            vault = Vault(system, self._books, rng.random() < 0.4, bound)
+            vault.delays = rng.choice(((1, 300), (100, 20_000), (5000, 100_000)))
+            self._vaults.append(vault)
         urls = [
             f"sim://{rng.randrange(len(self._vaults))}?write={rng.choice(('through', 'through', 'back', 'off'))}"
             f"&timeout={rng.choice((0.05, 0.5, 5))}{rng.choice(('', '', '', '&hourly=256KiB'))}"

@@ -234,7 +234,7 @@ def test_a_full_file_system(tmp_path: Path, kind: str) -> None:
         until(lambda: value(daemon, "breaker_open") == 0, "the breaker is closed")
         last = store()
         until(lambda: not stats(daemon.socket_path)["writes_waiting"], "all is said")
-        until(lambda: not list(root.glob("objects/*/tmp/*")), "nothing is being written")
+        until(lambda: not list(root.glob("objects/*/tmp/*/*")), "nothing is being written")
         assert value(daemon, "bytes") >= real_bytes(root)
         forget(daemon)
         daemon.start()
@@ -641,4 +641,4 @@ def test_a_daemon_that_was_killed_while_its_storage_hung(tmp_path: Path, faulty:
             chunks = client.look_up(prompt, CHUNKS, LONG_MS).found.chunks
             assert chunks == CHUNKS, prompt
         assert value(daemon, "objects_damaged") == 0
-        assert not list(faulty.mountpoint.glob("objects/*/tmp/*"))
+        assert not list(faulty.mountpoint.glob("objects/*/tmp/*/*"))

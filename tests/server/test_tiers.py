@@ -18,7 +18,7 @@ from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
-from hybridkv.wire.messages import Clear, Found, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import Clear, Done, Found, Identify, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
 from tests.server.dict_tier import DictTier
 from tests.server.harness import commit, engine, grant, hashes
@@ -300,6 +300,9 @@ def test_a_tier_that_fails_is_left_alone_and_asked_again(tmp_path: Path, monkeyp
     assert isinstance(node.ask(1, 2, 3), Pending)
     node.work()
     assert node.answer().chunks == 3
+    node.daemon.handle(1, Release(7))
+    node.daemon.handle(1, Clear(9), node.now)
+    assert isinstance(node.ask(1, 2, 3), Pending), "it is well again, not asked once per pause"
 
 
 def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
@@ -451,6 +454,40 @@ def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None
     assert found.chunks == 2
     assert found.why == "RAM has no room for it"
     node.prove(FULL, found, [1, 2, 3])
+
+
+def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> None:
+    """Neither what was read for it, nor what RAM had when it asked."""
+    stored(tmp_path, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    assert node.daemon.handle(1, Identify(6, b"m" * 32), node.now) == Done(6, 0)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.offsets) == (0, b"")
+    assert not any(map(any, found.masks))
+
+
+def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back&timeout=0.5", arena=512 << 10)
+    engine(node.daemon, 1, FULL)
+    node.tick(1.1)
+    assert [job.work for job in node.jobs] == [Work.TEND], "which nobody does"
+    for first in range(1, 100):
+        for index, group in enumerate(FULL.groups):
+            slots = grant(node.daemon, 1, part_bytes(FULL, group, 0), 1, FULL.parts(group))
+            commit(node.daemon, 1, slots, index, [first] * len(slots))
+    (leaving,) = node.daemon.demotion._leaving
+    slots_held = [item.slot for item in leaving]
+    assert slots_held
+    node.tick(0.6)
+    assert node.daemon.lines[0].is_hung
+    assert not leaving
+    assert all(slot is not None and not slot.pins for slot in slots_held)
+    node.daemon.check()
 
 
 def test_another_identity_never_gets_it(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ its deadline at the latest; what threads are at work on stays as it is; and in t
 
 from dataclasses import dataclass, field
 
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -21,10 +21,10 @@ from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState, payload_offset, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.line import Line
-from hybridkv.storage.record import is_whole, read_head
+from hybridkv.storage.record import Record, RecordName, is_whole, read_head
 from hybridkv.storage.store import Slot, Store
 from hybridkv.storage.tiers.base import FullError, TierError
-from hybridkv.storage.transfer import Job, Outcome, Work, execute
+from hybridkv.storage.transfer import Item, Job, Outcome, Work, execute
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
@@ -91,8 +91,9 @@ class TiersMachine(RuleBasedStateMachine):
         pages=st.sampled_from((24, 40, 96)),
         urls=st.lists(st.tuples(st.sampled_from(URLS), st.booleans()), min_size=1, max_size=3),
         signs=st.booleans(),
+        stocked=st.integers(0, PROMPTS),
     )
-    def begin(self, name: str, pages: int, urls: list[tuple[str, bool]], signs: bool) -> None:
+    def begin(self, name: str, pages: int, urls: list[tuple[str, bool]], signs: bool, stocked: int) -> None:
         self.geometry: Geometry = GEOMETRIES[name]
         self.arena = pages * SLOT_ALIGN
         self.urls = urls
@@ -105,6 +106,9 @@ class TiersMachine(RuleBasedStateMachine):
         """(identity, group index, chunk hash) of everything that was ever stored."""
         self.spoilt: set[Ref] = set()
         """Objects whose bytes were changed in RAM."""
+        self.promoted = 0
+        for prompt in range(stocked):
+            self.other_node(prompt, prompt, prompt)
         self.live(fresh=True)
 
     # The daemon's lives
@@ -140,6 +144,33 @@ class TiersMachine(RuleBasedStateMachine):
     def crash(self, fresh: bool) -> None:
         """Whatever threads were at is gone with the process; so is RAM, sometimes."""
         self.live(fresh)
+
+    @rule(pick=PICK, vault=PICK, prompt=st.integers(0, PROMPTS - 1))
+    def other_node(self, pick: int, vault: int, prompt: int) -> None:
+        """Another daemon stores a prompt in a tier that both use."""
+        identity = IDENTITIES[pick % len(IDENTITIES)]
+        tier = DictTier(self.vaults[vault % len(self.vaults)], is_remote=True)
+        for index, group in enumerate(self.geometry.groups):
+            for chunk, chunk_hash in enumerate(prompt_hashes(prompt, CHUNKS)):
+                size, parts = part_bytes(self.geometry, group, chunk), self.geometry.parts(group)
+                if size:
+                    memory = memoryview(bytearray(slot_bytes(size, parts)))
+                    whole = content(identity, index, chunk_hash, size * parts)
+                    memory[payload_offset(parts) : payload_offset(parts) + len(whole)] = whole
+                    record = Record(RecordName(identity, group.gid, chunk_hash), size, parts, prompt + 1)
+                    write = Job(Work.WRITE, 0, [Item(record, Slot(0, (size, parts), prompt + 1))])
+                    assert execute(tier, write, memory) == Outcome(errors=[None])
+                    self.written.add((identity, index, chunk_hash))
+
+    @rule(pick=PICK, prompt=st.integers(0, PROMPTS - 1), fresh=st.booleans())
+    def come_up(self, pick: int, prompt: int, fresh: bool) -> None:
+        """What happens where nothing goes wrong."""
+        if fresh:
+            self.live(fresh=True)
+        self.ask(pick, prompt, CHUNKS, 4, 30_000, 0)
+        self.go_on()
+        assert not any(engine.waits for engine in self.engines), "nothing more can come, and somebody waits"
+        self.release(pick, 4)
 
     def tick(self) -> None:
         """What the loop does after every event."""
@@ -236,6 +267,7 @@ class TiersMachine(RuleBasedStateMachine):
     def prove(self, engine: Engine, identity: bytes, hashes: list[bytes], found: Found) -> None:
         """An answer is right or a miss."""
         assert not found.chunks or identity == engine.identity, "other weights' bytes are found"
+        self.promoted += sum(found.tiers.values())
         for index, mask in enumerate(found.masks):
             assert all(
                 (identity, index, chunk_hash) in self.written
@@ -393,6 +425,7 @@ class TiersMachine(RuleBasedStateMachine):
         """All threads come back and everybody leaves: nothing is held."""
         if not hasattr(self, "daemon"):
             return
+        event("chunks came up" if self.promoted else "nothing came up")
         for engine in self.engines:
             self.daemon.disconnect(engine.number)
             engine.waits.clear()

@@ -248,7 +248,7 @@ def object_files(root: Path) -> list[Path]:
 def real_bytes(root: Path) -> int:
     """What the objects of a directory take, also those that are being written."""
     taken = 0
-    for path in [*root.glob("objects/*/??/*"), *root.glob("objects/*/tmp/*")]:
+    for path in [*root.glob("objects/*/??/*"), *root.glob("objects/*/tmp/*/*")]:
         with contextlib.suppress(FileNotFoundError):
             taken += path.stat().st_blocks * 512
     return taken

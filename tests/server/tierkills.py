@@ -194,7 +194,7 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
                 counts["kills while starting"] += 1
             daemon.kill()
             counts["kills"] += 1
-            begun = {path: path.stat().st_ctime_ns for path in daemon.root.glob("objects/*/tmp/*")}
+            begun = {path: path.stat().st_ctime_ns for path in daemon.root.glob("objects/*/tmp/*/*")}
             counts["files begun"] += len(begun)
             counts["memory lost"] += (lost := rng.random() < 0.5)
             if lost:

@@ -47,7 +47,7 @@ def simulate(seeds: str) -> tuple[Counter[str], Counter[str]]:
     return layouts, counts
 
 
-@pytest.mark.parametrize("seeds", ["0:250", "fresh:250"])
+@pytest.mark.parametrize("seeds", ["0:150", "fresh:200"])
 def test_no_position_is_computed_from_other_bytes_and_nothing_is_kept(seeds: str) -> None:
     """Every layout and every behaviour, of which each seed draws some."""
     layouts, counts = simulate(seeds)

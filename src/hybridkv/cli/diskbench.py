@@ -27,7 +27,8 @@ from hybridkv.storage.store import Slot
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Item, Job, Work, execute
 
-OBJECT_BYTES = (256 << 10, 1 << 20, 4 << 20)
+OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
+"""Objects of models that are served have some megabytes: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
 ARENA_BYTES = 128 << 20
 ROUNDS = 5
 DD_BLOCK_BYTES = 8 << 20

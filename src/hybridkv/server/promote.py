@@ -281,13 +281,13 @@ class Promotion:
         """Decide what is read; whether it is anything."""
         geometry, namespace = waiting.geometry, waiting.namespace
         entries = [namespace.entries.get(waiting.hash_of(chunk)) for chunk in range(waiting.chunks)]
-        masks: list[bytes] = []
-        for index in range(len(geometry.groups)):
-            mask = bytearray(entry is not None and entry.slots[index] is not None for entry in entries)
-            for at, chunk in waiting.located:
-                if at == index:
-                    mask[chunk] = 1
-            masks.append(bytes(mask))
+        there = [
+            bytearray(entry is not None and entry.slots[index] is not None for entry in entries)
+            for index in range(len(geometry.groups))
+        ]
+        for index, chunk in waiting.located:
+            there[index][chunk] = 1
+        masks = [bytes(mask) for mask in there]
         reach = largest_hit(geometry, masks, waiting.chunks)
         if reach <= waiting.resident:
             return False

@@ -167,9 +167,9 @@ def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
 
 def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
     opened(tmp_path)
-    (tmp_path / "objects/here/tmp/7").write_bytes(bytes(10_000))
+    (tmp_path / "objects/here/tmp/7/9").write_bytes(bytes(10_000))
     opened(tmp_path)
-    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
 
 
 def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
         assert tier.put([sample(number, 9000).putting()]) == [None]
         tier.check()
     tier.tend()
-    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
     assert not [path for path in tmp_path.glob("objects/here/??/*") if path.name.startswith(samples[0].key.hex())]
     tier.check()
 
@@ -357,7 +357,7 @@ def test_an_error_of_the_file_system_is_the_items_own(tmp_path: Path, number: in
         if number != errno.ENOSPC:
             assert isinstance(read(tier, sample(1)), TierError)
     tier.check()
-    assert not list(tmp_path.glob("objects/here/tmp/*"))
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
     assert tier.put([sample(2).putting()]) == [None]
 
 
@@ -372,7 +372,7 @@ def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert isinstance(error, TierError)
-    assert not list(tmp_path.glob("objects/here/*/*"))
+    assert not list(tmp_path.glob("objects/here/??/*"))
     tier.check()
 
 

@@ -5,7 +5,7 @@
     hybridkv-tier                                  the version of this layout
     objects/WRITER/alive                           touched by that writer while it lives
     objects/WRITER/KK/KEY.PARENT[i]                a record; names are in hexadecimal digits, i = interior
-    objects/WRITER/tmp/N                           a record that is being written
+    objects/WRITER/tmp/D/N                         a record that is being written
     quarantine/...                                 damaged records, the last few
 
 Every daemon writes below its own directory and reads everybody's, so nobody waits for a lock: its byte bound is for
@@ -58,6 +58,8 @@ TOUCH_SECONDS = 600.0
 """A file's time of change, by which it is ordered after a restart, is at most so late."""
 LOOK_SHARE = 50
 """At most 1/50 of the time goes into looking for what others wrote."""
+TMP_DIRECTORIES = 8
+"""Files are begun in turns in so many: threads that make files in one directory wait for each other."""
 _SLACK_BYTES = SLOT_ALIGN
 """What a file may take beside its bytes."""
 _NO_PARENT = bytes(TAG_BYTES)
@@ -223,7 +225,9 @@ class DiskTier(Tier):
             assert not self._writing_bytes
             assert self._stray_bytes == sum(self._strays.values())
             assert self._held_bytes <= self.max_bytes
-            real = [path.stat().st_blocks * BLOCK_BYTES for kind in ("??/*", "tmp/*") for path in self._home.glob(kind)]
+            real = [
+                path.stat().st_blocks * BLOCK_BYTES for kind in ("??/*", "tmp/*/*") for path in self._home.glob(kind)
+            ]
             assert sum(real) <= self._held_bytes
             assert +self._kids == Counter(file.parent for file in self._mine.values() if file.parent)
 
@@ -260,7 +264,11 @@ class DiskTier(Tier):
         size = sum(len(piece) for piece in item.pieces)
         reserved = size + _SLACK_BYTES
         name = FileName(item.key, item.parent, item.interior)
-        temporary, path = str(self._home / "tmp" / str(next(self._numbers))), str(self._home / name.path)
+        number = next(self._numbers)
+        temporary, path = (
+            str(self._home / "tmp" / str(number % TMP_DIRECTORIES) / str(number)),
+            str(self._home / name.path),
+        )
         with self._lock:
             if item.key in self._mine or item.key in self._theirs:
                 return None
@@ -310,15 +318,17 @@ class DiskTier(Tier):
         self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._home / "alive")
-        (self._home / "tmp").mkdir(mode=0o700, exist_ok=True)
+        for number in range(TMP_DIRECTORIES):
+            (self._home / "tmp" / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
         layout = self.root / LAYOUT_FILE
         with contextlib.suppress(FileExistsError), layout.open("x") as file:
             file.write(LAYOUT)
         if layout.read_text() not in (LAYOUT, ""):
             raise ConfigError(f"disk: {self.root} has another version's layout; a new directory works")
-        for name in os.listdir(self._home / "tmp"):
-            os.unlink(self._home / "tmp" / name)
+        for directory, _, files in os.walk(self._home / "tmp"):
+            for name in files:
+                os.unlink(os.path.join(directory, name))
 
     def _settle(self) -> None:
         """What needs a little room: say who we are."""

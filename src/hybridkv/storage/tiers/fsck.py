@@ -128,7 +128,7 @@ class _Home:
         taken = taken_bytes(os.stat(path, follow_symlinks=False))
         folder, base = os.path.split(os.path.relpath(path, self._home))
         name = parse_name(base)
-        if folder == _TMP:
+        if folder.split(os.sep)[0] == _TMP:
             self._leftover(path)
             return
         if name is None or len(folder) != 2 or os.path.islink(path):
