@@ -52,6 +52,7 @@ def test_every_single_change_is_a_miss_and_no_change_is_a_hit(daemon: DaemonProc
     assert loaded(daemon, *CHANGES) == {name: HITS.get(name, 0) for name in CHANGES}
 
 
+@pytest.mark.slow
 def test_a_set_pythonhashseed_is_part_of_the_identity_and_needed_by_nobody(daemon: DaemonProcess) -> None:
     assert loaded(daemon, BASE, "own hashes", hash_seed=None) == {BASE: 0, "own hashes": 0}
     with_seed = loaded(daemon, BASE, "nothing", "own hashes", hash_seed="0")
