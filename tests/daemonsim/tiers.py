@@ -272,7 +272,9 @@ class SimTier(Tier):
             if len(image) > vault.max_bytes:
                 return FullError("no room")
             while sum(map(len, vault.records.values())) + len(image) > vault.max_bytes:
-                del vault.records[next(iter(vault.records))]
+                evicted = next(iter(vault.records))
+                del vault.records[evicted]
+                self._known.pop(evicted, None)
         vault.publish(item.key, bytes(image))
         vault.counts["records_put"] += 1
         self._known[item.key] = None

@@ -293,7 +293,10 @@ class Engine:
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
         if tokens is None:
             since = self._asked_since.setdefault(request.request_id, CLOCK.now)
+            asked = self.side._requests.get(request.request_id)
             patience = self._patience + ROOM_SECONDS * bool(self.side._held)
+            if asked is not None and asked.pending is not None:
+                patience += self._patience + asked.pending.wait_ms / 1e3
             assert CLOCK.now - since <= patience, f"{request.request_id} waits for its lookup past the deadline"
         else:
             self._asked_since.pop(request.request_id, None)
