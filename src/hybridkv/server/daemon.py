@@ -587,7 +587,8 @@ class Daemon:
         if self.lines:
             yield "lookups_waiting", float(len(self.promotion))
             yield "writes_waiting", float(self.demotion.waiting)
-            yield "deadlines_missed", float(self.promotion.deadlines_missed)
+            for name, count in self.promotion.counters.items():
+                yield name, float(count)
         for line in self.lines:
             for name, value in line.values():
                 yield f"tier_{line.name}_{name}", value

@@ -129,7 +129,8 @@ class Promotion:
         self._slots: dict[bytes, Slot] = {}
         """Where it goes, by key."""
         self._reading_bytes: Counter[Line] = Counter()
-        self.deadlines_missed = 0
+        self.counters: Counter[str] = Counter()
+        """How lookups that would have waited, or did, fared; each that got less than tiers have by its reason."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -138,6 +139,9 @@ class Promotion:
         """Whether the lookup is to wait; if not, `waiting.why` may say why. `masks` is what RAM has, per group."""
         lines = [line for line in self._lines if line.reads(now)]
         if not lines or len(self._waiting) >= WAITING_MAX:
+            reason = "crowded" if lines else "tiers_away"
+            self.counters[f"promotions_{reason}"] += 1
+            waiting.why = "too many lookups wait for tiers" if lines else "no tier can be asked at the moment"
             return False
         waiting.target = waiting.chunks
         self._locate(waiting, masks, lines)
@@ -195,6 +199,7 @@ class Promotion:
                 touched[waiting] = None
                 waiting.reading -= 1
                 if slot is None:
+                    self.counters["promotions_failed"] += not waiting.is_over and not waiting.why
                     waiting.todo.clear()
                     waiting.why = f"{line.name}: {error or 'no room'}"
                 elif not waiting.is_over:
@@ -214,7 +219,7 @@ class Promotion:
         """Go on where there is room or a thread again, and answer what is due."""
         for waiting in list(self._waiting.values()):
             if waiting.deadline <= now:
-                self.deadlines_missed += 1
+                self.counters["deadlines_missed"] += 1
                 waiting.why = "it was not read in time"
                 self._end(waiting, now)
             elif waiting.todo:
@@ -305,6 +310,7 @@ class Promotion:
         chunk_seconds = geometry.chunk_tokens / rate if rate else 0.0
         cut = best_cut(waiting.resident, boundaries, read_seconds, chunk_seconds, waiting.deadline - now)
         if cut.chunks < reach:
+            self.counters["promotions_slower"] += 1
             waiting.why = (
                 f"reading {reach * geometry.chunk_tokens} tokens would take {read_seconds(reach):.2g} s, "
                 f"computing them {(reach - waiting.resident) * chunk_seconds:.2g} s"
@@ -375,6 +381,7 @@ class Promotion:
             if slot is not None:
                 self._hold(waiting, slot)
             elif line.is_hung or (known is None and not line.reads(now)):
+                self.counters["promotions_tiers_away"] += 1
                 waiting.why = f"{line.name} does not answer"
                 waiting.todo.clear()
                 break
@@ -406,6 +413,7 @@ class Promotion:
             slots = self._store.grant(shape, 1)
             if not slots:
                 if not self._store.is_growing:
+                    self.counters["promotions_no_room"] += 1
                     waiting.why = "RAM has no room for it"
                     waiting.todo.clear()
                 break

@@ -134,7 +134,8 @@ class Line:
             case Work.OPEN:
                 self.is_open = not failed
                 self._open_at = now + OPEN_AGAIN_SECONDS
-                self._reading = self._writing = Breaker()
+                self._reading = self._reading.failed(now) if failed else Breaker()
+                self._writing = self._writing if failed else Breaker()
             case Work.READ | Work.FIND:
                 self._reading = self._reading.failed(now) if failed else self._reading.succeeded()
             case Work.WRITE:
