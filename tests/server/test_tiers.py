@@ -548,3 +548,18 @@ def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
     node.work()
     assert is_found(node.ask(1, 2, 3)).chunks == 0
     assert not list(tmp_path.glob("objects/*/??/*"))
+
+
+def test_what_one_tier_has_lost_comes_from_the_next(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        stored(tmp_path / name, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}/first?bytes=64MiB", f"disk://{tmp_path}/second?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    for number, path in enumerate((tmp_path / "first").glob("objects/*/??/*")):
+        damage(path, ("flip", "cut", "empty")[number % 3])
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work()
+    found = node.answer()
+    assert found.chunks == 3
+    assert found.tiers == {"disk1": 3}
+    node.prove(FULL, found, [1, 2, 3])

@@ -198,7 +198,12 @@ class Promotion:
             for waiting in reading.waiting:
                 touched[waiting] = None
                 waiting.reading -= 1
-                if slot is None:
+                elsewhere = None
+                if error is not None and not waiting.is_over:
+                    elsewhere = self._elsewhere(waiting, reading.need, now)
+                if elsewhere is not None:
+                    waiting.todo.appendleft(elsewhere)
+                elif slot is None:
                     self.counters["promotions_failed"] += not waiting.is_over and not waiting.why
                     waiting.todo.clear()
                     waiting.why = f"{line.name}: {error or 'no room'}"
@@ -441,6 +446,13 @@ class Promotion:
             return slot
         entry = reading.namespace.entries.get(reading.chunk_hash)
         return entry.slots[group] if entry is not None else None
+
+    def _elsewhere(self, waiting: Waiting, need: Need, now: float) -> Need | None:
+        """Where else an object is that did not come. Only tiers behind that one, so that it comes to an end."""
+        key = waiting.name_of(need.group_index, need.chunk).key
+        behind = self._lines[need.line.number + 1 :]
+        line = next((line for line in behind if line.reads(now) and line.tier.peek(key)), None)
+        return None if line is None else need._replace(line=line)
 
     def _hold(self, waiting: Waiting, slot: Slot) -> None:
         self._store.hold((slot,))
