@@ -213,9 +213,13 @@ class S3Tier(Tier):
         names = [self._path(item.key) for item in items]
         results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
         let = [at for at, error in enumerate(results) if error is None]
+        once = list({names[at]: at for at in let}.values())
+        """Each object once: some servers do not take the same one twice at a time."""
         try:
-            works = [partial(self._send, names[at], items[at].pieces) for at in let]
-            for at, answer in zip(let, self._each(works, deadline), strict=True):
+            works = [partial(self._send, names[at], items[at].pieces) for at in once]
+            answers = dict(zip((names[at] for at in once), self._each(works, deadline), strict=True))
+            for at in let:
+                answer = answers[names[at]]
                 results[at] = answer if isinstance(answer, TierError) else None
                 if isinstance(answer, MissingError):
                     results[at] = TierError(f"{self._place}: the bucket is gone")
