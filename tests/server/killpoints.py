@@ -5,16 +5,12 @@ the arena.  The next daemon may be killed while it takes the arena over, as ofte
 lookup finds must hold exactly the bytes that were written for its name, whatever a living writer still writes.
 """
 
-import argparse
 import contextlib
 import hashlib
-import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,6 +40,7 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from tests.conftest import DEADLINE_SECONDS
+from tests.server.killing import command
 
 GEOMETRY = Geometry(
     tuple(Group(gid, Kind.FULL, 128, (size,)) for gid, size in enumerate((3000, 5000, 9000))), 128, 128, 128
@@ -276,17 +273,7 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.server.killpoints")
-    parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
-    options = parser.parse_args(arguments)
-    print(f"killpoints: --kills {options.kills} --seed {options.seed}", flush=True)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hybridkv-kill-") as directory:
-        os.chmod(directory, 0o700)
-        counts = run(options.kills, options.seed, Path(directory), show=True)
-    print(f"{dict(counts)}, {time.monotonic() - started:.0f} s: nothing but exact bytes and misses")
-    return 0
+    return command("killpoints", run, 500, "nothing but exact bytes and misses", arguments)
 
 
 if __name__ == "__main__":

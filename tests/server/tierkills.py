@@ -6,11 +6,9 @@ dead one left.  Then nothing that was begun is left, the bound holds for what th
 whole, and whatever is found has exactly the bytes of its name.
 """
 
-import argparse
 import contextlib
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from hybridkv.server.place import stale_arenas
 from hybridkv.storage.tiers.disk import LOST_SECONDS
 from hybridkv.storage.tiers.fsck import fsck, list_files
 from tests.conftest import DEADLINE_SECONDS
+from tests.server.killing import command
 from tests.server.tierclient import DISK, Client, object_files, real_bytes, until
 
 BOUND_BYTES = 1 << 20
@@ -217,17 +216,7 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.server.tierkills")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
-    options = parser.parse_args(arguments)
-    print(f"tierkills: --kills {options.kills} --seed {options.seed}", flush=True)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hybridkv-kill-") as directory:
-        os.chmod(directory, 0o700)
-        counts = run(options.kills, options.seed, Path(directory), show=True)
-    print(f"{dict(counts)}, {time.monotonic() - started:.0f} s: nothing but exact bytes and misses, within the bound")
-    return 0
+    return command("tierkills", run, 100, "nothing but exact bytes and misses, within the bound", arguments)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from hybridkv.storage.tiers import s3 as module
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
 from hybridkv.storage.tiers.s3 import S3Tier
 from hybridkv.testing.tiers import Sample, TierSuite, pages, read, sample
+from tests.storage.tiers.outages import SLACK_SECONDS, assert_each_fails, assert_survives_a_kill, calls
 from tests.storage.tiers.servers import ACCESS_KEY, DEADLINE_SECONDS, SECRET_KEY, S3Server, free_port
 
-SLACK_SECONDS = 1.0
 ASKED_MAX = 20
 Make = Callable[[str], S3Tier]
 _numbers = itertools.count(1)
@@ -322,42 +322,12 @@ def test_what_others_put_counts_after_a_while(
 # Servers that are gone, hung, or back again
 
 
-def calls(tier: S3Tier) -> dict[str, Callable[[], object]]:
-    one, other = sample(1), sample(2)
-    into = pages(len(one.memory))
-    return {
-        "find": lambda: tier.find([one.key, other.key]),
-        "get": lambda: tier.get([Getting(one.key, [into]), Getting(other.key, [into])]),
-        "put": lambda: tier.put([one.putting(), other.putting()]),
-        "discard": lambda: tier.discard([one.key]),
-        "damaged": lambda: tier.discard([one.key], damaged=True),
-        "keys": lambda: list(tier.keys()),
-        "open": tier.open,
-    }
-
-
-def assert_each_fails(tier: S3Tier, seconds: float) -> None:
-    """Every call says TierError, for every item, in time."""
-    for name, call in calls(tier).items():
-        start = time.monotonic()
-        if name in ("get", "put"):
-            errors = call()
-            assert isinstance(errors, list)
-            assert len(errors) == 2
-            assert all(type(error) is TierError for error in errors), (name, errors)
-        else:
-            with pytest.raises(TierError) as caught:
-                call()
-            assert caught.type is TierError, (name, caught.value)
-        assert time.monotonic() - start < seconds, name
-
-
 @pytest.mark.parametrize("options", ["", "&bytes=1GiB"])
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: S3Server, make: Make, options: str) -> None:
     tier, one = make(own_server.url("kv", options)), sample(1)
     assert tier.put([one.putting()]) == [None]
     own_server.kill()
-    assert_each_fails(tier, SLACK_SECONDS)
+    assert_each_fails(calls(tier), SLACK_SECONDS)
     own_server.start()
     tier.open()
     assert read(tier, one) is None
@@ -369,7 +339,7 @@ def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make,
     tier, one, big = make(own_server.url("kv", f"&timeout=0.3{options}")), sample(1), sample(3, 8 << 20, 2)
     assert tier.put([one.putting()]) == [None]
     own_server.send(signal.SIGSTOP)
-    assert_each_fails(tier, 0.3 + SLACK_SECONDS)
+    assert_each_fails(calls(tier), 0.3 + SLACK_SECONDS)
     start = time.monotonic()
     errors = tier.put([big.putting(), *(sample(number).putting() for number in range(40))])
     assert [type(error) for error in errors] == [TierError] * 41
@@ -383,32 +353,7 @@ def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make,
 
 
 def test_a_server_killed_in_the_middle_of_a_call(own_server: S3Server, make: Make) -> None:
-    tier = make(own_server.url("kv"))
-    samples = [sample(number, 1 << 20, 1) for number in range(4)]
-    rounds, again = threading.Event(), threading.Event()
-    seen: list[TierError | None] = []
-
-    def work() -> None:
-        while not again.is_set():
-            seen.extend(tier.put([one.putting() for one in samples]))
-            seen.extend(read(tier, one) for one in samples)
-            rounds.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert rounds.wait(DEADLINE_SECONDS)
-    own_server.kill()
-    rounds.clear()
-    assert rounds.wait(DEADLINE_SECONDS)
-    own_server.start()
-    rounds.clear()
-    assert rounds.wait(DEADLINE_SECONDS)
-    again.set()
-    thread.join(DEADLINE_SECONDS)
-    assert not thread.is_alive()
-    assert any(type(error) is TierError for error in seen)
-    assert tier.put([one.putting() for one in samples]) == [None] * 4
-    assert [read(tier, one) for one in samples] == [None] * 4
+    assert_survives_a_kill(make(own_server.url("kv")), own_server, 4)
 
 
 def test_closing_wakes_who_waits(own_server: S3Server) -> None:

@@ -24,9 +24,9 @@ from hybridkv.storage.tiers import valkey as module
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
 from hybridkv.storage.tiers.valkey import ValkeyTier
 from hybridkv.testing.tiers import TierSuite, pages, read, sample
+from tests.storage.tiers.outages import SLACK_SECONDS, assert_each_fails, assert_survives_a_kill, calls
 from tests.storage.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
 
-SLACK_SECONDS = 1.0
 Make = Callable[[str], ValkeyTier]
 _numbers = itertools.count(1)
 
@@ -202,41 +202,15 @@ def test_a_value_longer_than_the_server_takes_is_refused_here(server: ValkeyServ
 # Servers that are gone, hung, or back again
 
 
-def calls(tier: ValkeyTier) -> dict[str, Callable[[], object]]:
-    one, other = sample(1), sample(2)
-    into = pages(len(one.memory))
-    return {
-        "find": lambda: tier.find([one.key, other.key]),
-        "get": lambda: tier.get([Getting(one.key, [into]), Getting(other.key, [into])]),
-        "put": lambda: tier.put([one.putting(), other.putting()]),
-        "discard": lambda: tier.discard([one.key]),
-        "keys": lambda: list(tier.keys()),
-        "tend": tier.tend,
-        "open": tier.open,
-    }
-
-
-def assert_each_fails(tier: ValkeyTier, seconds: float) -> None:
-    """Every call says TierError, for every item, in time."""
-    for name, call in calls(tier).items():
-        start = time.monotonic()
-        if name in ("get", "put"):
-            errors = call()
-            assert isinstance(errors, list)
-            assert len(errors) == 2
-            assert all(type(error) is TierError for error in errors), (name, errors)
-        else:
-            with pytest.raises(TierError) as caught:
-                call()
-            assert caught.type is TierError, (name, caught.value)
-        assert time.monotonic() - start < seconds, name
+def all_calls(tier: ValkeyTier) -> dict[str, Callable[[], object]]:
+    return calls(tier) | {"tend": tier.tend}
 
 
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, make: Make) -> None:
     tier, one = make(own_server.url), sample(1)
     assert tier.put([one.putting()]) == [None]
     own_server.kill()
-    assert_each_fails(tier, SLACK_SECONDS)
+    assert_each_fails(all_calls(tier), SLACK_SECONDS)
     own_server.start()
     tier.tend()
     assert isinstance(read(tier, one), MissingError)
@@ -246,7 +220,7 @@ def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, 
 
 def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(own_server: ValkeyServer, make: Make) -> None:
     tier = make(own_server.url)
-    for _, call in calls(tier).items():
+    for _, call in all_calls(tier).items():
         own_server.kill()
         own_server.start()
         assert not any(isinstance(error, TierError) and type(error) is TierError for error in call() or ())  # type: ignore[attr-defined]
@@ -254,32 +228,7 @@ def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(own_server
 
 def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make: Make) -> None:
     tier = make(own_server.url)
-    samples = [sample(number, 1 << 20, 1) for number in range(8)]
-    rounds, again = threading.Event(), threading.Event()
-    seen: list[TierError | None] = []
-
-    def work() -> None:
-        while not again.is_set():
-            seen.extend(tier.put([one.putting() for one in samples]))
-            seen.extend(read(tier, one) for one in samples)
-            rounds.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert rounds.wait(DEADLINE_SECONDS)
-    own_server.kill()
-    rounds.clear()
-    assert rounds.wait(DEADLINE_SECONDS)
-    own_server.start()
-    tier.tend()
-    rounds.clear()
-    assert rounds.wait(DEADLINE_SECONDS)
-    again.set()
-    thread.join(DEADLINE_SECONDS)
-    assert not thread.is_alive()
-    assert any(type(error) is TierError for error in seen)
-    assert tier.put([one.putting() for one in samples]) == [None] * 8
-    assert [read(tier, one) for one in samples] == [None] * 8
+    assert_survives_a_kill(tier, own_server, 8, back=tier.tend)
 
 
 def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
@@ -287,7 +236,7 @@ def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: M
     big = sample(3, 8 << 20, 2)
     assert tier.put([one.putting()]) == [None]
     own_server.send(signal.SIGSTOP)
-    assert_each_fails(tier, 0.3 + SLACK_SECONDS)
+    assert_each_fails(all_calls(tier), 0.3 + SLACK_SECONDS)
     start = time.monotonic()
     (error,) = tier.put([big.putting()])  # more than fits into the socket
     assert type(error) is TierError
