@@ -38,10 +38,8 @@ def test_every_arm(model: str) -> None:
     assert status == 0
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(model, marks=[] if model == "falconh1" else [pytest.mark.slow]) for model in MODELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_every_arm_with_prefill_in_parts(model: str) -> None:
     status, proof = verify("--model", model, "--", f"--max-num-batched-tokens={IN_PART.get(model, 192)}")
     right(proof)

@@ -15,9 +15,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
     ("more", "extra", "says"),
     [
         ((), {"sever": "auto"}, r"kv_connector_extra_config: unknown key 'sever'; did you mean 'server'\?"),
-        ((), {"server": "auto", "ram": "100TiB"}, r'kv_connector_extra_config.ram=100TiB is larger than .*" works'),
+        pytest.param(
+            (),
+            {"server": "auto", "ram": "100TiB"},
+            r'kv_connector_extra_config.ram=100TiB is larger than .*" works',
+            marks=pytest.mark.slow,
+        ),
         (("--no-enable-prefix-caching",), {}, r"enable_prefix_caching is off.*--enable-prefix-caching works"),
-        ((), {"hybrid_chunk_size": 200}, r"hybrid_chunk_size=200 is not a multiple of .* 256 works"),
+        pytest.param(
+            (),
+            {"hybrid_chunk_size": 200},
+            r"hybrid_chunk_size=200 is not a multiple of .* 256 works",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["unknown key", "ram", "prefix caching", "chunk"],
 )

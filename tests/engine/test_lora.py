@@ -37,6 +37,7 @@ def write_adapter(directory: Path, seed: int) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 def test_an_adapter_hits_what_it_stored_and_nothing_else(daemon: DaemonProcess, tmp_path: Path) -> None:
     adapters = [write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
     text = prompt(1, 2 * CHUNK + 30)

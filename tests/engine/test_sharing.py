@@ -42,6 +42,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(daemon: DaemonProcess, tm
     assert (values["leases"], values["bytes_writing"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Every request is answered, and right; when the daemon is back, hits are back, without an engine restart."""
     prompts = [prompt(seed, 2 * 256 + 100 + seed) for seed in range(4)]

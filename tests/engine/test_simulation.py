@@ -28,7 +28,10 @@ TIGHT = (
 )
 
 
-@pytest.mark.parametrize("model", ["gemma3", "gemma4", "llama4", "qwen3next", "lfm2"])
+@pytest.mark.parametrize(
+    "model",
+    ["gemma3", "qwen3next", "lfm2", *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4"))],
+)
 def test_no_position_is_ever_computed_from_other_bytes(model: str, tmp_path: Path, rng: random.Random) -> None:
     """A small arena (eviction) and block pool (preemption); the daemon is killed, stopped, cleared, flipped."""
     seeds = [*FIXED_SEEDS, *(rng.getrandbits(32) for _ in range(FRESH_SEEDS))]

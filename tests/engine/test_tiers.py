@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MODELS = {"gemma3": 128, "qwen3next": 256}
 """A sliding-window hybrid and a recurrent one, with the tokens of a chunk."""
-MOST = ["gemma3", pytest.param("qwen3next", marks=pytest.mark.slow)]
-"""CI runs the slow ones as well; the developers' gate has twenty minutes."""
 CHUNKS = 3
 LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than any storage reads."""
@@ -51,7 +49,7 @@ def hits(running: Engine, text: list[int], oracle: dict[str, Any], chunk: int) -
     assert answer(result) == answer(oracle)
 
 
-@pytest.mark.parametrize("model", MOST)
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("qwen3next", marks=pytest.mark.slow)])
 def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None:
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
@@ -88,7 +86,8 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
 
 
 @needs_mooncake
-@pytest.mark.parametrize("model", MOST)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
     """The first node's daemon gives the memory; both engines, and the first daemon's arena, may be gone meanwhile."""
     chunk = MODELS[model]

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-MODELS = ("gemma3", "llama4", "qwen3next")
+MODELS = ("gemma3", "qwen3next")
 
 
 def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -35,10 +35,9 @@ def test_every_arm_is_right(model: str) -> None:
     assert arms["mixed local and external"]["external_tokens"] == 3 * chunk
 
 
-@pytest.mark.parametrize("model", ["gemma3", "qwen3next"])
-def test_a_flipped_byte_that_nobody_checks_changes_the_answer(model: str) -> None:
+def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     """The oracle can see a single wrong byte: without it every test above would prove nothing."""
-    status, proof = verify("--model", model, "--flip", "blind")
+    status, proof = verify("--model", "gemma3", "--flip", "blind")
     arms = {arm["name"]: arm for arm in proof["arms"]}
     assert status == 1
     assert proof["ok"] is False
