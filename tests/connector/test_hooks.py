@@ -61,6 +61,7 @@ def roles(daemon: DaemonProcess) -> Iterator[Roles]:
 
     layout = LAYOUTS[LAYOUT]
     settings: dict[str, object] = {"weights_identity": "simulated", "lookup_timeout_ms": 10_000}
+    settings["hybrid_chunk_size"] = 2 * layout.unit
     shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, False, settings)
     config = _vllm_config(shape, daemon.socket_path, "e")
     rank = Rank(shape, config, 0)
@@ -196,6 +197,7 @@ def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
     """Scratch groups keep their number in vLLM's tables and are no group of ours (D7)."""
     geometry = roles.scheduler._scheduler._geometry
     assert [group.gid for group in geometry.groups] == [0, 3]
+    assert geometry.chunk_tokens == 2 * geometry.alignment_tokens, "hybrid_chunk_size is what was asked for (B2)"
     assert sorted(roles.worker.get_handshake_metadata().layers) == [0, 3]
     layout = copy.copy(roles.worker.get_handshake_metadata().layers)
     assert [layer.name for layer in layout[3]] == ["g3.l0"]

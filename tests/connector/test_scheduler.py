@@ -273,7 +273,12 @@ def _poll(rig: Rig) -> bool:
 
 
 def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
-    """A daemon that does not answer costs its `lookup_timeout_ms`, and then the breaker spares the next (B39)."""
+    """A daemon that does not answer costs its `lookup_timeout_ms`, and then the breaker spares the next (B39).
+
+    What it answers later opens leases that nobody wants, and that are let go (D9).
+    """
+    with Client(daemon.socket_path) as client:
+        client.store(1, STORED)
     rig = Rig(daemon, {"lookup_timeout_ms": 1})
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGSTOP)
@@ -286,8 +291,11 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
             offers.append(rig.offered(request))
             assert time.monotonic() - began < DEADLINE_SECONDS / 4
         assert offers == [0] * 4
-        assert rig.counters["lookups_late_answer"] == 3
-        assert rig.counters["lookups_breaker_open"] == 1
+        late, spared = rig.counters["lookups_late_answer"], rig.counters["lookups_breaker_open"]
+        assert late >= 3
+        assert late + spared == 4
     finally:
         daemon.process.send_signal(signal.SIGCONT)
+    until(lambda: rig.value("lookups_hit") == late, "all are answered at last")
+    until(lambda: _poll(rig) or not rig.value("leases"), "no lease is kept")
     rig.side.close()

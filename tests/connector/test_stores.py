@@ -127,7 +127,8 @@ class Step:
         )
         self.tracked = Tracked(self.request, next_chunk=[0] * len(self.geometry.groups))
         self.tables = [
-            [SimpleNamespace(block_id=1 + at) for at in range(self.tokens // group.tokens_per_block)]
+            # With room for tokens that are not known yet.
+            [SimpleNamespace(block_id=1 + at) for at in range(2 * self.tokens // group.tokens_per_block)]
             for group in self.geometry.groups
         ]
         for shape in {shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)}:
