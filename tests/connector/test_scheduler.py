@@ -173,7 +173,7 @@ def test_asking_again_asks_nobody_and_changes_nothing(rig: Rig) -> None:
     rig.step({}, finished=("r",))
     rig.side.allocated(request, tables(STORED * CHUNK + 1), 0)
     assert rig.side._requests["r"].state is State.READY
-    assert not rig.side.planned(SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0), tables).failed
+    assert not rig.step({}).failed
 
 
 def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -> None:
@@ -182,7 +182,7 @@ def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -
     rig.side.allocated(request, tables(STORED * CHUNK + 1), rig.offered(request))
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, kv_connector_block_state=None)
     before = copy.deepcopy(output)
-    first, second = rig.side.planned(output, tables), rig.side.planned(output, tables)
+    first, second = rig.side.planned(output, lambda _: []), rig.side.planned(output, lambda _: [])
     assert output == before
     assert (list(first.loads), list(second.loads)) == (["r"], [])
     runs = first.loads["r"].runs

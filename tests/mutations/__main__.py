@@ -96,7 +96,18 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
 def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool]:
     """For each node that ran whether it failed."""
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "tests.mutations.report", "-p", "no:cacheprovider"),
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.mutations.report",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu",
+        ),
         *("--no-header", "--tb=no", "--hypothesis-seed=0", f"--timeout={TEST_SECONDS}", *tests),
     ]
     subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)

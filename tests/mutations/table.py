@@ -22,11 +22,11 @@ IDENTITY = "tests/engine/test_identity.py"
 LAYOUT = "tests/engine/test_layout.py"
 GOLDEN = "tests/wire/test_golden.py"
 
-PLAIN = "tests.simulation --seeds 0:8 --layout full"
-SCRATCH = "tests.simulation --seeds 0:8 --layout glm53_small"
-GEMMA = "tests.simulation --seeds 0:8 --layout gemma3_small"
-DEEPSEEK = "tests.simulation --seeds 0:8 --layout deepseekv4_small"
-RECURRENT = "tests.simulation --seeds 0:8 --layout qwen3next_1056_small"
+PLAIN = "tests.simulation --seeds 0:5 --layout full"
+SCRATCH = "tests.simulation --seeds 0:5 --layout glm53_small"
+GEMMA = "tests.simulation --seeds 0:5 --layout gemma3_small"
+DEEPSEEK = "tests.simulation --seeds 0:5 --layout deepseekv4_small"
+RECURRENT = "tests.simulation --seeds 0:5 --layout qwen3next_1056_small"
 
 MUTATIONS: tuple[Mutation, ...] = (
     # core/geometry.py
@@ -72,9 +72,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the derived chunk is the largest block, and no common multiple",
         "core/geometry.py",
         "return math.lcm(alignment_tokens, hash_tokens, *(group.tokens_per_block for group in groups))",
-        "return min(alignment_tokens, hash_tokens, *(group.tokens_per_block for group in groups))",
+        "return max(alignment_tokens, hash_tokens, *(group.tokens_per_block for group in groups))",
         ("A3", "B1", "D8"),
-        (f"{GEOMETRY}::test_derived_chunk",),
+        (f"{GEOMETRY}::test_a_derived_chunk_is_a_common_multiple_of_blocks_that_do_not_divide_each_other",),
     ),
     Mutation(
         "window-too-small",
