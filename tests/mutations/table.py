@@ -202,10 +202,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return tuple(runs)",
         "return iter(runs)  # type: ignore[return-value]",
         ("B16",),
-        (
-            f"{SCHEDULER}::test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone",
-            f"{SCHEDULER}::test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan",
-        ),
+        (f"{SCHEDULER}::test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan",),
     ),
     Mutation(
         "skips-in-every-object",
