@@ -193,6 +193,19 @@ def test_a_side_with_too_many_faults_is_switched_off() -> None:
     assert supervisor.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1}
 
 
+def test_tables_are_those_of_the_moment(roles: Roles) -> None:
+    """A request that is resumed has other blocks, in every group (C30, D11)."""
+    tables = {"r": [[7], [8], [9], [3, 4]]}
+
+    def get_blocks(name: str) -> Any:
+        return SimpleNamespace(blocks=[[SimpleNamespace(block_id=block) for block in row] for row in tables[name]])
+
+    roles.scheduler.bind_kv_cache_manager(SimpleNamespace(get_blocks=get_blocks, block_pool=None))
+    assert [table[:] for table in roles.scheduler._tables("r")] == tables["r"]
+    tables["r"] = [[5, 6], [], [1], [2]]
+    assert [table[:] for table in roles.scheduler._tables("r")] == tables["r"]
+
+
 def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
     """Scratch groups keep their number in vLLM's tables and are no group of ours (D7)."""
     geometry = roles.scheduler._scheduler._geometry

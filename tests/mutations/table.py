@@ -537,7 +537,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "kept: dict[str, Any] = self.__dict__.setdefault('_kept', {})\n"
         "        return kept.setdefault(request_id, [[*table] for table in block_tables(self._blocks_of(request_id))])",
         ("A12", "C30", "D11"),
-        (PLAIN,),
+        (f"{HOOKS}::test_tables_are_those_of_the_moment",),
     ),
     Mutation(
         "hooks-raise",
@@ -659,13 +659,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{SCHEDULER}::test_the_deadline_is_the_lookups_own",),
     ),
     Mutation(
-        "late-answer-keeps-lease",
-        "the lease of an answer that nobody waits for is kept",
+        "nobody-says-release",
+        "the daemon is never told that a lease has ended",
         "connector/scheduler.py",
-        "            self._send(Release(found.lease), now)\n",
-        "",
-        ("C18", "D9"),
-        (f"{SCHEDULER}::test_the_deadline_is_the_lookups_own",),
+        "self._send(Release(tracked.lease, tokens, loaded_bytes, failed), time.monotonic())",
+        'self._counters["releases"] += 1',
+        ("C18", "C25", "D9"),
+        (
+            f"{SCHEDULER}::test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once",
+            f"{SCHEDULER}::test_a_lease_is_held_until_the_load_has_ended",
+        ),
     ),
     Mutation(
         "tables-by-place",
