@@ -13,7 +13,7 @@ from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.wire.messages import Commit
+from hybridkv.wire.messages import Commit, Found
 from tests.layouts import LAYOUTS
 
 STEP_CHUNKS = 4
@@ -109,3 +109,100 @@ def test_a_commit_says_what_is_before_whose_it_is_and_what_only_a_shorter_hit_ne
     assert len(seen) == sum(
         part_bytes(geometry, group, chunk) > 0 for group in geometry.groups for chunk in range(chunks)
     )
+
+
+class Step:
+    """A request of one layout in one step, with all the write slots that it could take."""
+
+    def __init__(self, name: str, chunks: int) -> None:
+        self.geometry = LAYOUTS[name]
+        self.tokens = chunks * self.geometry.chunk_tokens
+        self.counters: Counter[str] = Counter()
+        self.stores = Stores(self.geometry, self.tokens, True, self.counters)
+        self.request = SimpleNamespace(
+            num_tokens=self.tokens,
+            num_prompt_tokens=self.tokens,
+            num_computed_tokens=0,
+            block_hashes=[number.to_bytes(32, "little") for number in range(self.tokens // self.geometry.hash_tokens)],
+        )
+        self.tracked = Tracked(self.request, next_chunk=[0] * len(self.geometry.groups))
+        self.tables = [
+            # With room for tokens that are not known yet.
+            [SimpleNamespace(block_id=1 + at) for at in range(2 * self.tokens // group.tokens_per_block)]
+            for group in self.geometry.groups
+        ]
+        for shape in {shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)}:
+            slots = pack_u64(list(range(chunks * len(self.tables))))
+            self.stores.credits.granted(shape, slots, slots, 0.0)
+
+    def stored(self, scheduled: int, offers: list[tuple[int, int, int]] | None = None) -> dict[int, set[int]]:
+        """Chunks that a step of `scheduled` tokens stores, by group index."""
+        state = SimpleNamespace(boundary_state_offloads={"r": offers or []})
+        output = SimpleNamespace(num_scheduled_tokens={"r": scheduled}, kv_connector_block_state=state)
+        tables = block_tables(SimpleNamespace(blocks=self.tables))
+        runs = self.stores.planned(output, {"r": self.tracked}, lambda _: tables)
+        chunks: dict[int, set[int]] = {index: set() for index in range(len(self.tables))}
+        for run in runs.values():
+            chunks[run.span.group_index] |= set(range(run.span.first_chunk, run.span.first_chunk + run.objects))
+        return chunks
+
+
+def test_only_whole_chunks_that_this_step_has_computed_are_stored() -> None:
+    """Cumulative counts are not the step's own (D1), what was computed before counts (D2), half a chunk does not."""
+    step = Step("gemma4", 4)
+    chunk = step.geometry.chunk_tokens
+    assert step.stored(chunk - 1) == {0: set(), 1: set()}
+    step.request.num_computed_tokens = chunk - 1
+    assert step.stored(chunk) == {0: {0}, 1: {0}}
+    step.request.num_computed_tokens = 2 * chunk - 1
+    assert step.stored(1) == {0: {1}, 1: {1}}
+    step.request.num_computed_tokens = 3 * chunk
+    assert step.stored(2 * chunk) == {0: {2, 3}, 1: {2, 3}}, "drafts beyond the request's tokens are not its own"
+    assert step.stored(2 * chunk) == {0: set(), 1: set()}, "each is stored once"
+
+
+def test_a_group_without_blocks_stores_less_and_never_something_else() -> None:
+    """A24, A26: a table that is too short is an under-store of its group, to the whole chunk."""
+    step = Step("gemma4", 4)
+    chunk = step.geometry.chunk_tokens
+    per_chunk = step.geometry.blocks_per_chunk(step.geometry.groups[1])
+    assert per_chunk == 2
+    whole = step.tables[1]
+    step.tables[1] = whole[: 3 * per_chunk - 1]
+    assert step.stored(4 * chunk) == {0: {0, 1, 2, 3}, 1: {0, 1}}
+    step.tables[1] = []
+    assert step.stored(4 * chunk) == {0: set(), 1: set()}
+    step.tables[1] = whole
+    assert step.stored(4 * chunk) == {0: set(), 1: {2, 3}}
+
+
+def test_what_a_lookup_found_is_not_stored_again() -> None:
+    """Group by group, and set, not added up (C20, D3)."""
+    step = Step("gemma4", 4)
+    found = Found(1, 1, 2, [b"\1\1\0\0", b"\1\0\0\1"], b"", b"")
+    step.tracked.found = found
+    assert step.stored(step.tokens) == {0: {2, 3}, 1: {1, 2}}
+
+
+def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
+    """B34: at a boundary of ours that the step has reached, once, and never the null block."""
+    step = Step("qwen3next", 4)
+    chunk = step.geometry.chunk_tokens
+    offers = [(0, 5, chunk), (1, 6, chunk + 1), (0, 0, 2 * chunk), (1, 7, 3 * chunk), (9, 8, chunk)]
+    assert step.stored(2 * chunk, offers)[0] == {0}
+    assert step.counters["states_unaligned"] == 4
+    assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
+    step.tracked.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"", b"")
+    assert step.stored(3 * chunk, [(1, 7, 3 * chunk)])[1] == set(), "the lookup found it"
+
+
+def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
+    """B40: what finds no slot is shed from this step and counted, never waited for."""
+    step = Step("qwen3", 4)
+    (shape,) = {shape for group in step.geometry.groups for shape in slot_shapes(step.geometry, group)}
+    step.stores.credits.reset()
+    assert step.stored(step.tokens) == {0: set()}
+    assert step.counters["stores_no_slot"] == 1
+    slots = pack_u64([1, 2, 3])
+    step.stores.credits.granted(shape, slots, slots, 0.0)
+    assert step.stored(step.tokens) == {0: {0, 1, 2}}

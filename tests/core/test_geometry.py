@@ -4,7 +4,7 @@ import pytest
 
 from hybridkv.core.coverage import part_sizes
 from hybridkv.core.errors import ConfigError, GeometryError
-from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 from tests.layouts import LAYOUTS, K, make
 
 
@@ -26,6 +26,16 @@ def test_deepseek_v4_blocks_of_4096_tokens() -> None:
 @pytest.mark.parametrize(("name", "chunk"), [("qwen3", 128), ("gemma4", 256), ("falconh1", 640), ("gpu_blocks", 128)])
 def test_derived_chunk(name: str, chunk: int) -> None:
     assert LAYOUTS[name].chunk_tokens == chunk
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chunk"), [((32, 48), 192), ((256, 4), 256), ((1056, 16), 1056), ((640, 96), 1920), ((24, 56, 8), 168)]
+)
+def test_a_derived_chunk_is_a_common_multiple_of_blocks_that_do_not_divide_each_other(
+    blocks: tuple[int, ...], chunk: int
+) -> None:
+    groups = tuple(Group(gid, Kind.FULL, block, (block,)) for gid, block in enumerate(blocks))
+    assert derive_chunk_tokens(groups, 8, 4) == chunk
 
 
 @pytest.mark.parametrize("geometry", LAYOUTS.values(), ids=LAYOUTS)

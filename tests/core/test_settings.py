@@ -38,6 +38,7 @@ def test_every_key_is_read() -> None:
         5.0,
         50.0,
     )
+    assert isinstance(settings.hybrid_chunk_size, int), "a text is taken for the number it is (B12)"
     assert (settings.store_generated, settings.checksum, settings.weights_identity) == (
         False,
         "paranoid",

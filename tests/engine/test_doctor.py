@@ -99,6 +99,14 @@ def test_a_seed_of_ones_own_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.sentence.endswith("unset PYTHONHASHSEED works")
 
 
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
+def test_a_vllm_that_nobody_ran_it_on_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another minor version has other hooks and other layouts (A38)."""
+    monkeypatch.setattr("vllm.__version__", version)
+    (found,) = [finding for finding in findings() if finding.verdict is Verdict.FAIL]
+    assert found.sentence == f"vllm {version} is not one that hybridkv was run on; vllm 0.32 works"
+
+
 def test_the_connector_raises_what_doctor_shows() -> None:
     from hybridkv.connector.hybrid import check_config
 

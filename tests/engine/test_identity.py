@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
@@ -145,3 +146,27 @@ def test_our_own_names_cover_tokens_order_salt_and_images() -> None:
     late = OwnChain(request([*tokens[:-1], 9]), 64).names(0, 4)
     assert late[: 3 * HASH_BYTES] == base[: 3 * HASH_BYTES]
     assert late[3 * HASH_BYTES :] != base[3 * HASH_BYTES :]
+
+
+class Watched(list[int]):
+    """A request's tokens, and how many of them were looked at."""
+
+    seen = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.seen += len(range(*at.indices(len(self)))) if isinstance(at, slice) else 1
+        return super().__getitem__(at)
+
+
+def test_our_own_names_are_made_as_far_as_they_are_needed_and_once() -> None:
+    """B14, B15: for one request there is one chain, which grows."""
+    made = request(list(range(1, 33)) * 8)
+    made.all_token_ids = Watched(made.all_token_ids)
+    chain = OwnChain(made, 64)
+    chain.names(0, 2)
+    assert made.all_token_ids.seen == 2 * 64
+    chain.names(0, 2)
+    chain.names(1, 1)
+    assert made.all_token_ids.seen == 2 * 64
+    chain.names(3, 1)
+    assert made.all_token_ids.seen == 4 * 64

@@ -264,9 +264,9 @@ def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
 def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
     node = stored(tmp_path, [1, 2, 3, 4])
     line = node.daemon.lines[0]
-    line.speed = line.speed.measured(1000, 1.0, node.now)
-    found = is_found(node.ask(1, 2, 3, 4, rate=1_000_000))
-    assert found.chunks == 0
+    line.speed = line.speed.measured(100_000, 1.0, node.now)
+    found = is_found(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1_000_000))
+    assert found.chunks == 0, "there is time enough for it, and yet"
     assert "computing" in found.why
     assert node.daemon.values()["promotions_slower"] == 1
     assert isinstance(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1), Pending), "a slow engine waits for a slow tier"

@@ -1,0 +1,146 @@
+"""`python -m tests.mutations [NAME|REQUIREMENT ...]`: puts each fault into a copy of the package and expects red tests.
+
+First all their tests are run on an unchanged copy, where they must pass. Exits with 1 where one does not, or where a
+fault is not noticed by every test that is named for it.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
+from tests.mutations.report import PACKAGE_VARIABLE, RESULTS_VARIABLE
+from tests.mutations.table import MUTATIONS
+
+TEST_SECONDS = 120
+"""A test that takes longer is red: a stall is a fault as well."""
+COMMAND_SECONDS = 300
+
+
+def main() -> int:
+    """The number of faults that nobody noticed, at most 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("names", nargs="*", help="names of faults, or ids of requirements; none: all")
+    parser.add_argument("--skip-green", action="store_true", help="do not run the tests on the unchanged copy first")
+    options = parser.parse_args()
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if not options.names or {mutation.name, *mutation.requirements} & set(options.names)
+    ]
+    if stale := [f"{mutation.name}: {problem}" for mutation in chosen if (problem := mutation.problem())]:
+        print("\n".join(stale))
+        return 1
+    started = time.monotonic()
+    if not options.skip_green and not _green(chosen):
+        return 1
+    survived = 0
+    for number, mutation in enumerate(chosen, 1):
+        began = time.monotonic()
+        missed = [test for test, red in _run(mutation.tests, mutation).items() if not red]
+        survived += bool(missed)
+        said = "red" if not missed else "SURVIVED"
+        seconds = time.monotonic() - began
+        print(f"{number:3}/{len(chosen)}  {said:8} {seconds:5.1f} s  {mutation.name}: {mutation.fault}", flush=True)
+        for test in missed:
+            print(f"{'':22} not red: {test}", flush=True)
+    print(f"{len(chosen)} faults, {survived} not noticed, {time.monotonic() - started:.0f} s")
+    return int(survived > 0)
+
+
+def _green(mutations: Iterable[Mutation]) -> bool:
+    """Whether every test that is needed passes on an unchanged copy."""
+    tests = sorted({test for mutation in mutations for test in mutation.tests})
+    began = time.monotonic()
+    results = _run(tests, None)
+    for test, red in results.items():
+        if red is not False:
+            print(f"not green without a fault: {test}" + (" (it did not run)" if red is None else ""))
+    print(f"{len(tests)} tests on an unchanged copy, {time.monotonic() - began:.0f} s", flush=True)
+    return all(red is False for red in results.values())
+
+
+def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | None]:
+    """For each test whether it failed on a copy of the package; None where it did not run."""
+    with tempfile.TemporaryDirectory(prefix="hybridkv-mutation-") as directory:
+        source = Path(directory) / "src"
+        package = source / "hybridkv"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutation is not None:
+            mutation.apply(package)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{source}:{ROOT}",
+            "HYPOTHESIS_STORAGE_DIRECTORY": f"{directory}/hypothesis",
+            "RUFF_NO_CACHE": "true",
+            PACKAGE_VARIABLE: str(package),
+            RESULTS_VARIABLE: f"{directory}/results.json",
+        }
+        results: dict[str, bool | None] = {}
+        ours = [test for test in tests if not is_command(test)]
+        if ours:
+            red = _pytest(ours, environment)
+            results.update({test: any(nodes(red, test)) if nodes(red, test) else None for test in ours})
+        results.update({test: _command(test, package, environment) for test in tests if is_command(test)})
+        return results
+
+
+def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool]:
+    """For each node that ran whether it failed."""
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.mutations.report",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not gpu",
+        ),
+        *("--no-header", "--tb=no", "--hypothesis-seed=0", f"--timeout={TEST_SECONDS}", *tests),
+    ]
+    subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
+    try:
+        results: dict[str, bool] = json.loads(Path(environment[RESULTS_VARIABLE]).read_text())
+    except FileNotFoundError:
+        results = {}
+    return results
+
+
+def _command(test: str, package: Path, environment: dict[str, str]) -> bool | None:
+    """Whether a command failed as it does where it finds something; None where it could not run."""
+    module, *arguments = shlex.split(test)
+    begin = "import sys; from tests.mutations.report import is_the_copy; assert is_the_copy(); "
+    command = [sys.executable, "-c", begin]
+    match module:
+        case "ruff":
+            command = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), str(package)]
+        case "importlinter.cli":
+            command[-1] += "from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+        case _:
+            command[-1] += f"sys.argv = {[module, *arguments]!r}; "
+            command[-1] += f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
+    try:
+        ended = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, check=False, timeout=COMMAND_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    if module.startswith("tests.") and ended.returncode and b"FAILED: " not in ended.stdout:
+        return None
+    return {0: False, 1: True}.get(ended.returncode)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The last column of docs/REQUIREMENTS.md. `python -m tests.mutations.page --write` brings it up to date.
+
+A row is `| id | what it asks | where | held by |`. Where faults carry the id the last cell is made from them; else it
+is written by hand and says why the item is not met.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.mutations.mutation import ROOT, Mutation
+from tests.mutations.table import MUTATIONS
+
+DOCUMENT = ROOT / "docs" / "REQUIREMENTS.md"
+ROW = re.compile(r"^\| ([ABCD]\d+) \| (.*?) \| (.*?) \| (.*) \|$")
+LAST = {"A": 38, "B": 47, "C": 42, "D": 21}
+"""The sections of the requirements and how many items each has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One item."""
+
+    id: str
+    asks: str
+    where: str
+    held: str
+
+
+def ids() -> list[str]:
+    """Of all items, in order."""
+    return [f"{section}{number}" for section, last in LAST.items() for number in range(1, last + 1)]
+
+
+def rows(text: str) -> list[Row]:
+    """The document's rows in order."""
+    return [Row(*found.groups()) for line in text.splitlines() if (found := ROW.match(line))]
+
+
+def held(requirement: str) -> str:
+    """What shows that an item is held, fault by fault; "" where no fault carries it."""
+    return "<br>".join(_shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements)
+
+
+def document(text: str) -> str:
+    """The document with its last column as the table of faults has it."""
+    return "\n".join(_lines(text)) + "\n"
+
+
+def _shown(mutation: Mutation) -> str:
+    return f"{mutation.name}: " + ", ".join(f"`{test}`" for test in mutation.tests)
+
+
+def _lines(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        found = ROW.match(line)
+        made = held(found[1]) if found else ""
+        yield f"| {found[1]} | {found[2]} | {found[3]} | {made} |" if found and made else line
+
+
+def main() -> int:
+    """Whether the document is not what it should be."""
+    text = DOCUMENT.read_text()
+    made = document(text)
+    if "--write" in sys.argv[1:]:
+        DOCUMENT.write_text(made)
+        return 0
+    return int(made != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

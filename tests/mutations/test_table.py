@@ -1,0 +1,85 @@
+"""The table of faults fits the code, and docs/REQUIREMENTS.md the table; no fault is put in here."""
+
+import ast
+import re
+from functools import lru_cache
+
+import pytest
+
+from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
+from tests.mutations.page import DOCUMENT, document, held, ids, rows
+from tests.mutations.table import MUTATIONS
+
+LATER = "MERGE: "
+"""Begins what other work fills in."""
+
+
+@lru_cache
+def names(path: str) -> set[str]:
+    """Every function and method of a test file, as pytest names them."""
+    found = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+    return found
+
+
+def is_there(test: str) -> bool:
+    """Whether a node id, without parameters, is that of a test."""
+    path, _, name = test.partition("::")
+    return (ROOT / path).is_file() and name.partition("[")[0] in names(path)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_fault_can_be_put_in_and_its_tests_are_there(mutation: Mutation) -> None:
+    assert not mutation.problem()
+    assert mutation.old != mutation.new
+    assert mutation.tests
+    assert [test for test in mutation.tests if not is_command(test) and not is_there(test)] == []
+    assert set(mutation.requirements) <= set(ids())
+    assert mutation.requirements
+    if mutation.path.endswith(".py"):
+        source = (PACKAGE / mutation.path).read_text().replace(mutation.old, mutation.new)
+        ast.parse(source)
+
+
+def test_every_fault_has_a_name_of_its_own() -> None:
+    named = [mutation.name for mutation in MUTATIONS]
+    assert len(set(named)) == len(named)
+    assert not {*named} & {*ids()}
+
+
+def test_every_requirement_names_a_test_or_says_that_it_is_not_met() -> None:
+    text = DOCUMENT.read_text()
+    found = rows(text)
+    assert [row.id for row in found] == ids()
+    assert document(text) == text, "run: python -m tests.mutations.page --write"
+    for row in found:
+        assert row.asks
+        assert row.where
+        if not held(row.id):
+            assert row.held.startswith(("not met", LATER)), row.id
+
+
+def test_what_the_page_names_is_there() -> None:
+    for row in rows(DOCUMENT.read_text()):
+        cells = f"{row.where} {row.held}"
+        if LATER in cells:
+            continue
+        for path, words in re.findall(r"`((?:\w+/)*\w+\.py)`([^`]*)", row.where):
+            source = (PACKAGE / path).read_text()
+            for name in re.findall(r"\b(?:\w+\.)?(_?[A-Z]\w+|\w*_\w+)\b", words):
+                assert re.search(rf"\b{name}\b", source), f"{row.id}: {name} is not in {path}"
+        for path in re.findall(r"`?(?<![\w/])((?:docs|tests)/[\w/]+\.(?:md|py))", cells):
+            assert (ROOT / path).is_file(), f"{row.id}: {path}"
+        for test in re.findall(r"`(tests/\S+::\S+)`", cells):
+            assert is_there(test), f"{row.id}: {test}"
+
+
+def test_a_node_is_found_with_and_without_its_parameters() -> None:
+    results = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
+    assert nodes(results, "t.py::a") == [True, False]
+    assert nodes(results, "t.py::a[2]") == [False]
+    assert nodes(results, "t.py::b") == []

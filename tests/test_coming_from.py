@@ -1,0 +1,121 @@
+"""docs/COMING-FROM.md: every setting, command, metric, message and state of ours that its tables name exists."""
+
+import argparse
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.main import COMMANDS
+from hybridkv.core.requests import State
+from hybridkv.core.settings import Settings
+from hybridkv.core.tiers import parse_tier
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "hybridkv"
+DOCUMENT = ROOT / "docs" / "COMING-FROM.md"
+KINDS = ("disk", "valkey", "s3", "mooncake")
+TIER = re.compile(rf"(?:tier|chunks_hit)_({'|'.join(KINDS)})_?")
+VERBS = ("read", "written")
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """(heading, the cell that is ours) of each row of the tables, without their heads."""
+    heading, table = "", False
+    for line in DOCUMENT.read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        if not line.startswith("|"):
+            table = False
+            continue
+        columns = re.split(r" \| ", line.strip("| "))
+        if table and not set(line) <= set("|- "):
+            yield heading, columns[1]
+        table = True
+
+
+def names() -> list[tuple[str, str]]:
+    """(heading, name) of everything of ours that the tables name."""
+    return [(heading, name) for heading, cell in cells() for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@cache
+def texts() -> tuple[set[str], str]:
+    """Every text in the package's code, and all of the code."""
+    found: set[str] = set()
+    source = ""
+    for path in PACKAGE.rglob("*.py"):
+        code = path.read_text()
+        source += code
+        found |= {
+            node.value
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+    # Counted under names that are put together: storage/line.py and server/promote.py.
+    found |= {f"{what}_{verb}" for what in ("objects", "bytes") for verb in VERBS} | {"promotions_tiers_away", ""}
+    return found, source
+
+
+def is_setting(name: str) -> bool:
+    """Whether it is a key of kv_connector_extra_config."""
+    return name in {field.name.removesuffix("_bytes") for field in fields(Settings)} | {"disk", "disk_bytes"}
+
+
+def is_command(name: str) -> bool:
+    """Whether it is one of our commands, with options that it has."""
+    _, command, *options = name.split()
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    return all(option in known for option in options if option.startswith("-"))
+
+
+def exists(name: str) -> bool:
+    """Whether the code has it."""
+    found, source = texts()
+    if name.startswith("hybridkv ") and not name.startswith("hybridkv: "):
+        return is_command(name)
+    if "://" in name:
+        return parse_tier(name, "tier").kind in KINDS
+    if name.partition("=")[0] == "write":
+        return parse_tier(f"disk:///d?{name}", "tier") is not None
+    if name in ("2q", "lru"):
+        return name in source
+    return is_setting(name) or name in set(State) or TIER.sub("", name) in found or _is_said(name, source)
+
+
+def _is_said(name: str, source: str) -> bool:
+    """Whether it is a message, or the name of one of the wire's."""
+    return f"class {name}(_Message" in source or (" " in name and name in source)
+
+
+def test_the_page_has_tables() -> None:
+    assert len(names()) > 100
+    assert {name for _, name in names() if is_setting(name)} >= {"server", "ram", "disk", "tiers", "store_generated"}
+
+
+@pytest.mark.parametrize(("heading", "name"), sorted(set(names())))
+def test_what_is_named_exists(heading: str, name: str) -> None:
+    assert exists(name), f"{heading}: {name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["load_timeout", "hybridkv serve --tiers", "hybridkv: lost the server", "disk://x?write=all", "chunks_hits"]
+)
+def test_what_does_not_exist_is_noticed(name: str) -> None:
+    try:
+        assert not exists(name)
+    except ValueError:
+        assert "://" in name
+
+
+def test_every_setting_is_on_the_page() -> None:
+    told = {name for _, name in names()}
+    keys = {field.name.removesuffix("_bytes") for field in fields(Settings)} | {"disk", "disk_bytes"}
+    assert keys - told <= {"load_policy", "checksum", "weights_identity"}, "others have nothing like these"
