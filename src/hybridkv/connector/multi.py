@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.connector.children import Child, all_counters, check_hma, child_specs, parse_multi
+from hybridkv.connector.layout import group_keeping
 from hybridkv.connector.multimessages import MultiEvents, MultiHandshake, MultiPlan, MultiReport
 from hybridkv.connector.multischeduler import MultiScheduler
 from hybridkv.connector.multistats import MultiKVConnectorStats, MultiPromMetrics, stats_from
@@ -57,7 +58,9 @@ class MultiConnector(multi_connector.MultiConnector):
                 settings,
                 self._counters,
                 tuple(kv_cache_config.prefix_cacheable_group_ids),
-                [group.kv_cache_spec.block_size for group in groups],
+                [group_keeping(gid, group.kv_cache_spec) for gid, group in enumerate(groups)],
+                kv_cache_config.num_blocks - 1,
+                vllm_config.scheduler_config.max_num_batched_tokens,
             )
             weights = ", ".join(
                 f"{spec.name} {spec.weight if spec.weight != WEIGHT_AUTO else 'auto'}" for spec in specs

@@ -15,7 +15,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hybridkv.connector.children import Child, MultiSettings
 from hybridkv.connector.multimessages import MultiEvents, MultiPlan, MultiReport
 from hybridkv.connector.multistats import SELECTION, MultiKVConnectorStats, _SelectionStats
+from hybridkv.connector.scheduler import ROOM_SECONDS
 from hybridkv.core.choice import MISS, Answer, Decision, Limits, decide, effective_weights, patience
+from hybridkv.core.coverage import Keeping, most_blocks
 from hybridkv.core.selection import Selection
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -66,7 +68,9 @@ class MultiScheduler:
         settings: MultiSettings,
         counters: Counter[str],
         group_ids: tuple[int, ...],
-        block_tokens: Sequence[int],
+        groups: Sequence[Keeping],
+        pool_blocks: int,
+        tokens_per_step: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._children = children
@@ -75,8 +79,12 @@ class MultiScheduler:
         self._counters = counters
         self._group_ids = group_ids
         """What a load restores by default."""
-        self._block_tokens = block_tokens
-        """Of each of the engine's groups."""
+        self._groups = groups
+        """What each of the engine's groups keeps of a request."""
+        self._pool_blocks = pool_blocks
+        self._step_tokens = tokens_per_step
+        self._held: dict[str, int] = {}
+        """Blocks, at most, of the requests that had blocks for a load and did not run since."""
         self._clock = clock
         self._requests: dict[str, Asked] = {}
         self._loads: dict[str, Load] = {}
@@ -125,6 +133,10 @@ class MultiScheduler:
             limits,
         )
         self._note_late(asked, decision, now - asked.asked_at >= limits.patience_seconds, now)
+        if decision.is_async and not self._has_room(request):
+            decision = Decision(None, wait=asked.hit_at is not None and now - asked.hit_at < ROOM_SECONDS)
+            if not decision.wait:
+                self._counters["lookups_late_room"] += 1
         if decision.wait:
             return None, False
         asked.decision, asked.loader, asked.local_tokens = decision, decision.child, local_tokens
@@ -146,6 +158,7 @@ class MultiScheduler:
             place = -1 if chosen is None else chosen
             if is_async:
                 self._loads[name] = Load(place, external_tokens, self._clock(), lost=not self._is_alive(place))
+                self._held[name] = self._most_blocks(request)
             elif self._is_alive(place):
                 self._sync_blocks.setdefault(place, set()).update(loaded)
             else:
@@ -201,6 +214,7 @@ class MultiScheduler:
             if more:
                 params = {**more, **(params or {})}
         self._requests.pop(name, None)
+        self._held.pop(name, None)
         if name in self._saves:
             self._new_saves[name] = tuple(sorted(self._saves[name]))
         return name in self._saves, params
@@ -236,6 +250,8 @@ class MultiScheduler:
             load.announced = True
         self._new_saves, self._let_go = {}, []
         self._sync_blocks, self._bad_blocks = {}, set()
+        for name in [name for name in self._held if name in output.num_scheduled_tokens]:
+            del self._held[name]
         return plan
 
     def reported(self, output: Any) -> None:
@@ -256,7 +272,10 @@ class MultiScheduler:
         lost = len(output.finished_recving or ()) - len(finished) + len(output.finished_sending or ()) - len(sent)
         if lost:
             self._counters["reports_absorbed"] += lost
-            output.finished_recving, output.finished_sending = finished or None, sent or None
+        # Of a request that was aborted while it loaded, the engine frees the blocks with the first report that it sees,
+        # and ends with the second.
+        output.finished_recving = {name for name in finished if name not in self._saves or name in sent} or None
+        output.finished_sending = {name for name in sent if name not in self._loads} or None
         ended: dict[int, set[str]] = {}
         for name in finished:
             load = self._loads.pop(name)
@@ -325,7 +344,7 @@ class MultiScheduler:
             # More than the engine can take would end it; so would a whole prompt that is loaded within the step.
             if tokens > most_tokens(request, local_tokens) - (0 if is_async else 1):
                 raise ValueError(f"{tokens} tokens beyond {local_tokens} of {request.num_tokens} are too many")
-            if not is_async and len(self._block_tokens) > 1:
+            if not is_async and len(self._groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
                 if not self._counters[f"sync_declined_{child.name}"]:
                     logger.warning("hybridkv: hits of %s are declined: %s", child.name, "it loads within the step")
@@ -337,6 +356,18 @@ class MultiScheduler:
         if answer.tokens is not None:
             child.breaker = child.breaker.succeeded()
         return answer
+
+    def _has_room(self, request: Any) -> bool:
+        """Whether every request that loads, from whichever child, can run as soon as its load ends.
+
+        The same rule as HybridKVConnector's, which sees its own loads alone. A request whose load failed keeps its
+        room: it stands before those whose loads ended, and vLLM 0.32 looks at none of them while it finds no blocks.
+        """
+        others = sum(blocks for name, blocks in self._held.items() if name != request.request_id)
+        return not others or others + self._most_blocks(request) <= self._pool_blocks
+
+    def _most_blocks(self, request: Any) -> int:
+        return most_blocks(self._groups, request.num_tokens + 1, self._step_tokens)
 
     def _note_late(self, asked: Asked, decision: Decision, is_late: bool, now: float) -> None:
         if decision.wait:
@@ -358,9 +389,9 @@ class MultiScheduler:
 
         [0, local) local hit    [local, local + external) to load
         """
-        if len(self._block_tokens) != 1:
+        if len(self._groups) != 1:
             return []
-        step = self._block_tokens[0]
+        step = self._groups[0].tokens_per_block
         table = blocks.blocks[0][local_tokens // step : -(-(local_tokens + external_tokens) // step)]
         return [block.block_id for block in table if not block.is_null]
 

@@ -79,12 +79,13 @@ class MultiWorker:
             except Exception:  # the supervised boundary of a child that may be switched off already
                 child.mute = True
                 logger.exception("hybridkv: %s cannot say what became of its transfers", child.name)
+                child.supervisor.counters["fault_get_transfer_results"] += 1
                 if child.alive:
-                    self._counters["fault_get_transfer_results"] += 1
                     child.supervisor.switch_off("a fault in get_transfer_results")
         finished, failed, saved = self._ledger.take()
-        self._counters["reports_absorbed"] += self._ledger.absorbed
-        self._ledger.absorbed = 0
+        if self._ledger.absorbed:
+            self._counters["reports_absorbed"] += self._ledger.absorbed
+            self._ledger.absorbed = 0
         return KVConnectorTransferResults(finished_sending=saved, finished_recving=finished, failed_recving=failed)
 
     def bad_blocks(self) -> set[int]:
