@@ -375,7 +375,7 @@ def test_children_see_their_own_configuration(rng: random.Random) -> None:
     ]
     engine = MultiEngine(entries, hybrid(), ranks=2)
     assert [script.extra for script in scripts] == [{"script": str(n), "mine": n + 1} for n in range(3)]
-    assert [script.engine_ids for script in scripts] == [{ENGINE_ID}, {ENGINE_ID}, {"another"}]
+    assert [script.engine_ids for script in scripts] == [{ENGINE_ID}, {f"{ENGINE_ID}-2"}, {"another"}]
     specs = child_specs(engine.scheduler.vllm_config)
     assert [(spec.name, spec.weight) for spec in specs] == [("Scripted", 2.0), ("fast", 0.0), ("Scripted-2", 1.0)]
     assert specs[2].config.kv_transfer_config.kv_port == 99
@@ -383,6 +383,18 @@ def test_children_see_their_own_configuration(rng: random.Random) -> None:
     for number, script in enumerate(scripts):
         ((handshakes,),) = told(script, "set_xfer_handshake_metadata")
         assert [(rank, shake.script) for rank, shake in handshakes] == [(0, str(number)), (1, str(number))]
+
+
+def test_engine_ids_differ_between_engines_and_children() -> None:
+    """As vLLM names data-parallel engines; a daemon takes workers of one id for those of one engine."""
+    own = {**child(Script()), "engine_id": "mine"}
+    config = multi_config([own, child(Script()), child(Script())], hybrid())
+    config.kv_transfer_config.engine_id = "e_dp3"
+    ids = [spec.config.kv_transfer_config.engine_id for spec in child_specs(config)]
+    assert ids == ["mine_dp3", "e_dp3", "e_dp3-2"]
+    config = multi_config([own, own], hybrid())
+    with pytest.raises(ConfigError, match="engine_id='mine' is that of another child"):
+        child_specs(config)
 
 
 @pytest.mark.parametrize(

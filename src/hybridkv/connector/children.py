@@ -27,6 +27,8 @@ SETTLE_SECONDS_MAX = 30.0
 OWN_KEYS = ("load_weight", "name")
 """Of a child's extra config, but ours: the child does not see them."""
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
+_RANK = re.compile(r"_dp\d+$")
+"""What vLLM appends to the id of a data-parallel engine."""
 _WHERE = "kv_connector_extra_config"
 
 
@@ -107,7 +109,8 @@ def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
 def child_specs(vllm_config: Any) -> list[ChildSpec]:
     """Every child as configured, in order; raises ConfigError.
 
-    A child sees its own entry, with the engine's id and failure policy where it has none, and without OWN_KEYS.
+    A child sees its own entry, with the engine's id and failure policy where it has none, and without OWN_KEYS. No two
+    of one class have the same id: whoever they talk to takes their workers for those of one engine.
     """
     transfer = vllm_config.kv_transfer_config
     entries = transfer.kv_connector_extra_config.get("connectors")
@@ -124,10 +127,12 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
             raise ConfigError(f'{where}.name={name!r} must be letters, digits and ".:-_"; "fast" works')
         for key in OWN_KEYS:
             extra.pop(key, None)
-        shared = {"engine_id": transfer.engine_id, "kv_load_failure_policy": transfer.kv_load_failure_policy}
+        shared = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
         config = copy.copy(vllm_config)
         config.kv_transfer_config = KVTransferConfig(**{**shared, **entry, _WHERE: extra})
         connector = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        taken = [spec.config.kv_transfer_config.engine_id for spec in specs if spec.connector is connector]
+        config.kv_transfer_config.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)
         specs.append(ChildSpec(_unique(name, [spec.name for spec in specs]), connector, config, weight))
     return specs
 
@@ -146,6 +151,17 @@ def check_hma(vllm_config: Any) -> None:
             f"MultiConnector has HMA enabled but these child connectors do not support it: {', '.join(without)}. "
             "Either use --disable-hybrid-kv-cache-manager or replace the non-HMA connectors."
         )
+
+
+def _engine_id(engines: str, own: object, taken: Sequence[str]) -> str:
+    """A child's engine id; of several data-parallel engines each has its own, as vLLM makes the engine's."""
+    if own is None:
+        return _unique(engines, taken)
+    rank = _RANK.search(engines)
+    engine_id = f"{own}{rank.group() if rank else ''}"
+    if engine_id in taken:
+        raise ConfigError(f"engine_id={own!r} is that of another child of the same class; leaving it out works")
+    return engine_id
 
 
 def _unique(name: str, taken: Sequence[str]) -> str:
