@@ -104,6 +104,7 @@ class MultiEngine:
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._names = 0
         self.steps = 0
+        self.invalid: set[int] = set()
         self.payloads: list[dict[str, Any]] = []
         self.totals: Counter[str] = Counter()
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -130,6 +131,7 @@ class MultiEngine:
         done = self._aggregator.aggregate(
             [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report) for report in reports]
         )
+        self.invalid |= done.kv_connector_output.invalid_block_ids
         names = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]

@@ -38,7 +38,8 @@ class Script:
     repeats: int = 1
     """How often it reports that a transfer ended."""
     holds: bool = False
-    """Whether it holds the blocks of finished requests for a step."""
+    """Whether it holds the blocks of finished requests, for `hold_steps`."""
+    hold_steps: int = 0
     bad_blocks: set[int] = field(default_factory=set)
     sources: dict[Any, int] | None = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -215,7 +216,7 @@ class Plain(KVConnectorBase_V1):
         sent = {name for name, steps in self._holding.items() if steps <= 0}
         self._holding = {name: steps - 1 for name, steps in self._holding.items() if steps > 1 - self.script.repeats}
         if self.script.holds:
-            self._holding.update(dict.fromkeys(finished_req_ids, 0))
+            self._holding.update(dict.fromkeys(finished_req_ids, self.script.hold_steps))
         return KVConnectorTransferResults(
             finished_recving=ended, failed_recving=set(ended) if self.script.fails else set(), finished_sending=sent
         )

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from hybridkv.connector.children import child_specs  # noqa: E402
 from hybridkv.core.errors import ConfigError  # noqa: E402
@@ -91,7 +92,11 @@ CASES = st.integers(1, 4).flatmap(
     lambda children: st.tuples(
         st.lists(st.sampled_from([0.1, 0.5, 1, 2.5, 2]), min_size=children, max_size=children),
         st.lists(
-            st.tuples(st.sampled_from([0.0, 0.004, 0.3]), st.lists(ANSWERS, min_size=children, max_size=children)),
+            st.tuples(
+                st.sampled_from([0.0, 0.004, 0.3]),
+                st.lists(ANSWERS, min_size=children, max_size=children),
+                st.booleans(),
+            ),
             min_size=1,
             max_size=8,
         ),
@@ -104,9 +109,12 @@ CASES = st.integers(1, 4).flatmap(
 @settings(max_examples=150)
 @given(CASES)
 def test_the_choice_is_that_of_a_brute_force_scorer(
-    case: tuple[list[float], list[tuple[float, list[Any]]], float, float],
+    case: tuple[list[float], list[tuple[float, list[Any], bool]], float, float],
 ) -> None:
-    """Late, undecided, tied and raising children, asked again until there is a decision, as the scheduler does."""
+    """Late, undecided, tied and raising children, asked again until there is a decision and room, as a scheduler does.
+
+    Then the request is preempted and asked about once more: the choice begins anew.
+    """
     weights, asks, grace_ms, patience = case
     scripts = [Script() for _ in weights]
     entries = [child(script, load_weight=weight) for script, weight in zip(scripts, weights, strict=True)]
@@ -119,10 +127,11 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
     )
     multi.on_new_request(request)
     assert all(script.calls["on_new_request"] == 1 for script in scripts)
-    first, hit = now, None
-    for pause, answers in asks:
+    first, hit, is_new = now, None, True
+    for pause, answers, has_blocks in asks:
         now += pause
-        first = now if multi._scheduler._requests["r"].asked_at is None else first
+        first, hit = (now, None) if is_new else (first, hit)
+        is_new = False
         for script, answer in zip(scripts, answers, strict=True):
             script.raises = {"get_num_new_matched_tokens"} if answer == "raise" else set()
             script.tokens = partial(said, answer)
@@ -132,15 +141,15 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
         since_hit = None if hit is None else now - hit
         kind, chosen, tokens = scored(clean, weights, MOST + BLOCK, now - first, since_hit, grace_ms / 1e3, patience)
         assert result == {"wait": (None, False), "compute": (0, False), "load": (tokens, True)}[kind]
-        if kind == "wait":
+        if kind == "wait" or not has_blocks:
             continue
+        is_new = True
         for script in scripts:
             script.seen.clear()
         multi.update_state_after_alloc(request, SimpleNamespace(blocks=([], [], [])), tokens)
         for place, script in enumerate(scripts):
             expected = tokens if place == chosen else 0
             assert told(script, "update_state_after_alloc") == [("r", expected)], "losers let go, undecided ones too"
-        break
     multi.request_finished_all_groups(request, ([], [], []))
     assert not multi._scheduler._requests
 
@@ -270,6 +279,32 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     assert engine.connector.counters["loads_given_up"] == 1
 
 
+def test_a_load_that_no_worker_was_told_of_fails_at_once(rng: random.Random) -> None:
+    """Nobody writes into its blocks, so there is nothing to wait for."""
+    bad = Script(tokens=upto(HIT), raises={"build_connector_meta"})
+    engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=30)
+    engine.add(prompt(rng))
+    engine.run(10)
+    assert engine.connector.counters["loads_given_up"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random) -> None:
+    """Not before its copies had time to end."""
+    holder = Script(holds=True, hold_steps=10_000)
+    engine = MultiEngine([child(holder), child(Script(holds=True))], hybrid(), ranks=2, settle_seconds=0.2)
+    engine.add(prompt(rng))
+    while engine.scheduler.get_num_unfinished_requests():
+        engine.step()
+    engine.step()
+    engine.workers[rank]._children[0].supervisor.switch_off("the test says so")
+    engine.step()
+    before = engine.now
+    assert engine.scheduler.requests
+    engine.run()
+    assert engine.now - before >= 0.15
+
+
 @pytest.mark.parametrize("layout", [single, hybrid])
 def test_reports_of_blocks_fail_the_request_and_end_nothing(layout: Any, rng: random.Random) -> None:
     """vLLM itself ends where there are several groups; with one, it begins again at the first bad block."""
@@ -281,6 +316,22 @@ def test_reports_of_blocks_fail_the_request_and_end_nothing(layout: Any, rng: ra
     engine.run()
     assert ("r1", HIT) in told(bad, "update_state_after_alloc")
     assert engine.selection("Scripted")["hits"] == 1, "not offered again"
+    assert engine.connector.counters.get("loads_failed", 0) == (layout is hybrid)
+
+
+LOADING = ("update_state_after_alloc", "build_connector_meta", "bind_connector_metadata", "start_load_kv")
+
+
+@pytest.mark.parametrize("hook", [*LOADING, "wait_for_layer_load"])
+def test_what_was_not_loaded_within_the_step_is_computed(hook: str, rng: random.Random) -> None:
+    """The engine takes the blocks for loaded; vLLM hears that they are not, and of no others."""
+    engine = MultiEngine([child(Script(tokens=upto(HIT), is_async=False, raises={hook}))], single())
+    engine.add(prompt(rng))
+    engine.step()
+    ((table,), loaded) = engine.scheduler.kv_cache_manager.get_block_ids("r1"), HIT // BLOCK
+    assert engine.invalid == set(table[:loaded])
+    engine.run()
+    assert len(engine.invalid) == loaded
 
 
 def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Random) -> None:
@@ -323,16 +374,29 @@ def test_everything_is_reported_once(rng: random.Random) -> None:
     assert engine.selection("Scripted")["hits"] == 3
 
 
-def test_aborted_while_loading(rng: random.Random) -> None:
+@pytest.mark.parametrize(("load_steps", "hold_steps"), [(5, 0), (1, 5), (3, 2), (2, 3), (3, 3)])
+def test_aborted_while_loading(load_steps: int, hold_steps: int, rng: random.Random) -> None:
+    """And held by another child: vLLM frees the blocks with the first report that it sees, and ends with the second."""
     from vllm.v1.request import RequestStatus
 
-    engine = MultiEngine([child(Script(tokens=upto(HIT), load_steps=5)), child(Script(holds=True))], hybrid())
+    loads, holds = Script(tokens=upto(HIT), load_steps=load_steps), Script(holds=True, hold_steps=hold_steps)
+    engine = MultiEngine([child(loads), child(holds)], hybrid())
     engine.add(prompt(rng))
     engine.step()
     engine.scheduler.finish_requests("r1", RequestStatus.FINISHED_ABORTED)
     engine.run()
-    assert not engine.connector._scheduler._loads
-    assert not engine.connector._scheduler._requests
+    for _ in range(10):
+        engine.step()
+    state = engine.connector._scheduler
+    assert not any([state._loads, state._saves, state._requests, state._held])
+
+
+def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:
+    """Which would end: it looks the request up."""
+    engine = MultiEngine([child(Script())], hybrid())
+    output = KVConnectorOutput(finished_recving={"ghost"}, failed_recving=set(), finished_sending={"ghost"})
+    engine.scheduler._update_from_kv_xfer_finished(output)
+    assert engine.connector.counters["reports_absorbed"] == 2
 
 
 def test_preempted_requests_choose_again(rng: random.Random) -> None:

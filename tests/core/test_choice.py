@@ -135,7 +135,8 @@ def test_a_part_that_failed_before_the_end_counts() -> None:
     ledger.announce({"x": 0}, {})
     ledger.loaded(0, [], ["x"])
     assert ledger.take() == (set(), set(), set())
-    ledger.loaded(1, ["x"], [])
+    ledger.loaded(1, ["x"], ["x"])
+    assert ledger.take() == (set(), set(), set()), "another child does not load it"
     ledger.loaded(0, ["x"], [])
     assert ledger.take() == ({"x"}, {"x"}, set())
     ledger.announce({"x": 1}, {})

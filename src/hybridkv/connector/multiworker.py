@@ -96,7 +96,8 @@ class MultiWorker:
     def report(self) -> MultiReport | None:
         """Each child's own message, and which of them were switched off since the last one."""
         metadata = [
-            child.call("build_connector_worker_meta", None) if child.alive else None for child in self._children
+            child.call("build_connector_worker_meta", None, fatal=True) if child.alive else None
+            for child in self._children
         ]
         dead = frozenset(child.place for child in self._children if not child.alive)
         totals = all_counters(self._counters, self._children)
