@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: DaemonProcess) -> None:
+def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
+    """The scheduler role, a request whose prompt the directory has, and the role's counters."""
     from hybridkv.connector.scheduler import SchedulerSide
 
     counters: Counter[str] = Counter()
@@ -58,6 +60,11 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
     while scheduler._link.welcome is None:
         scheduler._poll(time.monotonic())
         assert time.monotonic() < deadline
+    return scheduler, request, counters
+
+
+def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: DaemonProcess) -> None:
+    scheduler, request, counters = connected(slow)
     scheduler.arrived(request)
     until(lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1, "the daemon reads")
     assert scheduler.matched(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, "a chunk more is worth it"
@@ -67,4 +74,22 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
         assert counters["lookups_outrun"] == 1
         scheduler.finished("r")
         until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+    scheduler.close()
+
+
+def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProcess) -> None:
+    """Another connector loads (requirements D13): nothing waits in the daemon, and its late answer holds nothing."""
+    scheduler, request, counters = connected(slow)
+    scheduler.arrived(request)
+    until(lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1, "the daemon reads")
+    with Control(slow.socket_path) as control:
+        assert control.stats().values["lookups_waiting"] == 1
+        scheduler.allocated(request, (), 0)
+        scheduler._link.flush(time.monotonic())
+        until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+        until(lambda: not control.stats().values["tier_disk_jobs_running"], "what was begun has come up")
+        scheduler._poll(time.monotonic())
+        assert control.stats().values["leases"] == 0
+        assert scheduler.matched(request, 0) == 0
+        assert not scheduler._by_lease
     scheduler.close()

@@ -19,7 +19,8 @@ from vllm.v1.kv_cache_interface import (
 
 from hybridkv.connector.blocks import block_bytes, block_runs
 from hybridkv.connector.metadata import LayerLayout, WorkerLayout
-from hybridkv.core.errors import ConfigError, GeometryError
+from hybridkv.core.coverage import Keeping, keeping
+from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 
 _KINDS = {
@@ -64,6 +65,14 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     }.get(kind, lambda: 0)()
     extra = first.extra_retained_tokens if kind is Kind.SLIDING else 0
     return Group(gid, kind, first.block_size, layer_bytes, window, extra, is_replicated(spec))
+
+
+def group_keeping(gid: int, spec: Any) -> Keeping:
+    """What a group keeps of a request; where that is not understood, everything."""
+    try:
+        return keeping(group_geometry(gid, spec, (1,)))
+    except HybridKVError:
+        return Keeping(spec.block_size, None)
 
 
 def is_replicated(spec: Any) -> bool:

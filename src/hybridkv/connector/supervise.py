@@ -15,7 +15,7 @@ FAULTS_MAX = 20
 
 
 class Supervisor:
-    """Runs one role's hooks. `counters` holds every decline and fault by reason."""
+    """Runs the hooks of one role, or of one connector of several. `counters` holds declines and faults by reason."""
 
     def __init__(self, role: str) -> None:
         self.counters: Counter[str] = Counter()
@@ -24,11 +24,16 @@ class Supervisor:
 
     @property
     def healthy(self) -> bool:
-        """False once there were too many faults."""
+        """False once there were too many faults, or a fatal one."""
         return self._faults < FAULTS_MAX
 
-    def run(self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-        """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise."""
+    def run(
+        self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result], fatal: bool = False
+    ) -> Result:
+        """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise.
+
+        With `fatal` the first fault is one too many: whatever the hook left half done is not to be trusted.
+        """
         if not self.healthy:
             self.counters["switched_off"] += 1
             return otherwise()
@@ -38,6 +43,11 @@ class Supervisor:
             self._faults += 1
             self.counters[f"fault_{hook}"] += 1
             logger.exception("hybridkv: %s failed in %s; the engine goes on without the cache", self._role, hook)
-            if not self.healthy:
-                logger.error("hybridkv: %s is switched off after %d faults", self._role, FAULTS_MAX)
+            if fatal or not self.healthy:
+                self.switch_off(f"a fault in {hook}" if fatal else f"{FAULTS_MAX} faults")
             return otherwise()
+
+    def switch_off(self, why: str) -> None:
+        """From now on nothing of this side is run."""
+        self._faults = FAULTS_MAX
+        logger.error("hybridkv: %s is switched off: %s", self._role, why)

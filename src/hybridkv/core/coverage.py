@@ -12,8 +12,9 @@ What a restore at boundary B needs of a group is the block range ``[skipped(B) /
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from hybridkv.core.geometry import Geometry, Group, Kind
 
@@ -28,13 +29,29 @@ def needed_blocks(group: Group, boundary: int) -> range:
 
 
 def held_blocks(geometry: Geometry, tokens: int, step_tokens: int) -> int:
-    """The most engine blocks, over all groups, that a request of `tokens` tokens holds before it has run once.
+    """The most engine blocks, over all groups, that a request of `tokens` tokens holds before it has run once."""
+    return most_blocks(map(keeping, geometry.groups), tokens, step_tokens)
 
-    Groups with a window let go of what is behind it, but one step's tokens may be added before that.
-    """
+
+class Keeping(NamedTuple):
+    """What a group keeps of a request."""
+
+    tokens_per_block: int
+    window_tokens: int | None
+    """None = everything."""
+
+
+def keeping(group: Group) -> Keeping:
+    """Of a group."""
+    whole = group.kind is Kind.FULL
+    return Keeping(group.tokens_per_block, None if whole else group.window_tokens + group.extra_retained_tokens)
+
+
+def most_blocks(groups: Iterable[Keeping], tokens: int, step_tokens: int) -> int:
+    """See `held_blocks`. Groups with a window let go of what is behind it, but a step's tokens may come before that."""
     total = 0
-    for group in geometry.groups:
-        read = tokens if group.kind is Kind.FULL else group.window_tokens + group.extra_retained_tokens
+    for group in groups:
+        read = tokens if group.window_tokens is None else group.window_tokens
         total += -(-min(tokens, read + step_tokens) // group.tokens_per_block) + 1
     return total
 

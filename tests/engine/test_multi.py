@@ -1,0 +1,269 @@
+"""MultiConnector over several real connectors, on the real engine and behind vLLM's real server."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cli.engine import ENGINE_ENVIRONMENT, Engine, EngineError
+from hybridkv.client.control import Control
+from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
+from tests.engine.support import answer, prompt, stats, until
+from tests.engine.test_tiers import is_written, serve
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+CHUNK, CHUNKS = 128, 3
+HIT = CHUNK * CHUNKS
+SERVER_SECONDS = 300.0
+SAMPLE = re.compile(r"^(vllm:\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+
+
+def ours(socket_path: str, **extra: object) -> dict[str, Any]:
+    """A HybridKVConnector as a child."""
+    return {
+        "kv_connector": "HybridKVConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "server": f"unix://{socket_path}",
+            "lookup_timeout_ms": 2000,
+            "load_policy": "always",
+            **extra,
+        },
+    }
+
+
+def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: object) -> list[str]:
+    """vLLM's arguments of an engine with MultiConnector."""
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children, **extra},
+    }
+    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    return [*arguments, "--kv-transfer-config", json.dumps(transfer)]
+
+
+def engine(model: str, log: Path, arguments: list[str]) -> Engine:
+    return Engine(arguments, log, lambda text: None, bundled_environment(model))
+
+
+def again(running: Engine, text: list[int]) -> dict[str, Any]:
+    """The same prompt, of which the engine itself has nothing."""
+    running.reset()
+    (result,) = running.run(text, max_tokens=6)
+    return result
+
+
+def loaded(*daemons: DaemonProcess) -> list[float]:
+    """Tokens that were loaded out of each."""
+    return [stats(daemon.socket_path).get("tokens_loaded", 0) for daemon in daemons]
+
+
+def clear(daemon: DaemonProcess, tiers: bool = False) -> None:
+    with Control(daemon.socket_path) as control:
+        control.clear(tiers)
+
+
+def is_connected(running: Engine, daemon: DaemonProcess) -> bool:
+    """Whether the engine has noticed its new daemon; it looks in its steps."""
+    running.run(prompt(9, 10), max_tokens=1)
+    return stats(daemon.socket_path)["sessions"] == 1
+
+
+def test_two_daemons(tmp_path: Path) -> None:
+    """The best by weight serves, both are fed, a slow one holds nobody back, and either may be killed."""
+    text = prompt(1, HIT + 20)
+    url = f"disk://{tmp_path}/disk?bytes=1GiB"
+    heavy, light = serve(tmp_path, "heavy", "--tier", url), serve(tmp_path, "light")
+    slow = serve(tmp_path, "heavy", "--tier", f"inject+{url}&latency=3600&timeout=60")
+    children = [ours(light.socket_path, name="light"), ours(heavy.socket_path, name="heavy", load_weight=2)]
+    with light, heavy, engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=100)) as running:
+        running.run(text, max_tokens=6)
+        (oracle,) = running.run(text, max_tokens=6)
+        assert oracle["cached_tokens"] == HIT
+
+        def served(expected: list[float], before: list[float], *daemons: DaemonProcess) -> None:
+            result = again(running, text)
+            assert result["cached_tokens"] == HIT
+            assert answer(result) == answer(oracle)
+            until(
+                lambda: [now - then for now, then in zip(loaded(*daemons), before, strict=True)] == expected,
+                f"{expected} of {[str(daemon.socket_path) for daemon in daemons]}",
+            )
+
+        is_written(heavy, "disk", objects=CHUNKS)
+        everything = stats(heavy.socket_path)["objects"]
+
+        def is_fed(daemon: DaemonProcess) -> bool:
+            values = stats(daemon.socket_path)
+            under_way = values.get("writes_waiting", 0) + values.get("tier_disk_jobs_running", 0)
+            return values["objects"] == everything and not under_way
+
+        until(lambda: is_fed(light), "both are fed")
+        served([0, HIT], loaded(light, heavy), light, heavy)
+        # A third of the hit at twice the weight is not worth it.
+        clear(heavy, tiers=True)
+        running.reset()
+        running.run(text[: CHUNK + 20], max_tokens=1)
+        served([HIT, 0], loaded(light, heavy), light, heavy)
+        # What was loaded from the one has gone to the other as well.
+        served([0, HIT], loaded(light, heavy), light, heavy)
+        until(lambda: is_fed(heavy), "all of it is on the disk")
+        # The heavier one reads for an hour, and is told that nobody waits for it any more.
+        heavy.stop()
+        slow.start()
+        until(lambda: is_connected(running, slow), "the engine is back")
+        clear(slow)
+        served([HIT, 0], loaded(light, slow), light, slow)
+        assert stats(slow.socket_path)["lookups_waiting"] == 0
+        assert stats(slow.socket_path)["requests_lookup"] > 0
+        slow.kill()
+        served([HIT], loaded(light), light)
+        light.kill()
+        assert answer(again(running, text))[0] == answer(oracle)[0], "computed"
+        light.start()
+        until(lambda: is_connected(running, light), "the engine is back")
+        served([HIT], [0.0], light)
+        slow.__exit__()
+
+
+def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
+    """It loads within the step, into the only group; without our daemon it serves alone."""
+    text = prompt(1, HIT + 20)
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example"), "load_weight": 0.5},
+    }
+    with serve(tmp_path, "node") as daemon:
+        children = [example, ours(daemon.socket_path)]
+        with pytest.raises(EngineError, match="these child connectors do not support it: ExampleConnector"):
+            engine(
+                "qwen3", tmp_path / "hma.log", multi("qwen3", children, "--no-disable-hybrid-kv-cache-manager")
+            ).__enter__()
+        with engine("qwen3", tmp_path / "a.log", multi("qwen3", children)) as running:
+            running.run(text, max_tokens=6)
+            (oracle,) = running.run(text, max_tokens=6)
+            result = again(running, text)
+            assert answer(result) == answer(oracle)
+            assert result["cached_tokens"] == oracle["cached_tokens"] == HIT
+            until(lambda: loaded(daemon) == [HIT], "the heavier one served")
+            daemon.kill()
+            result = again(running, text)
+            assert answer(result) == answer(oracle)
+            assert result["cached_tokens"] == HIT
+
+
+class Local(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=SERVER_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(self._path))
+
+
+def ask(path: Path, method: str, where: str, body: object = None) -> str:
+    connection = Local(path)
+    try:
+        connection.request(method, where, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode()
+        assert response.status == 200, text
+        return text
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def server(model: str, arguments: list[str], directory: Path) -> Iterator[Path]:
+    """vLLM's OpenAI server on a Unix socket, in its own processes."""
+    path, log = directory / "api.sock", directory / "server.log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(path), *arguments]
+    environment = {**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment(model), "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
+        try:
+            deadline = time.monotonic() + SERVER_SECONDS
+            while True:
+                try:
+                    ask(path, "GET", "/health")
+                    break
+                except (OSError, http.client.HTTPException):
+                    assert process.poll() is None, log.read_text()[-3000:]
+                    assert time.monotonic() < deadline, log.read_text()[-3000:]
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(0.2)
+            yield path
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def metrics(path: Path) -> dict[str, dict[str, float]]:
+    """Value by connector ("" where there is no such label), by name."""
+    values: dict[str, dict[str, float]] = {}
+    for name, labels, value in SAMPLE.findall(ask(path, "GET", "/metrics")):
+        found = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert found.get("engine", "0") == "0"
+        by_connector = values.setdefault(name, {})
+        key = found.get("connector", "")
+        by_connector[key] = by_connector.get(key, 0.0) + float(value)
+    return values
+
+
+def test_the_servers_metrics(tmp_path: Path) -> None:
+    """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
+    with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:
+        children = [ours(one.socket_path), ours(two.socket_path, load_weight=1.5)]
+        with server("gemma3", multi("gemma3", children), tmp_path) as path:
+
+            def complete(seed: int) -> list[int]:
+                body = {"prompt": prompt(seed, HIT + 20), "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+                said = json.loads(ask(path, "POST", "/v1/completions", body))
+                tokens: list[int] = said["choices"][0]["token_ids"]
+                return tokens
+
+            first = [complete(seed) for seed in (1, 2)]
+            until(lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS, "both prompts are stored")
+            ask(path, "POST", "/reset_prefix_cache")
+            assert complete(1) == first[0]
+            two.kill()
+            ask(path, "POST", "/reset_prefix_cache")
+            assert [complete(seed) for seed in (1, 2)] == first
+
+            def is_shown() -> bool:
+                return metrics(path)["vllm:kv_connector_mc_queries_total"]["HybridKVConnector"] == 5
+
+            until(is_shown, "five requests are counted")
+            shown = metrics(path)
+            tokens = shown["vllm:kv_connector_mc_hit_tokens_total"]
+            assert tokens == {"HybridKVConnector": 2 * HIT, "HybridKVConnector-2": HIT}
+            assert sum(tokens.values()) == shown["vllm:external_prefix_cache_hits_total"][""]
+            assert shown["vllm:kv_connector_mc_hits_total"] == {"HybridKVConnector": 2, "HybridKVConnector-2": 1}
+            misses = {"HybridKVConnector": 2, "HybridKVConnector-2": 4}
+            assert shown["vllm:kv_connector_mc_misses_total"] == misses
+            assert shown["vllm:kv_connector_mc_queries_total"] == dict.fromkeys(misses, 5)
+            assert shown["vllm:kv_connector_mc_pending_loads"] == dict.fromkeys(misses, 0)
+            assert min(shown["vllm:prompt_tokens_by_source_total"].values()) >= 0
