@@ -41,6 +41,8 @@ class Events:
         self._announced = Announced(geometry)
         self._names: dict[bytes, list[ExternalBlockHash]] = {}
         """The engine's hashes of the blocks in each announced chunk, by the daemon's name of it."""
+        self._uses: Counter[ExternalBlockHash] = Counter()
+        """Announced chunks that a block is in: prompts that differ inside a chunk share the blocks before."""
         self._queue: list[KVCacheEvent] = []
 
     def stored(self, stored: Iterable[Stored]) -> None:
@@ -85,26 +87,36 @@ class Events:
         if not news:
             return
         for chunks in _runs(self._announced.show(keys, min(news))):
+            names: list[ExternalBlockHash] = []
             for chunk in chunks:
                 self._names[keys[chunk]] = self._blocks(tracked.request, chunk)
+                names += self._names[keys[chunk]]
+            known = next((at for at, name in enumerate(names) if not self._uses[name]), len(names))
+            self._uses.update(names)
             self._counters["chunks_announced"] += len(chunks)
-            self._queue.append(self._event(tracked.request, chunks, [self._names[keys[chunk]] for chunk in chunks]))
+            if names[known:]:
+                start = chunks.start * self._geometry.chunk_tokens + known * self.block_tokens
+                self._queue.append(self._event(tracked.request, start, names[known:]))
 
     def _withdraw(self, keys: Iterable[bytes]) -> None:
         names: list[ExternalBlockHash] = []
         for key in keys:
-            names += self._names.pop(key, [])
             self._counters["chunks_withdrawn"] += 1
+            for name in self._names.pop(key, ()):
+                self._uses[name] -= 1
+                if not self._uses[name]:
+                    del self._uses[name]
+                    names.append(name)
         for at in range(0, len(names), HASHES_MAX):
             self._queue.append(BlockRemoved(block_hashes=names[at : at + HASHES_MAX], medium=MEDIUM_CPU))
 
-    def _event(self, request: Any, chunks: range, names: list[list[ExternalBlockHash]]) -> BlockStored:
-        start, stop = (chunk * self._geometry.chunk_tokens for chunk in (chunks.start, chunks.stop))
+    def _event(self, request: Any, start: int, names: list[ExternalBlockHash]) -> BlockStored:
+        stop = start + len(names) * self.block_tokens
         blocks = range(start, stop, self.block_tokens)
         extra = [generate_block_hash_extra_keys(request, at, at + self.block_tokens, 0)[0] for at in blocks]
         adapter = request.lora_request
         return BlockStored(
-            block_hashes=[name for of_chunk in names for name in of_chunk],
+            block_hashes=names,
             parent_block_hash=self._hash_before(request, start),
             token_ids=list(request.all_token_ids[start:stop]),
             block_size=self.block_tokens,
