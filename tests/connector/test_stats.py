@@ -70,7 +70,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(STEPS)
 def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: list[Step]) -> None:
     """What vLLM does with statistics: it may add some up before they are encoded, decoded and exported."""
@@ -261,17 +261,29 @@ def test_sources_make_up_what_is_loaded(by_tier: dict[str, int], more: int) -> N
         assert sources.get(CacheHitSource.P2P, 0) == by_tier.get("mooncake", 0)
 
 
-def test_a_worker_tells_its_own_faults_once() -> None:
-    from hybridkv.connector.stats import Deltas
+def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
+    """The scheduler role exports them; a plan that is nonsense makes one."""
+    from hybridkv.connector.metadata import LoadPlan, StepPlan
+    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.layouts import LAYOUTS
 
-    counters: Counter[str] = Counter()
-    deltas = Deltas(counters)
-    assert deltas.take() == {}
-    counters["fault_wait_for_save"] += 2
-    assert deltas.take() == {"fault_wait_for_save": 2}
-    counters["fault_wait_for_save"] += 1
-    counters["switched_off"] = 0
-    assert deltas.take() == {"fault_wait_for_save": 1}
+    settings: dict[str, object] = {"weights_identity": "simulated"}
+    loads = {"r": LoadPlan("", ())}
+    shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, False, settings)
+    connector = Rank(shape, _vllm_config(shape, f"{tmp_path}/none.sock", "e"), 0).connector
+    for faults in (1, 2):
+        connector.bind_connector_metadata(StepPlan(reserved_bytes=None, loads=loads))  # type: ignore[arg-type]
+        connector.start_load_kv(None)
+        report = connector.build_connector_worker_meta()
+        assert report is not None
+        assert report.counters.get("fault_start_load_kv") == 1
+        assert connector.counters["fault_start_load_kv"] == faults
+        assert connector.get_transfer_results(set()).failed_recving == {"r"}
+        assert connector.get_kv_connector_stats() is None
+    report = connector.build_connector_worker_meta()
+    assert report is not None
+    assert "fault_start_load_kv" not in report.counters
+    connector.shutdown()
 
 
 def test_the_document_is_what_the_code_gives() -> None:
