@@ -248,14 +248,14 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return None
-        return self._supervisor.run("get_kv_connector_stats", scheduler.take_stats, lambda: None)
+        return self._supervisor.run("get_kv_connector_stats", scheduler.take_stats, lambda: None, tells=True)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """What routers are to hear of the daemon's RAM; nothing where vLLM's KV events are off."""
         scheduler = self._scheduler
         if scheduler is None or not self._has_events:
             return ()
-        return self._supervisor.run("take_events", scheduler.take_events, list)
+        return self._supervisor.run("take_events", scheduler.take_events, scheduler.withdraw)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -298,8 +298,8 @@ class SchedulerSide:
                     self._send(Condemn(*some), now)
             for message in self._stores.reported(report):
                 self._send(message, now)
-            if self._events is not None and self._link.welcome is not None:
-                self._events.stored(self._stores.committed)
+            if self._link.welcome is not None:
+                self._announce(lambda events: events.stored(self._stores.committed))
         self._link.flush(now)
 
     def finished(self, request_id: str) -> None:
@@ -317,8 +317,7 @@ class SchedulerSide:
         self._send(Identify(1, namespace), now)
         self._send(Describe(self._about), now)
         self._stores.spoil()
-        if self._events is not None:
-            self._events.lost()
+        self._announce(Events.lost)
         for tracked in list(self._requests.values()):
             tracked.storable = False
             if tracked.state is State.PREFETCHING:
@@ -345,6 +344,11 @@ class SchedulerSide:
     def take_events(self) -> list[KVCacheEvent]:
         """What routers are to hear since the last time."""
         return self._events.take() if self._events is not None else []
+
+    def withdraw(self) -> list[KVCacheEvent]:
+        """The last events of a connector that is switched off: nothing of what was announced will be loaded."""
+        self._announce(Events.lost)
+        return self.take_events()
 
     def close(self) -> None:
         """End the session."""
@@ -441,8 +445,7 @@ class SchedulerSide:
             return
         tracked.found = tracked.answer = found
         self._meter.observe("lookup_wait_seconds", now - tracked.asked_at)
-        if self._events is not None:
-            self._events.found(tracked, found)
+        self._announce(lambda events: events.found(tracked, found))
         if not found.chunks:
             # A miss opened no lease.
             tracked.lease = 0
@@ -544,12 +547,10 @@ class SchedulerSide:
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
             self._stores.credits.granted((reply.part_bytes, reply.parts), reply.offsets, reply.generations, now)
         elif isinstance(reply, Removed):
-            if self._events is not None:
-                self._events.removed(reply)
+            self._announce(lambda events: events.removed(reply))
         elif isinstance(reply, Error):
-            if self._events is not None:
-                # It may have been a commit.
-                self._events.lost()
+            # It may have been a commit.
+            self._announce(Events.lost)
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
@@ -568,8 +569,7 @@ class SchedulerSide:
         if self._boot:
             logger.warning("hybridkv: lost the daemon (%s); requests are computed until it is back", why)
         self._stores.lost()
-        if self._events is not None:
-            self._events.lost()
+        self._announce(Events.lost)
         self._by_lease.clear()
         for tracked in self._requests.values():
             tracked.lease = 0
@@ -587,6 +587,17 @@ class SchedulerSide:
         return self._workers_on.get(self._boot, 0) == self._geometry.ranks
 
     # Small things
+
+    def _announce(self, work: Callable[[Events], None]) -> None:
+        """Keep the events true; a fault there costs what was announced, and nothing that the daemon says."""
+        if self._events is None:
+            return
+        try:
+            work(self._events)
+        except Exception:
+            self._counters["fault_kv_events"] += 1
+            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
+            self._events.lost()
 
     def _decline(self, tracked: Tracked, reason: str, tell: bool = False, why: str = "") -> None:
         """Count why a request is not served, and remember it, or more exactly `why`, for whoever asks."""

@@ -296,6 +296,7 @@ class HybridKVPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._families = {name: self._make(name, family) for name, family in FAMILIES.items()}
         self._children: dict[tuple[int, Cell], Any] = {}
+        self._has_failed = False
         self._told_apart: dict[str, set[tuple[str, ...]]] = {name: set() for name in FAMILIES}
         # What can be named ahead begins at 0, so that rates know its first increase.
         for engine in per_engine_labelvalues:
@@ -309,8 +310,13 @@ class HybridKVPromMetrics(KVConnectorPromMetrics):
                 engine_idx = next(iter(self.per_engine_labelvalues))
                 transfer_stats_data = {"counters": {MALFORMED: 1}}
             self._take(_sound(transfer_stats_data), engine_idx)
-        except Exception:  # the supervised boundary: the API server goes on without our numbers
-            logger.exception("hybridkv: statistics could not be exported")
+        except Exception as error:  # the supervised boundary: the API server goes on without our numbers
+            logger.log(
+                logging.DEBUG if self._has_failed else logging.ERROR,
+                "hybridkv: statistics could not be exported",
+                exc_info=error,
+            )
+            self._has_failed = True
 
     def _take(self, data: Mapping[str, Any], engine: int) -> None:
         for counter, added in data["counters"].items():

@@ -27,9 +27,14 @@ class Supervisor:
         """False once there were too many faults."""
         return self._faults < FAULTS_MAX
 
-    def run(self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
-        """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise."""
-        if not self.healthy:
+    def run(
+        self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result], *, tells: bool = False
+    ) -> Result:
+        """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise.
+
+        A hook that only `tells` people what was counted goes on when the side is switched off, until it fails itself.
+        """
+        if not self.healthy and not (tells and not self.counters[f"fault_{hook}"]):
             self.counters["switched_off"] += 1
             return otherwise()
         try:
