@@ -97,7 +97,7 @@ def test_chunks_between_two_states_come_and_go_with_the_later_one() -> None:
     def state(chunk: int) -> None:
         for index in range(len(geometry.groups)):
             if index != full:
-                assert announced.learn(keys[chunk], index)
+                announced.learn(keys[chunk], index)
 
     for key in keys:
         announced.learn(key, full)
@@ -110,6 +110,11 @@ def test_chunks_between_two_states_come_and_go_with_the_later_one() -> None:
     assert announced.lose(keys[5], full) == [], "never shown"
     assert sorted(announced.lose(keys[4], 0)) == sorted(keys[:5])
     assert len(announced) == 0
+    state(4)
+    assert announced.show(keys[:5], 4) == [0, 1, 2, 3, 4]
+    state(1)
+    assert announced.show(keys[:5], 1) == [], "shown already, and now a hit may end there"
+    assert sorted(announced.lose(keys[4], 0)) == sorted(keys[2:5])
 
 
 def test_no_more_is_known_than_there_is_room_for() -> None:
