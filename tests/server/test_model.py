@@ -37,7 +37,10 @@ from hybridkv.wire.messages import (
     Identify,
     Lookup,
     Release,
+    Removed,
+    Stats,
     Want,
+    Watch,
     Welcome,
     geometry_to_wire,
 )
@@ -67,6 +70,10 @@ IDENTITIES = {bytes([number]) * 32: name for number, name in enumerate(("gemma3"
 def prompt_hashes(prompt: int, chunks: int) -> list[bytes]:
     """Prompts share their first two chunks."""
     return [hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(chunks)]
+
+
+def batched(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
 
 
 PARENTS = {
@@ -119,6 +126,8 @@ class Held:
     leases: dict[int, list[Object]] = field(default_factory=dict)
     writing: dict[Ref, tuple[int, int]] = field(default_factory=dict)
     """Shape of each slot that is granted and not committed."""
+    believed: set[tuple[bytes, int]] | None = None
+    """(chunk hash, group index) of what an engine that watches takes to be there."""
 
     @property
     def writing_bytes(self) -> int:
@@ -362,6 +371,8 @@ class DaemonMachine(RuleBasedStateMachine):
                 pack_u64(tenants) if any(tenants) else b"",
             ),
         )
+        if held.believed is not None:
+            held.believed |= {(chunk, at) for _, at, chunk in batch if at < len(held.geometry.groups)}
         groups = held.geometry.groups
         if any(
             ref in held.writing
@@ -370,6 +381,8 @@ class DaemonMachine(RuleBasedStateMachine):
         ):
             assert isinstance(reply, Error)
             assert reply.code == "commit"
+            if held.believed is not None:
+                held.believed.clear()
             return
         assert reply is None
         names_before = set(self.index)
@@ -481,6 +494,10 @@ class DaemonMachine(RuleBasedStateMachine):
         there = {(gid, chunk) for named, gid, chunk in self.index if named == identity}
         masks = [bytes((group.gid, chunk) in there for chunk in hashes) for group in geometry.groups]
         assert found.masks == masks, "what is there is what was committed and not lost"
+        if held.believed is not None:
+            held.believed |= {
+                (chunk, at) for at, mask in enumerate(masks) for chunk, one in zip(hashes, mask, strict=True) if one
+            }
         hit = 0
         for boundary in range(chunks, 0, -1):
             needs = [read_by(geometry, group, boundary) for group in geometry.groups]
@@ -581,12 +598,49 @@ class DaemonMachine(RuleBasedStateMachine):
             assert reply == Done(4, 0)
             self.known.add(identity)
             held.identity = identity
+            if held.believed is not None:
+                held.believed.clear()
 
     @rule(pages=st.integers(1, PAGES))
     def reserve(self, pages: int) -> None:
         """More pages exist; what exists never shrinks."""
         self.limit = max(self.limit, pages * SLOT_ALIGN)
         self.daemon.store.grow(self.limit)
+
+    # What is told of what went
+
+    @rule(pick=st.integers(0, 99))
+    def watch(self, pick: int) -> None:
+        chosen = self.pick_engine(pick)
+        if chosen is not None:
+            assert self.daemon.handle(chosen[0], Watch()) is None
+            chosen[1].believed = set()
+
+    @rule()
+    def tick(self) -> None:
+        """The end of one of the loop's turns."""
+        self.daemon.tick(0.0)
+        while self.daemon.later:
+            number, told = self.daemon.later.popleft()
+            assert isinstance(told, Removed)
+            held = self.lines[number].held if number in self.lines else None
+            if held is not None:
+                assert held.believed is not None, "who does not watch is told nothing"
+                held.believed -= set(zip(batched(told.hashes), told.groups, strict=True))
+
+    @rule(pick=st.integers(0, 99))
+    def hear(self, pick: int) -> None:
+        """An engine that has heard all that there is to tell takes nothing to be there that is not."""
+        chosen = self.pick_engine(pick)
+        if chosen is None or chosen[1].believed is None:
+            return
+        number, held = chosen
+        self.daemon.handle(number, Stats(4))
+        self.tick()
+        groups = {group.gid: at for at, group in enumerate(held.geometry.groups)}
+        there = {(chunk, groups[gid]) for identity, gid, chunk in self.index if identity == held.identity}
+        assert held.believed is not None
+        assert held.believed <= there
 
     # Always
 
@@ -615,6 +669,8 @@ class DaemonMachine(RuleBasedStateMachine):
         """Everybody leaves: nothing is held, and what was stored is still all there."""
         if not hasattr(self, "daemon"):
             return
+        for pick in range(len(self.lines)):
+            self.hear(pick)
         for number in sorted(self.lines):
             self.close(number)
         self.holds()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -40,6 +40,7 @@ from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.layouts import WORD, Layout
 from tests.simulation.node import Clock, Node, wait_readable
 from tests.simulation.oracle import Content, GroupWords, Oracle, read_by
+from tests.simulation.router import Dashboard, Router
 
 POISON = -0x5151515151515151
 BARRIER_ID = 1 << 40
@@ -224,7 +225,10 @@ class Engine:
             structured_output_manager=_structured_output_manager(),
             block_size=shape.layout.unit,
             hash_block_size=self.hash_tokens,
+            log_stats=True,
         )
+        self.router, self.dashboard = Router(), Dashboard()
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.router.hear(batch.events)
         self.connector = self.scheduler.connector
         self.ranks = [Rank(shape, config, rank) for rank in range(shape.ranks)]
         self.connector.set_xfer_handshake_metadata(
@@ -335,7 +339,9 @@ class Engine:
             sampled_token_ids=[_sample(traced, end) for traced, _, end, _ in work],
             kv_connector_output=report,
         )
-        self.scheduler.update_from_output(output, result)
+        for told in self.scheduler.update_from_output(output, result).values():
+            if told.scheduler_stats is not None:
+                self.dashboard.take(told.scheduler_stats)
         self._repeat(self._chance.repeat(), report)
         self.counts["tokens"] += sum(end - start for _, start, end, _ in work)
         answered = [name for name in names if RequestStatus.is_finished(self.traced[name].request.status)]
@@ -478,6 +484,7 @@ def _vllm_config(shape: Shape, socket_path: str, engine_id: str) -> Any:
     config.scheduler_config.max_num_seqs = shape.max_seqs
     config.scheduler_config.max_model_len = shape.max_model_len
     config.parallel_config.tensor_parallel_size = shape.ranks
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="HybridKVConnector",
         kv_connector_module_path="hybridkv.connector",

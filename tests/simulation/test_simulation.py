@@ -19,7 +19,7 @@ BEHAVIOURS = (
     *("abort_waiting_prefetching", "abort_running_ready", "repeated_reports", "lookups_late_answer", "shed"),
     *("reset", "flush", "forget", "identity", "clear", "stop", "cut", "kill", "flip", "harm_between"),
     *("intermission_engine", "intermission_daemon", "blocks_audited", "objects_audited", "objects_of_tenants"),
-    "lookups_promoted",
+    *("lookups_promoted", "heard_stored", "heard_removed", "announced_chains"),
 )
 """What the seeds of one run must have come to."""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from hybridkv.client.link import RECONNECT_SECONDS
-from hybridkv.core.coverage import stored_blocks
+from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
@@ -215,6 +215,7 @@ class _Life:
         totals = Counter(self.counts)
         for site in self.sites:
             totals.update(site.engine.counts)
+            totals.update(site.engine.router.counts)
             for name in (
                 "loads",
                 "tokens_loaded",
@@ -423,7 +424,48 @@ class _Life:
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
                 site.engine.step()
+        for site in self.sites:
+            self._audit_router(site)
         self._audit_arena()
+
+    def _audit_router(self, site: Site) -> None:
+        """Whoever believed the engine's events would find what they say, and every count has arrived."""
+        engine, geometry = site.engine, self._geometry
+        # What went is told at the end of a turn of the daemon's; the second answer comes after that.
+        engine.barrier()
+        engine.barrier()
+        engine.step()
+        stats = engine.connector.get_kv_connector_stats()
+        if stats is not None:
+            engine.dashboard.add(stats.to_dict())
+        engine.dashboard.check(engine.connector.counters)
+        present = self._present(engine.side._link._hello.namespace)
+        router = engine.router
+        names = {maybe_convert_block_hash(BlockHash(name)): (name, *named) for name, named in site.names.items()}
+        inner = {one.parent for one in router.blocks.values()}
+        for name in router.blocks:
+            chain = router.chain(name) if name not in inner else None
+            if chain is None:
+                continue
+            _, content, boundary = names[name]
+            tokens = [token for one in chain for token in router.blocks[one].tokens]
+            assert len(tokens) == boundary, "the tokens of a prefix"
+            assert list(content._tokens[:boundary]) == tokens
+            ends = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
+            masks = [bytes((group.gid, one) in present for one in ends) for group in geometry.groups]
+            hit = largest_hit(geometry, masks, len(ends)) * geometry.chunk_tokens
+            assert hit == boundary, f"{boundary} tokens are announced, a lookup would hit {hit}"
+            self.counts["announced_chains"] += 1
+
+    def _present(self, namespace: bytes) -> set[tuple[int, bytes]]:
+        """(gid, chunk hash) of the objects that the daemon has under an identity."""
+        welcome = self._node.control.welcome
+        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        try:
+            headers = [header for _, header in committed_slots(arena.memory)]
+        finally:
+            arena.close()
+        return {(header.gid, header.chunk_hash) for header in headers if header.namespace == namespace}
 
     def _audit_engine(self, site: Site) -> None:
         """Each block that a later request could hit in the engine holds what its hash says."""

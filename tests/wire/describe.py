@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from hybridkv.client import link
 from hybridkv.core import geometry, keys
-from hybridkv.server import daemon, history, loop
+from hybridkv.server import daemon, history, loop, removals
 from hybridkv.wire import messages
 from hybridkv.wire.messages import Reply, Request, WireEngine, WireGeometry, WireGroup, WireModel
 from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
@@ -27,6 +27,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "CHUNKS_MAX": "chunks in one lookup; of those `BATCH_MAX` // groups are looked at",
         "BATCH_MAX": "slots in one `found`, and that one `want` may ask for",
         "CHANGES_MAX": "slots that one message grants, or changes",
+        "REMOVED_MAX": "objects in one `removed`",
         "WAIT_MS_MAX": "milliseconds that a lookup may wait for tiers below RAM",
         "TEXT_MAX": "characters of a name",
         "FACT_MAX": "characters of a fact",
@@ -47,6 +48,10 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     history: {
         "REQUESTS_MAX": "requests that are remembered for Explain; the oldest is forgotten",
         "IDENTITIES_MAX": "identities whose Describe is remembered; the oldest is forgotten",
+    },
+    removals: {
+        "QUEUE_MAX": "objects that wait to be told to a session that watches; beyond, `removed` says everything",
+        "UNHEARD_MAX": "`removed` to a session since it said something; the next ones wait until it does",
     },
     loop: {
         "OPEN_SECONDS": "seconds that tiers have to open before the first client is heard",

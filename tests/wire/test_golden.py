@@ -30,12 +30,14 @@ from hybridkv.wire.messages import (
     Lookup,
     Pending,
     Release,
+    Removed,
     Reply,
     Report,
     Request,
     Stats,
     Tell,
     Want,
+    Watch,
     Welcome,
     WireEngine,
     WireGeometry,
@@ -112,6 +114,10 @@ REQUESTS: list[tuple[Request, str]] = [
     (
         Identify(id=2, namespace=NAME),
         "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+    ),
+    (
+        Watch(),
+        "0700000091a57761746368",
     ),
     (
         Lookup(id=3, lease=9, hashes=NAME + NAME, wait_ms=2000, tokens_per_second=10_000),
@@ -215,6 +221,11 @@ REPLIES: list[tuple[Reply, str]] = [
         "1e1fce10000000",
     ),
     (
+        Removed(id=0, hashes=NAME + NAME, groups=b"\0\1", everything=True),
+        "5100000095a772656d6f76656400c440000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f00010203"
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020001c3",
+    ),
+    (
         Report(id=6, values={"objects": 3.0}, info={"boot": "b"}),
         "2300000094a67265706f72740681a76f626a65637473cb400800000000000081a4626f6f74a162",
     ),
@@ -250,7 +261,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 3, "another version has other examples"
+    assert PROTOCOL_VERSION == 4, "another version has other examples"
 
 
 @pytest.mark.parametrize(("message", "frame"), [*REQUESTS, *REPLIES], ids=lambda value: type(value).__name__)

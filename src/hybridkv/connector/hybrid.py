@@ -3,10 +3,12 @@
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,16 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.connector.about import wire_model
+from hybridkv.connector.events import Events
 from hybridkv.connector.hashing import ENGINE_HASHES
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.layout import build_geometry
 from hybridkv.connector.metadata import StepPlan, StepReport, WorkerLayout
 from hybridkv.connector.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.connector.scheduler import SchedulerSide
+from hybridkv.connector.stats import Deltas, HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.supervise import Supervisor
 from hybridkv.connector.tracked import block_tables
 from hybridkv.connector.worker import WorkerSide
@@ -35,6 +41,7 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.plan import length_finding, state_findings
 from hybridkv.core.settings import Settings
+from hybridkv.core.sources import RAM
 from hybridkv.shm.arena import check_ram
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -50,9 +57,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = check_config(vllm_config, kv_cache_config)
         self._socket_path = socket_of_server(self._settings.server, os.environ, os.geteuid())
         self._supervisor = Supervisor(role.name.lower())
+        self._uncounted = Deltas(self._supervisor.counters)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._facts: dict[str, object] = {}
+        self._has_events = False
         self._blocks_of: Callable[[str], Any] | None = None
         """The engine's own look at a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -118,7 +127,10 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> StepReport | None:
         """What else happened in this step."""
         assert self._worker is not None
-        return self._worker.report()
+        report = self._worker.report()
+        # The scheduler role exports what this role's hooks counted as well.
+        report.counters.update(self._uncounted.take())
+        return report
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing: no copy reads a block after the step that owned it (both signatures, requirements D14)."""
@@ -132,6 +144,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         _report([length_finding(geometry, config.model_config.max_model_len)])
         _report(state_findings(geometry, state_rule(config)))
+        self._has_events = wants_events(config)
         self._facts = identity_facts(config, self._kv_cache_config, geometry, layouts, self._settings)
         namespace = fingerprint(self._facts)
         self._scheduler = SchedulerSide(
@@ -146,6 +159,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             facts=self._facts,
             model=wire_model(config, layouts[0]),
+            events=Events(geometry, self._supervisor.counters) if self._has_events else None,
         )
         _announce(geometry, namespace, self._socket_path)
 
@@ -218,6 +232,47 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._supervisor.run("request_finished", lambda: scheduler.finished(request.request_id), lambda: None)
         return False, None
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """The tokens of a planned load by where they were; always `num_external_tokens` in all (requirements B30)."""
+        scheduler = self._scheduler
+        tokens = max(0, num_external_tokens)
+        by_tier: dict[str, int] = {}
+        if scheduler is not None and tokens:
+            by_tier = self._supervisor.run(
+                "get_external_cache_hit_sources", lambda: scheduler.sources(request.request_id, tokens), dict
+            )
+        return hit_sources(by_tier, tokens)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What is new since the last step; the workers' numbers come to the scheduler role with their reports."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        return self._supervisor.run("get_kv_connector_stats", scheduler.take_stats, lambda: None, tells=True)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What routers are to hear of the daemon's RAM; nothing where vLLM's KV events are off."""
+        scheduler = self._scheduler
+        if scheduler is None or not self._has_events:
+            return ()
+        return self._supervisor.run("take_events", scheduler.take_events, scheduler.withdraw)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The statistics of a payload that has travelled."""
+        return HybridKVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Our metrics at the API server's /metrics."""
+        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def reset_cache(self) -> bool:
         """vLLM's weights may have changed: nothing stored so far is this engine's any more.
 
@@ -266,11 +321,37 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hybridkv: everything is computed until there is a daemon: %s", error)
 
 
+SOURCES = (
+    (RAM, CacheHitSource.HOST),
+    ("disk", CacheHitSource.DISK),
+    ("s3", CacheHitSource.DISK),
+    ("mooncake", CacheHitSource.P2P),
+)
+"""What vLLM calls the tiers, by how their names begin; an object store is DISK to its own tiers as well."""
+
+
+def hit_sources(by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
+    """Tokens by vLLM's sources; `tokens` in all, of which those of unknown origin have the source for that."""
+    sources: Counter[CacheHitSource] = Counter()
+    if sum(by_tier.values()) != tokens or min(by_tier.values(), default=0) < 0:
+        by_tier = {"": tokens}
+    for tier, part in by_tier.items():
+        known = (source for name, source in SOURCES if tier.startswith(name))
+        sources[next(known, CacheHitSource.EXTERNAL_UNSPECIFIED)] += part
+    return {source: part for source, part in sources.items() if part}
+
+
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     """The settings, if this engine's configuration can be served at all; raises ConfigError."""
     _report(config_findings(vllm_config))
     _report(group_findings(kv_cache_config, vllm_config.speculative_config))
     return settings_of(vllm_config)
+
+
+def wants_events(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
 
 
 def _report(findings: Iterable[Finding]) -> None:

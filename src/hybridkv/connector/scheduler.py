@@ -11,11 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
+
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
 from hybridkv.connector.adapters import Adapters
+from hybridkv.connector.events import Events
 from hybridkv.connector.hashing import OwnChain
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport
+from hybridkv.connector.stats import HybridKVStats, Meter
 from hybridkv.connector.stores import Stores
 from hybridkv.connector.story import describe, tell
 from hybridkv.connector.tracked import Tracked
@@ -27,6 +31,8 @@ from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import CopyRun, PlanError, plan_load
 from hybridkv.core.requests import Action, Event, State, advance
 from hybridkv.core.settings import Settings
+from hybridkv.core.sizes import format_size
+from hybridkv.core.sources import tokens_by_tier
 from hybridkv.core.tiers import LoadPolicy
 from hybridkv.core.worth import Speed
 from hybridkv.wire.messages import (
@@ -44,10 +50,12 @@ from hybridkv.wire.messages import (
     Lookup,
     Pending,
     Release,
+    Removed,
     Reply,
     Request,
     Tell,
     Want,
+    Watch,
     WireModel,
     geometry_to_wire,
 )
@@ -76,6 +84,8 @@ DECLINES = {
     "lookups_late_answer": "the daemon's answer was late (lookup_timeout_ms)",
     "lookups_late_workers": "the workers were not attached to the daemon yet",
     "lookups_late_room": "other loads left no room in the engine's block pool",
+    "lookups_lost": "the connection to the daemon was lost meanwhile",
+    "lookups_identity": "the engine's weights changed meanwhile",
     "loads_failed": "the load failed, and the request was computed",
 }
 """Counter of a decline, and what it means."""
@@ -97,7 +107,9 @@ class SchedulerSide:
         own_hashes: bool = False,
         facts: Mapping[str, object] | None = None,
         model: WireModel | None = None,
+        events: Events | None = None,
     ) -> None:
+        """`events` is told what RAM has, where routers are to hear of it."""
         self._settings = settings
         self._geometry = geometry
         self._step_tokens = tokens_per_step
@@ -128,6 +140,10 @@ class SchedulerSide:
         self._reserved_bytes = 0
         self._workers_on: dict[str, int] = {}
         self._respawn_at = 0.0
+        self._meter = Meter(counters)
+        self._events = events
+        self._watching = 0
+        """The greeting after which the daemon was asked to tell what RAM has no more."""
         self._poll(time.monotonic())
 
     @property
@@ -210,7 +226,7 @@ class SchedulerSide:
             tracked.why = str(error)
             logger.warning("hybridkv: %s is computed: %s", request.request_id, error)
             tracked.load = LoadPlan("", ())
-        tracked.load_tokens = external_tokens
+        tracked.load_tokens, tracked.allocated_at = external_tokens, time.monotonic()
         self._held[request.request_id] = self._most_blocks(request)
         tracked.handed_over = False
         self._to_plan.append(tracked)
@@ -282,6 +298,8 @@ class SchedulerSide:
                     self._send(Condemn(*some), now)
             for message in self._stores.reported(report):
                 self._send(message, now)
+            if self._link.welcome is not None:
+                self._announce(lambda events: events.stored(self._stores.committed))
         self._link.flush(now)
 
     def finished(self, request_id: str) -> None:
@@ -299,11 +317,38 @@ class SchedulerSide:
         self._send(Identify(1, namespace), now)
         self._send(Describe(self._about), now)
         self._stores.spoil()
+        self._announce(Events.lost)
         for tracked in list(self._requests.values()):
             tracked.storable = False
             if tracked.state is State.PREFETCHING:
+                self._decline(tracked, "lookups_identity")
                 self._advance(tracked, Event.SETTLED)
         self._link.flush(now)
+
+    def sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
+        """`external_tokens` of the load that `allocated` planned, by tier; nothing where no such load is known."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.load_tokens != external_tokens:
+            return {}
+        return self._by_tier(tracked, external_tokens)
+
+    def take_stats(self) -> HybridKVStats | None:
+        """What was counted and measured since the last time; None = nothing."""
+        gauges = {
+            "breaker_open": int(self._breaker.is_open),
+            "daemon_connected": int(self._link.welcome is not None),
+            "loads_pending": len(self._held),
+        }
+        return self._meter.take(gauges)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What routers are to hear since the last time."""
+        return self._events.take() if self._events is not None else []
+
+    def withdraw(self) -> list[KVCacheEvent]:
+        """The last events of a connector that is switched off: nothing of what was announced will be loaded."""
+        self._announce(Events.lost)
+        return self.take_events()
 
     def close(self) -> None:
         """End the session."""
@@ -340,7 +385,7 @@ class SchedulerSide:
         self._by_lease[tracked.lease] = tracked
         self._breaker = self._breaker.asked(now)
         hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
-        tracked.asked = hashes
+        tracked.asked, tracked.asked_at = hashes, now
         wait, rate = self._patience(chunks * self._geometry.chunk_tokens)
         tracked.sent = self._send(Lookup(tracked.lease, tracked.lease, hashes, round(wait * 1e3), rate), now)
         self._counters["lookups"] += 1
@@ -376,6 +421,7 @@ class SchedulerSide:
         self._decline(tracked, f"lookups_late_{waiting_for}")
         if waiting_for == "answer":
             self._breaker = self._breaker.failed(now)
+            self._meter.observe("lookup_wait_seconds", now - tracked.asked_at)
         self._advance(tracked, Event.SETTLED)
         return 0
 
@@ -398,6 +444,8 @@ class SchedulerSide:
             self._send(Release(found.lease), now)
             return
         tracked.found = tracked.answer = found
+        self._meter.observe("lookup_wait_seconds", now - tracked.asked_at)
+        self._announce(lambda events: events.found(tracked, found))
         if not found.chunks:
             # A miss opened no lease.
             tracked.lease = 0
@@ -436,9 +484,24 @@ class SchedulerSide:
             loaded_bytes = self._load_bytes(tracked.load.runs)
             self._counters["tokens_loaded"] += tracked.load_tokens
             self._counters["bytes_loaded"] += loaded_bytes
+            for tier, tokens in self._by_tier(tracked, tracked.load_tokens).items():
+                self._counters[f"tokens_loaded_from_{tier}"] += tokens
+            seconds = time.monotonic() - tracked.allocated_at
+            self._meter.observe("load_seconds", seconds)
+            logger.debug(
+                "hybridkv: loaded %d tokens, %s, for %s in %.1f ms",
+                tracked.load_tokens,
+                format_size(loaded_bytes),
+                tracked.request.request_id,
+                1e3 * seconds,
+            )
             tracked.loaded = tracked.loaded[0] + tracked.load_tokens, tracked.loaded[1] + loaded_bytes
             self._release(tracked, tracked.load_tokens, loaded_bytes)
         self._advance(tracked, Event.FAILED if failed else Event.LOADED)
+
+    def _by_tier(self, tracked: Tracked, external_tokens: int) -> dict[str, int]:
+        came_up = tracked.found.tiers if tracked.found is not None else {}
+        return tokens_by_tier(external_tokens, self._geometry.chunk_tokens, came_up)
 
     def _load_bytes(self, runs: Sequence[CopyRun]) -> int:
         geometry = self._geometry
@@ -458,6 +521,10 @@ class SchedulerSide:
         for reply in self._link.poll(now):
             self._take(reply, now)
         welcome = self._link.welcome
+        if self._events is not None and welcome is not None and self._watching != self._link.greetings:
+            # Before anything else is said, so that nothing which is known goes untold.
+            self._watching = self._link.greetings
+            self._send(Watch(), now)
         if welcome is None and self._boot and self._settings.server == "auto" and now >= self._respawn_at:
             self._respawn_at = now + RESPAWN_SECONDS
             threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
@@ -479,7 +546,11 @@ class SchedulerSide:
         elif isinstance(reply, Granted):
             self._reserved_bytes = max(self._reserved_bytes, reply.reserved_bytes)
             self._stores.credits.granted((reply.part_bytes, reply.parts), reply.offsets, reply.generations, now)
+        elif isinstance(reply, Removed):
+            self._announce(lambda events: events.removed(reply))
         elif isinstance(reply, Error):
+            # It may have been a commit.
+            self._announce(Events.lost)
             self._counters[f"refused_{reply.code}"] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
@@ -498,10 +569,12 @@ class SchedulerSide:
         if self._boot:
             logger.warning("hybridkv: lost the daemon (%s); requests are computed until it is back", why)
         self._stores.lost()
+        self._announce(Events.lost)
         self._by_lease.clear()
         for tracked in self._requests.values():
             tracked.lease = 0
             if tracked.state is State.PREFETCHING:
+                self._decline(tracked, "lookups_lost")
                 self._advance(tracked, Event.SETTLED)
 
     def _respawn(self) -> None:
@@ -514,6 +587,17 @@ class SchedulerSide:
         return self._workers_on.get(self._boot, 0) == self._geometry.ranks
 
     # Small things
+
+    def _announce(self, work: Callable[[Events], None]) -> None:
+        """Keep the events true; a fault there costs what was announced, and nothing that the daemon says."""
+        if self._events is None:
+            return
+        try:
+            work(self._events)
+        except Exception:
+            self._counters["fault_kv_events"] += 1
+            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
+            self._events.lost()
 
     def _decline(self, tracked: Tracked, reason: str, tell: bool = False, why: str = "") -> None:
         """Count why a request is not served, and remember it, or more exactly `why`, for whoever asks."""

@@ -5,10 +5,10 @@ Decisions only: what must be sent to the daemon is returned.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridkv.client.credits import Credits
 from hybridkv.connector.metadata import StepReport
@@ -32,11 +32,21 @@ class _Storing:
     """The hashes of the chunks before them; zeros: there is none."""
     interior: bytes
     """For each object 1 where only a hit short of the prompt's end needs it."""
-    tenant: int
+    tracked: Tracked
     ranks_done: set[int] = field(default_factory=set)
     unstored: set[int] = field(default_factory=set)
     """Places in the run of objects that some rank did not write."""
     spoilt: bool = False
+    chunks: Sequence[int] = ()
+    """Of the objects in the run."""
+
+
+class Stored(NamedTuple):
+    """Objects of one request and group that are committed."""
+
+    tracked: Tracked
+    group_index: int
+    chunks: Sequence[int]
 
 
 class Stores:
@@ -54,6 +64,8 @@ class Stores:
         self._numbers = count(1)
         self._storing: dict[int, _Storing] = {}
         """By the number under which the workers report it; no number is given twice."""
+        self.committed: list[Stored] = []
+        """By the last `reported`."""
 
     def lost(self) -> None:
         """The daemon is gone, and every slot with it."""
@@ -94,6 +106,7 @@ class Stores:
             if number in self._storing:
                 self._storing[number].unstored |= places
         ready: list[_Storing] = []
+        self.committed = []
         spoilt: list[CopyRun] = []
         for number, ranks in report.done.items():
             storing = self._storing.get(number)
@@ -110,6 +123,7 @@ class Stores:
                 spoilt.append(_pick(storing, bad).run)
             if good:
                 ready.append(_pick(storing, good) if bad else storing)
+                self.committed.append(Stored(storing.tracked, storing.run.span.group_index, ready[-1].chunks))
         return [*self._abandons(spoilt), *self._commits(ready)]
 
     def _abandons(self, runs: list[CopyRun]) -> Iterator[Abandon]:
@@ -135,7 +149,7 @@ class Stores:
                 (b"".join(storing.hashes for storing in ready), HASH_BYTES),
                 (b"".join(storing.parents for storing in ready), HASH_BYTES),
                 (b"".join(storing.interior for storing in ready), 1),
-                (b"".join(pack_u64([storing.tenant]) * storing.run.objects for storing in ready), U64),
+                (b"".join(pack_u64([storing.tracked.tenant]) * storing.run.objects for storing in ready), U64),
             ):
                 yield Commit(offsets, generations, groups, hashes, 0, parents, interior, tenants)
 
@@ -197,7 +211,8 @@ class Stores:
                 self._shape(span),
                 with_parent[:-HASH_BYTES],
                 self._interior(tracked, span),
-                tracked.tenant,
+                tracked,
+                chunks=range(span.first_chunk, span.first_chunk + run.objects),
             )
             tracked.stored += run.objects
             yield number, run
@@ -218,7 +233,7 @@ class Stores:
         return span.count * group.block_bytes, self._geometry.parts(group)
 
 
-def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
+def _pick(storing: _Storing, places: Sequence[int]) -> _Storing:
     """Only some objects of a run; their blocks are not needed any more."""
     run = storing.run
 
@@ -232,7 +247,8 @@ def _pick(storing: _Storing, places: Iterable[int]) -> _Storing:
         storing.shape,
         cut(storing.parents, HASH_BYTES),
         cut(storing.interior, 1),
-        storing.tenant,
+        storing.tracked,
+        chunks=[storing.chunks[place] for place in places],
     )
 
 

@@ -28,13 +28,20 @@ class Supervisor:
         return self._faults < FAULTS_MAX
 
     def run(
-        self, hook: str, work: Callable[[], Result], otherwise: Callable[[], Result], fatal: bool = False
+        self,
+        hook: str,
+        work: Callable[[], Result],
+        otherwise: Callable[[], Result],
+        fatal: bool = False,
+        *,
+        tells: bool = False,
     ) -> Result:
         """`work()`, or `otherwise()` where work raises or the side is switched off; `otherwise` must not raise.
 
-        With `fatal` the first fault is one too many: whatever the hook left half done is not to be trusted.
+        With `fatal` the first fault is one too many: whatever the hook left half done is not to be trusted. A hook that
+        only `tells` people what was counted goes on when the side is switched off, until it fails itself.
         """
-        if not self.healthy:
+        if not self.healthy and not (tells and not self.counters[f"fault_{hook}"]):
             self.counters["switched_off"] += 1
             return otherwise()
         try:

@@ -27,6 +27,8 @@ class Tracked:
     state: State = State.PREFETCHING
     lease: int = 0
     deadline: float = 0.0
+    asked_at: float = 0.0
+    """When the last lookup was sent."""
     sent: bool = False
     found: Found | None = None
     pending: Pending | None = None
@@ -39,6 +41,8 @@ class Tracked:
     local_tokens: int = 0
     load: LoadPlan = LoadPlan("", ())
     load_tokens: int = 0
+    allocated_at: float = 0.0
+    """When the engine had blocks for the load."""
     handed_over: bool = False
     """Whether the workers were told about the load and will report it."""
     asked: bytes = b""

@@ -155,7 +155,7 @@ class WorkerSide:
                 if error is None:
                     return
                 self._failed.add(request_id)
-                self._counters["loads_failed"] += 1
+                self._counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
                     self._report.condemned.add((error.op.slot.offset, error.op.slot.generation))
             logger.warning("hybridkv: loading %s failed and is computed instead: %s", request_id, error)

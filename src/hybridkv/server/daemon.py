@@ -22,6 +22,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.history import History
 from hybridkv.server.promote import Promotion, Waiting
+from hybridkv.server.removals import Removals
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.demote import Demotion
@@ -58,6 +59,7 @@ from hybridkv.wire.messages import (
     Stats,
     Tell,
     Want,
+    Watch,
     Welcome,
     WireEngine,
     WireModel,
@@ -160,6 +162,8 @@ class Daemon:
         """Write slots of an earlier life of the daemon, by the tag of the engine that may still write into them."""
         self._namespaces: dict[bytes, Namespace] = {}
         self._history = History()
+        self.removals = Removals()
+        self.store.witness = self.removals.witness
         self.counters: Counter[str] = Counter()
 
     # Events
@@ -183,6 +187,7 @@ class Daemon:
         """A socket is closed. Its process may still copy."""
         connection = self._connections.pop(connection_id)
         self.promotion.cancel(connection_id)
+        self.removals.forget(connection_id)
         for session in self._sessions:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
@@ -214,6 +219,7 @@ class Daemon:
         if self.lines:
             self.promotion.tick(now)
             self.demotion.pump(now)
+        self.later.extend(self.removals.due())
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
@@ -249,6 +255,7 @@ class Daemon:
         self._now = now
         connection = self._connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
+        self.removals.heard(connection_id)
         try:
             if (code := refused(connection.state, type(request))) is not None:
                 raise RequestError(code)
@@ -281,7 +288,11 @@ class Daemon:
             case Drained():
                 self._drained(connection_id, connection, request)
             case Identify():
-                return self._identify(_session_of(connection), request)
+                reply = self._identify(_session_of(connection), request)
+                self.removals.identified(connection_id, _session_of(connection).namespace)
+                return reply
+            case Watch():
+                self.removals.watch(connection_id, _session_of(connection).namespace)
             case Lookup():
                 return self._lookup(connection_id, _session_of(connection), request)
             case Want():
@@ -484,11 +495,12 @@ class Daemon:
                     ErrorCode.COMMIT, f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
                 )
         for at, slot in enumerate(slots):
+            name = slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
             if slot is None or session.writing.pop(slot.offset, None) is None:
                 self.counters["commits_unknown"] += 1
+                self.removals.missing(session.engine_connection, commit.hashes[name], groups[at])
                 continue
             session.writing_bytes -= slot.size_bytes
-            name = slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
             parent = b"" if parents[name] == NO_PARENT else parents[name]
             size = slot.part_bytes * slot.parts
             if self.store.commit(
@@ -503,6 +515,8 @@ class Daemon:
                 self.counters["objects_stored"] += 1
                 self.counters["bytes_stored"] += size
                 self.demotion.stored((slot,))
+            else:
+                self.removals.missing(session.engine_connection, commit.hashes[name], groups[at])
         self.counters["tokens_stored"] += commit.tokens
 
     def _abandon(self, session: Session, abandon: Abandon) -> None:
@@ -578,6 +592,8 @@ class Daemon:
             "tenants": float(self.store.tenants),
             "duplicates": float(self.store.duplicates),
             "sessions": float(len(self._sessions)),
+            "watching": float(len(self.removals)),
+            "removals_overflowed": float(self.removals.overflows),
             "leases": float(sum(len(session.leases) for session in self._sessions)),
             "connections": float(len(self._connections)),
             **dict(self._tier_values()),

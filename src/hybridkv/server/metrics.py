@@ -25,6 +25,7 @@ GAUGES = frozenset(
         "bytes_reserved",
         "bytes_arena",
         "sessions",
+        "watching",
         "leases",
         "connections",
     )

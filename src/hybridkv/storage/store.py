@@ -176,6 +176,8 @@ class Store:
         self.duplicates = 0
         self.keeper: Callable[[Slot], bool] | None = None
         """Asked before an object is evicted for room; True: it holds it for now, and what goes next is looked for."""
+        self.witness: Callable[[Slot, bool], None] | None = None
+        """Told of each object that is in the index now (True), or is about to leave it."""
         self.over_quota = 0
         """Objects that were not kept, or made others go, for their tenant's bound."""
 
@@ -379,6 +381,8 @@ class Store:
         self._committed_bytes += slot.size_bytes
         self._objects += 1
         self._enter(slot, self._entry(namespace, chunk_hash), group_index, before, interior)
+        if self.witness is not None:
+            self.witness(slot, True)
         self._write_header(slot)
         return True
 
@@ -423,6 +427,8 @@ class Store:
         entry = slot.entry
         if slot.state is not SlotState.COMMITTED or entry is None:
             return None
+        if self.witness is not None:
+            self.witness(slot, False)
         if slot.is_prefix:
             entry.prefixes -= 1
             if not entry.prefixes:

@@ -12,13 +12,15 @@ from msgspec import Meta, Struct
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
 """Slots in one message."""
 CHANGES_MAX = 256
 """Slots that one message may change: each takes the daemon some 10 us, in which it answers nobody else."""
+REMOVED_MAX = 1024
+"""Objects in one Removed."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
 
@@ -120,6 +122,10 @@ class Identify(_Message, frozen=True, tag="identify"):
 
     id: Count
     namespace: Hash
+
+
+class Watch(_Message, frozen=True, tag="watch"):
+    """From here on the session is told of objects of its identity that RAM has no more, by Removed."""
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
@@ -284,6 +290,20 @@ class Granted(_Message, frozen=True, tag="granted"):
     reserved_bytes: Count
 
 
+class Removed(_Message, frozen=True, tag="removed"):
+    """Unasked, to a session that watches: RAM has no more of these objects, the i-th of both belong together.
+
+    `groups` has a byte for each, the group's index.  An object may be there again by the time this is read, but none
+    that was there before is gone without being told.  With `everything` more went than can be told: any may be gone.
+    """
+
+    id: Count
+    """0."""
+    hashes: Annotated[bytes, Meta(max_length=REMOVED_MAX * HASH_BYTES)]
+    groups: Annotated[bytes, Meta(max_length=REMOVED_MAX)]
+    everything: bool = False
+
+
 class Report(_Message, frozen=True, tag="report"):
     """Answer to Stats."""
 
@@ -322,10 +342,10 @@ class Error(_Message, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Engine = Hello | Drained | Identify | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
+Engine = Hello | Drained | Identify | Watch | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
 """What an engine says; whoever asks with a control connection says the rest."""
 Request = Engine | Stats | ListEngines | Clear | Explain
-Reply = Welcome | Found | Pending | Granted | Report | Engines | Done | Explained | Error
+Reply = Welcome | Found | Pending | Granted | Removed | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:

@@ -26,12 +26,14 @@ from hybridkv.wire.messages import (
     Lookup,
     Pending,
     Release,
+    Removed,
     Reply,
     Report,
     Request,
     Stats,
     Tell,
     Want,
+    Watch,
     Welcome,
 )
 
@@ -123,6 +125,7 @@ RULES: Mapping[type[Request], Rule] = {
     Hello: Rule(_NEW, Welcome),
     Drained: Rule(_WORKER, None),
     Identify: Rule(_ENGINE, Done),
+    Watch: Rule(_ENGINE, None),
     Lookup: Rule(_ENGINE, Found, Pending),
     Release: Rule(_ENGINE, None),
     Want: Rule(_ENGINE, Granted),
@@ -136,6 +139,9 @@ RULES: Mapping[type[Request], Rule] = {
     ListEngines: Rule(_GREETED, Engines),
     Clear: Rule(_GREETED, Done),
 }
+
+UNASKED: frozenset[type[Reply]] = frozenset((Removed,))
+"""What the daemon says without being asked, between any two replies."""
 
 
 def refused(state: State, message: type[Request]) -> ErrorCode | None:

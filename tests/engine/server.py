@@ -1,0 +1,162 @@
+"""A real `vllm serve` for tests: its HTTP, its metrics, its KV events."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+from hybridkv.cli.engine import ENGINE_ENVIRONMENT
+from tests.conftest import DEADLINE_SECONDS
+from tests.engine.support import until
+
+START_SECONDS = 300.0
+STARTED = b"Application startup complete"
+
+
+class Server:
+    """A context manager around one API server on loopback; `arguments` are vLLM's."""
+
+    def __init__(self, arguments: Sequence[str], log_path: Path, environment: dict[str, str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self.log_path = log_path
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--host=127.0.0.1", f"--port={port}", "--served-model-name=tiny", *arguments),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={
+                **ENGINE_ENVIRONMENT,
+                **os.environ,
+                **environment,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_SERVER_DEV_MODE": "1",
+            },
+        )
+
+    def __enter__(self) -> "Server":
+        assert self._process.stdout is not None
+        fd, deadline, said = self._process.stdout.fileno(), time.monotonic() + START_SECONDS, b""
+        try:
+            while STARTED not in said:
+                left = deadline - time.monotonic()
+                ready = select.select([fd], [], [], max(0.0, left))[0]
+                received = os.read(fd, 1 << 16) if ready else b""
+                assert received, f"the server did not start:\n{said[-4000:].decode(errors='replace')}"
+                said += received
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.log_path.write_bytes(said)
+        # What it says later goes into the log by itself.
+        copy = f"cat >> {self.log_path}"
+        self._copier = subprocess.Popen(["sh", "-c", copy], stdin=self._process.stdout)
+        self._process.stdout.close()
+        until(self._listens, "the server listens")
+        return self
+
+    def _listens(self) -> bool:
+        """It says that it started a moment before it can be connected to."""
+        try:
+            self.metrics()
+        except urllib.error.URLError:
+            return False
+        return True
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+        self._copier.wait(DEADLINE_SECONDS)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def post(self, path: str, body: object = None) -> bytes:
+        """The answer to a POST."""
+        data = json.dumps(body).encode() if body is not None else b""
+        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
+            read: bytes = answer.read()
+        return read
+
+    def complete(self, prompt: list[int], max_tokens: int = 4) -> None:
+        """Answer a prompt of token ids."""
+        self.post(
+            "/v1/completions",
+            {
+                "model": "tiny",
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+
+    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
+        """(name, labels, value) of every sample at /metrics."""
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=DEADLINE_SECONDS) as answer:
+            text = answer.read().decode()
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples with these labels."""
+        return sum(value for one, its, value in self.metrics() if one == name and labels.items() <= its.items())
+
+
+class Subscriber:
+    """A router's subscription to KV events."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.events: list[Any] = []
+
+    def poll(self) -> None:
+        """Take what has come, waiting a moment for the first."""
+        if self._socket.poll(100):
+            _, _, payload = self._socket.recv_multipart()
+            self.events += self._decoder.decode(payload).events
+
+    def stored(self, medium: str) -> list[BlockStored]:
+        """The BlockStored events of a medium, so far."""
+        return [event for event in self.events if isinstance(event, BlockStored) and event.medium == medium]
+
+    def removed(self, medium: str) -> list[Any]:
+        """The hashes of the BlockRemoved events of a medium, so far."""
+        events = [event for event in self.events if isinstance(event, BlockRemoved) and event.medium == medium]
+        return [name for event in events for name in event.block_hashes]
+
+    def close(self) -> None:
+        """End the subscription."""
+        self._socket.close(0)

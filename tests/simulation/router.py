@@ -1,0 +1,101 @@
+"""A router that believes an engine's KV events, and a dashboard that adds its statistics up."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+from vllm.v1.metrics.stats import SchedulerStats
+
+from hybridkv.connector import HybridKVConnector
+from hybridkv.connector.stats import HybridKVStats
+
+
+class Believed(NamedTuple):
+    """A block that the engine said its external cache has."""
+
+    parent: ExternalBlockHash | None
+    tokens: tuple[int, ...]
+
+
+class Router:
+    """What is believed of the medium "CPU", by block hash."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[ExternalBlockHash, Believed] = {}
+        self.was_cleared = False
+        """vLLM clears all media at once; a later event may then follow a block that is not known any more."""
+        self.counts: Counter[str] = Counter()
+
+    def hear(self, events: Iterable[KVCacheEvent]) -> None:
+        """Take a batch; raises AssertionError where it contradicts what was said before."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.was_cleared = True
+                self.blocks.clear()
+            elif isinstance(event, BlockStored) and event.medium == "CPU":
+                self._stored(event)
+            elif isinstance(event, BlockRemoved) and event.medium == "CPU":
+                for name in event.block_hashes:
+                    assert self.was_cleared or name in self.blocks, "a block that was never stored is removed"
+                    self.blocks.pop(name, None)
+                self.counts["heard_removed"] += len(event.block_hashes)
+
+    def _stored(self, event: BlockStored) -> None:
+        size, parent = event.block_size, event.parent_block_hash
+        assert parent is None or parent in self.blocks or self.was_cleared, "a hole in a chain of prefixes"
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        assert event.extra_keys is not None
+        assert len(event.extra_keys) == len(event.block_hashes)
+        for at, name in enumerate(event.block_hashes):
+            assert name not in self.blocks, "a block is stored twice"
+            self.blocks[name] = Believed(parent, tuple(event.token_ids[at * size : (at + 1) * size]))
+            parent = name
+        self.counts["heard_stored"] += len(event.block_hashes)
+
+    def chain(self, name: ExternalBlockHash) -> list[ExternalBlockHash] | None:
+        """The blocks up to this one, first first; None where vLLM cleared one of them."""
+        names = [name]
+        while (parent := self.blocks[names[-1]].parent) is not None:
+            if parent not in self.blocks:
+                assert self.was_cleared
+                return None
+            names.append(parent)
+        return names[::-1]
+
+
+class Dashboard:
+    """Statistics as the API server gets them."""
+
+    def __init__(self) -> None:
+        self.stats = HybridKVStats()
+        self.hits = 0
+        self.by_source: Counter[str] = Counter()
+
+    def take(self, stats: SchedulerStats) -> None:
+        """One step's."""
+        if stats.kv_connector_stats is not None:
+            self.add(stats.kv_connector_stats)
+        connector = stats.connector_prefix_cache_stats
+        if connector is not None:
+            self.hits += connector.hits
+            assert all(tokens > 0 for tokens in connector.hits_by_source.values())
+            self.by_source.update({source.value: tokens for source, tokens in connector.hits_by_source.items()})
+
+    def add(self, payload: Mapping[str, Any]) -> None:
+        """A payload of the connector's."""
+        travelled = HybridKVConnector.build_kv_connector_stats(dict(payload))
+        assert isinstance(travelled, HybridKVStats)
+        self.stats.aggregate(travelled)
+
+    def check(self, counters: Mapping[str, float]) -> None:
+        """Everything that was counted has arrived, once; raises AssertionError."""
+        arrived = self.stats.data["counters"]
+        assert {name for name, value in counters.items() if value} == set(arrived)
+        for name, value in arrived.items():
+            assert abs(value - counters[name]) <= 1e-6 * max(1.0, abs(value)), name
+        by_tier = sum(value for name, value in arrived.items() if name.startswith("tokens_loaded_from_"))
+        assert by_tier == arrived.get("tokens_loaded", 0)
+        assert sum(self.by_source.values()) == self.hits
+        assert self.by_source["external_unspecified"] == self.by_source["device"] == 0
