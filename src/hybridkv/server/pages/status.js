@@ -1,6 +1,4 @@
 // Asks the daemon for /status.json and draws it. Whatever came from a client is set as text, never as markup.
-"use strict";
-
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = ["ca", "cb", "cc", "cd", "ce"];
@@ -78,7 +76,7 @@ function rows(id, filled, columns) {
 
 // Charts
 
-function top(values, base) {
+function scaleTop(values, base) {
   const most = Math.max(0, ...values.filter((value) => value !== null));
   if (!most) return 1;
   const unit = base ** Math.floor(Math.log(most) / Math.log(base) + 1e-9);
@@ -120,7 +118,7 @@ function chart(id, ages, stepSeconds, lines, format, options = {}) {
   const oldest = ages.length ? ages[0] + stepSeconds : 60;
   const minutes = SPANS_MINUTES.find((one) => one * 60 >= oldest - stepSeconds) || 1440;
   const all = minutes * 60;
-  const most = options.most || top(lines.flatMap((line) => line.values), options.base || 10);
+  const most = options.most || scaleTop(lines.flatMap((line) => line.values), options.base || 10);
   const x = (age) => left + (width - left - right) * (1 - age / all);
   const y = (value) => above + (height - above - below) * (1 - Math.min(value, most) / most);
 
