@@ -39,7 +39,7 @@ def main() -> int:
     arguments.images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hybridkv-screenshots-") as place:
         socket_path = f"{place}/daemon.sock"
-        options = ["--disk", f"{place}/disk", "--disk-bytes", "512MiB"]
+        options = ["--disk", f"{place}/disk", "--disk-bytes", "224MiB"]
         with DaemonProcess(socket_path, "192MiB", metrics_port=0, options=options):
             players = [Player(socket_path, served, seed) for seed, served in enumerate(ENGINES)]
             for player in players:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-WIDTH, HEIGHT = 1280, 1720
+WIDTH, HEIGHT = 1280, 1960
 BUDGET_MS = 3000
 """Time that the page's clock goes on, as fast as it can, while nothing is being fetched."""
 PATIENCE_SECONDS = 60.0

@@ -50,10 +50,12 @@ GEMMA = Geometry(
     128,
 )
 ENGINES = (
-    Served("qwen-0", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 60, 5.0),
-    Served("qwen-1", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 60, 5.0),
-    Served("gemma-0", "google/gemma-3-27b-it", GEMMA, b"g" * HASH_BYTES, 40, 4.0),
+    Served("qwen-0", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
+    Served("qwen-1", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
+    Served("gemma-0", "google/gemma-3-27b-it", GEMMA, b"g" * HASH_BYTES, 110, 4.0),
 )
+STRANGERS = 0.12
+"""Of the requests, those that nobody repeats."""
 PREFILL = 8_000
 """Tokens per second that the engines claim to compute."""
 WAVE_SECONDS = 150.0
@@ -97,8 +99,8 @@ class Player(threading.Thread):
     def _request(self, client: Client) -> None:
         """One turn of a conversation: look up, load, store what is new, tell."""
         served, rng = self._served, self._rng
-        prompt = min(int(rng.paretovariate(0.7)), 10_000)
-        if prompt > served.conversations:
+        prompt = int(served.conversations * rng.random() ** 1.6)
+        if rng.random() < STRANGERS:
             # Somebody whose question nobody repeats.
             prompt = rng.randrange(10_000, 1 << 30)
         turns = self._turns[prompt] = self._turns.get(prompt, rng.randrange(2, 8)) + rng.choice((0, 0, 1))

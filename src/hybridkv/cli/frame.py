@@ -76,9 +76,13 @@ def _levels(told: dict[str, Any]) -> Iterable[Text]:
         yield line.append("  ").append(state, level).append(note, "dim")
     rates = minute["per_second"]
     waiting = values.get("lookups_waiting", 0.0)
-    yield _label("last min").append(
-        f"{rates['lookups']:.3g} lookups/s, {waiting:,.0f} waiting  loaded {format_size(rates['bytes_loaded'])}/s"
-        f"  stored {format_size(rates['bytes_stored'])}/s  evicted {rates['evicted']:.3g}/s"
+    yield (
+        _label("last min")
+        .append(
+            f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
+            f"stored {format_size(rates['bytes_stored'])}/s, evicted {rates['evicted']:.3g}/s"
+        )
+        .append(f", {waiting:,.0f} wait for tiers" if waiting else "")
     )
 
 
@@ -112,11 +116,13 @@ def _groups(told: dict[str, Any], width: int) -> list[Text]:
         return []
     most = max(group["held_bytes"] for group in groups)
     lines = [_head("in ram, by group")]
+    meter = METER if width >= 100 else METER // 2
+    room = width - meter - 46
     for group in groups:
-        owner = group["model"] or group["identity"] or "all others"
+        owner = _name_of(group["model"]) or group["identity"] or "all others"
         kind = f"{group['gid']} {group['kind'].replace('_', ' ')}" if group["identity"] else ""
-        line = Text(f"{_cut(owner, width - METER - 46):<{max(width - METER - 46, 0)}} {kind:<16} ")
-        line.append(_meter(group["held_bytes"] / most, "blue"))
+        line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
+        line.append(_meter(group["held_bytes"] / most, "blue", size=meter))
         lines.append(line.append(f" {format_size(group['held_bytes']):>9}  {group['objects']:>7,} objects"))
     return lines
 
@@ -125,8 +131,10 @@ def _engines(told: dict[str, Any], width: int) -> list[Text]:
     lines = [_head(f"engines: {len(told['sessions'])}")] if told["sessions"] else []
     for session in told["sessions"]:
         state = "" if session["is_connected"] else "  gone, its workers may still copy"
-        model = _cut(session["model"] or session["identity"], width - 70)
-        name = f"{_cut(session['engine_id'], 24):<25}{model:<{max(width - 69, 0)}}"
+        engine = min(24, width // 6)
+        room = max(width - engine - 45, 0)
+        model = _cut(_name_of(session["model"]) or session["identity"], room - 1)
+        name = f"{_cut(session['engine_id'], engine):<{engine + 1}}{model:<{room}}"
         writing = format_size(session["writing_bytes"])
         line = Text(f"{name}{session['leases']:>4} loads {writing:>9} writing  since {_time(session['since'])}")
         lines.append(line.append(state, "yellow"))
@@ -174,11 +182,16 @@ def _head(name: str) -> Text:
     return Text(name, "dim")
 
 
-def _meter(share: float, colour: str, beyond: float | None = None) -> Text:
+def _meter(share: float, colour: str, beyond: float | None = None, size: int = METER) -> Text:
     share = min(1.0, max(0.0, share))
-    full = round(share * METER)
-    more = max(full, round(min(1.0, beyond or 0.0) * METER))
-    return Text.assemble(("█" * full, colour), ("▒" * (more - full), "yellow"), ("·" * (METER - more), "dim"))
+    full = round(share * size)
+    more = max(full, round(min(1.0, beyond or 0.0) * size))
+    return Text.assemble(("█" * full, colour), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim"))
+
+
+def _name_of(model: str) -> str:
+    """A model's name without whose it is."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def _block(value: float | None, most: float) -> str:

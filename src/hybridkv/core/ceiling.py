@@ -22,7 +22,7 @@ from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 
 REMEMBERED_CHUNKS_MAX = 1 << 18
-"""Some 200 bytes each; 33 million tokens at the smallest chunk."""
+"""Some 150 bytes each; 33 million tokens at the smallest chunk."""
 QUEUED_CHUNKS_MAX = 1 << 16
 """Chunks that events in the queue name; an event that would go beyond is left out and counted."""
 STEP_CHUNKS = 64

@@ -80,7 +80,8 @@ function scaleTop(values, base) {
   const most = Math.max(0, ...values.filter((value) => value !== null));
   if (!most) return 1;
   const unit = base ** Math.floor(Math.log(most) / Math.log(base) + 1e-9);
-  const steps = base === 1024 ? [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] : [1, 2, 4, 6, 8, 10];
+  const steps = base === 1024 ? [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024] :
+    [1, 1.6, 2, 3, 4, 5, 6, 8, 10];
   return unit * (steps.find((step) => step * unit >= most * 0.999) || base);
 }
 
@@ -125,7 +126,7 @@ function chart(id, ages, stepSeconds, lines, format, options = {}) {
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
   for (const part of [0, 0.5, 1]) {
     svg.append(drawn("line", { class: "grid", x1: left, x2: width - right, y1: y(part * most), y2: y(part * most) }));
-    svg.append(drawn("text", { x: left - 8, y: y(part * most) + 4, "text-anchor": "end" }, format(part * most)));
+    svg.append(drawn("text", { x: left - 8, y: y(part * most) + 4, "text-anchor": "end" }, (options.tick || format)(part * most)));
   }
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const label = part ? `−${time(part * all)}` : "now";
@@ -192,7 +193,7 @@ function charts(status) {
   chart("chart-hit", ages, step, [
     { name: "hit", values: past.hit, colour: "ca", area: true },
     { name: "ceiling: a cache of unlimited size", values: past.ceiling, colour: "cb", dashed: true },
-  ], share, { most: 1, none: "nothing was looked up" });
+  ], share, { most: 1, tick: (value) => `${Math.round(100 * value)} %`, none: "nothing was looked up" });
   chart("chart-engines", ages, step, [
     { name: "loaded", values: past.loaded, colour: "ca", area: true },
     { name: "stored", values: past.stored, colour: "cb" },
