@@ -14,21 +14,21 @@ HEAD = """# The daemon's metrics
 form, to be asked for by a loopback name. `python -m tests.server.describe_metrics --write` makes the tables here from
 `server/catalog.py`.
 
-Every counter starts at 0 with its daemon and never goes down before that ends; all of those without labels are there from
-the first scrape on. A scrape never waits for the cache: where the daemon's loop does not answer within 5 s it says
-`hybridkv_daemon_answering 0` and nothing else. Beside these there are Python's usual `process_*` of the daemon's process.
+Every counter starts at 0 with its daemon and never goes down before that ends; all of those without labels are there
+from the first scrape on. A scrape never waits for the cache: where the daemon's loop does not answer within 5 s it says
+`hybridkv_daemon_answering 0` and nothing else. Beside these there are the usual `process_*` of the daemon's process.
 """
 PARTS_OF_PAGE = (
-    ("Lookups, stores, and what RAM holds", "", lambda: PLAIN.items()),
-    ("By message, code, reason and tier", "", lambda: PARTS.values()),
-    ("Tiers below RAM", "tier_", lambda: TIER.items()),
-    ("The daemon itself, groups and engines", "", lambda: MADE.items()),
+    ("Lookups, stores, and what RAM holds", "", PLAIN.items),
+    ("By message, code, reason and tier", "", PARTS.values),
+    ("Tiers below RAM", "tier_", TIER.items),
+    ("The daemon itself, groups and engines", "", MADE.items),
 )
 TAIL = """
 ## The ceiling
 
-`ceiling_hit_tokens_total`, `ceiling_tokens_total` and `ceiling_asked_tokens_total` count the same lookups: what was hit,
-what a cache of unlimited size would have hit, and what was asked for. It is always hit <= ceiling <= asked.
+`ceiling_hit_tokens_total`, `ceiling_tokens_total` and `ceiling_asked_tokens_total` count the same lookups: what was
+hit, what a cache of unlimited size would have hit, and what was asked for. It is always hit <= ceiling <= asked.
 
 - The unlimited cache has what was stored, or found below RAM, since the daemon began, and forgets nothing but what
   `hybridkv clear` or a proof of wrong bytes takes away. What a `cache_salt`'s quota kept out is in it: a larger quota
@@ -37,10 +37,10 @@ what a cache of unlimited size would have hit, and what was asked for. It is alw
   then, and the true ceiling is higher.
 - A gap without evictions is not for lack of room: tiers that were too slow, away or over a deadline give less than they
   have (`promotions_cut_total`, `deadlines_missed_total`).
-- Names of `ceiling_chunks_max` chunks are remembered, some 150 bytes each. The chunk that was longest not asked for goes first;
-  from `ceiling_chunks_forgotten_total` > 0 on the ceiling is that of a cache of so many chunks.
-- The counting is done while nobody asks the daemon for anything. Lookups for which there was never time are in none of the
-  three and in `ceiling_lookups_left_out_total`.
+- Names of `ceiling_chunks_max` chunks are remembered, some 150 bytes each. The chunk that was longest not asked for
+  goes first; from `ceiling_chunks_forgotten_total` > 0 on the ceiling is that of a cache of so many chunks.
+- The counting is done while nobody asks the daemon for anything. Lookups for which there was never time are in none of
+  the three and in `ceiling_lookups_left_out_total`.
 """
 
 

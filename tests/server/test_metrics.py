@@ -1,6 +1,7 @@
 """What /metrics says: all of it described, by Prometheus' rules, and never less than before."""
 
 import ast
+import dataclasses
 import math
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -147,16 +148,8 @@ def test_counters_are_there_before_they_count() -> None:
 
 def test_two_sessions_of_one_engine_are_one_row() -> None:
     session = SessionFacts("e", "m", "i", 16, "", 2, 100, True, 0.0)
-    snapshot = make_daemon().snapshot(0.0)
-    twice = Snapshot(
-        *(
-            session and getattr(snapshot, name)
-            for name in ("now", "started_at", "values", "waits", "wait_seconds", "groups")
-        ),
-        (session, session._replace(leases=3, is_connected=False)),
-        *(getattr(snapshot, name) for name in ("tiers", "columns", "hour", "day", "decisions")),
-    )
-    now = samples(text_of(twice))
+    again = session._replace(leases=3, is_connected=False)
+    now = samples(text_of(dataclasses.replace(make_daemon().snapshot(0.0), sessions=(session, again))))
     labels = (("engine", "e"), ("identity", "i"), ("model", "m"))
     assert now["hybridkv_daemon_session_leases", labels] == 5
     assert now["hybridkv_daemon_session_connected", labels] == 1
@@ -175,10 +168,8 @@ def test_a_daemon_that_does_not_answer_is_told_and_nothing_raises(monkeypatch: p
 def test_a_value_that_nobody_described_is_told_all_the_same() -> None:
     core = make_daemon()
     core.counters["brand_new"] = 3
-    snapshot = core.snapshot(0.0)
     tier = TierFacts("disk", "disk:///x", "through", True, False, False, {"odd": 1.0})
-    odd = Snapshot(*(getattr(snapshot, name) if name != "tiers" else (tier,) for name in Snapshot.__slots__))
-    text = text_of(odd)
+    text = text_of(dataclasses.replace(core.snapshot(0.0), tiers=(tier,)))
     assert "hybridkv_daemon_brand_new 3.0" in text
     assert 'hybridkv_daemon_tier_odd{tier="disk"} 1.0' in text
 
@@ -213,19 +204,20 @@ def _url(socket_path: str) -> str:
 
 def test_what_is_evicted_is_below_the_ceiling() -> None:
     """The daemon's own numbers, with an arena that is too small for what is stored."""
-    core = make_daemon(24 << 10)
+    core = make_daemon(64 << 10)
     engine(core, 1, Geometry((Group(0, Kind.FULL, 16, (4000,)),), 16, 16, 16))
-    for number in range(1, 9):
+    numbers = range(1, 25)
+    for number in numbers:
         commit(core, 1, grant(core, 1, 4000, 1), 0, [number])
-    held = [number for number in range(1, 9) if lookup(core, 1, number, number).chunks]
+    held = [number for number in numbers if lookup(core, 1, number, number).chunks]
     while core.ceiling.work():
         pass
     values = core.values()
     assert values["evicted"] > 0
-    assert (values["ceiling_asked_tokens"], values["ceiling_tokens"]) == (8 * 16, 8 * 16)
-    assert values["ceiling_hit_tokens"] == 16 * len(held) < 8 * 16
+    assert (values["ceiling_asked_tokens"], values["ceiling_tokens"]) == (24 * 16, 24 * 16)
+    assert 0 < values["ceiling_hit_tokens"] == 16 * len(held) < 24 * 16
     core.handle(1, Clear(2))
     core.handle(1, Lookup(5, 99, hashes(1)))
     while core.ceiling.work():
         pass
-    assert core.values()["ceiling_tokens"] == 8 * 16, "who clears wants it gone"
+    assert core.values()["ceiling_tokens"] == 24 * 16, "who clears wants it gone"

@@ -362,7 +362,7 @@ class Daemon:
             namespace = self._namespace(hello.namespace, geometry)
             session = Session(hello.engine_id, geometry, namespace, connection_id, hello.session, hello.model)
             session.since = self._now
-            self._geometries[namespace.identity] = geometry, _model_of(session)
+            self._describe(session)
             self._sessions.append(session)
             connection.session = session
         elif hello.role == "worker":
@@ -385,7 +385,7 @@ class Daemon:
         except RequestError as error:
             # Its bytes are not those of the old identity any more: the connection ends, and nothing else is heard.
             raise RequestError(ErrorCode.IDENTIFY) from error
-        self._geometries[session.namespace.identity] = session.geometry, _model_of(session)
+        self._describe(session)
         return Done(identify.id, 0)
 
     def _lookup(self, connection_id: int, session: Session, lookup: Lookup) -> Reply:
@@ -742,6 +742,11 @@ class Daemon:
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
         return known
+
+    def _describe(self, session: Session) -> None:
+        """Remember what people want to know of an identity; an engine that told no model's name takes none away."""
+        _, model = self._geometries.get(session.namespace.identity, (None, ""))
+        self._geometries[session.namespace.identity] = session.geometry, _model_of(session) or model
 
     def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)

@@ -54,6 +54,7 @@ HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
+    ("Server", "hybridkv"),
 )
 
 Start = Callable[..., Any]
@@ -141,8 +142,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
-    server_version = "hybridkv"
-    sys_version = ""
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not worth a line."""
