@@ -107,6 +107,11 @@ SERIES = {
 }
 
 
+def fill(text: str, labels: dict[str, str]) -> str:
+    """An annotation as Prometheus tells it."""
+    return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels.get(found[1], ""), text)
+
+
 def test_alerts_sound_when_they_should(tmp_path: Path) -> None:
     """By Prometheus itself, on series that are drawn up here."""
 
@@ -116,10 +121,7 @@ def test_alerts_sound_when_they_should(tmp_path: Path) -> None:
         filled = [
             {
                 "exp_labels": {**one, **severity},
-                "exp_annotations": {
-                    key: re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found, one=one: one.get(found[1], ""), text)
-                    for key, text in rule["annotations"].items()
-                },
+                "exp_annotations": {key: fill(text, one) for key, text in rule["annotations"].items()},
             }
             for one in labels
         ]

@@ -37,7 +37,7 @@ def main() -> int:
         print(f"{' and '.join(missing)} not found; apt-get install {' '.join(missing)} works", file=sys.stderr)
         return 2
     arguments.images.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="hybridkv-screenshots-") as place:
+    with tempfile.TemporaryDirectory(prefix="hybridkv-demo-") as place:
         socket_path = f"{place}/daemon.sock"
         options = ["--disk", f"{place}/disk", "--disk-bytes", "224MiB"]
         with DaemonProcess(socket_path, "192MiB", metrics_port=0, options=options):

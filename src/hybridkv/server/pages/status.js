@@ -2,7 +2,7 @@
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = ["ca", "cb", "cc", "cd", "ce"];
-const SPANS_MINUTES = [2, 5, 10, 20, 30, 60, 120, 240, 480, 720, 1440];
+const SPANS_MINUTES = [2, 4, 8, 12, 20, 40, 60, 120, 240, 480, 720, 1440];
 
 let shown = null;
 let span = "hour";
@@ -298,9 +298,11 @@ function decisions(status) {
   list.replaceChildren(...status.decisions.map((decision) => {
     const { facts } = decision;
     const loaded = facts.loaded;
-    const outcome = loaded ? element("span", "loaded", `loaded ${loaded}`) :
-      element("span", "computed", `computed: ${facts["nothing loaded because"] || "nothing was said"}`);
-    const line = element("summary", "", element("span", "age", `${time(decision.age)} ago`),
+    const less = facts["not more because"];
+    const outcome = element("span", "computed");
+    if (loaded) outcome.append(element("span", "loaded", `loaded ${loaded}`), less ? ` · not more because ${less}` : "");
+    else outcome.append(`computed: ${facts["nothing loaded because"] || "nothing was said"}`);
+    const line = element("summary", "", element("span", "age", decision.age < 1 ? "just now" : `${time(decision.age)} ago`),
       element("span", "id", decision.request_id), element("span", "", facts.prompt || ""), outcome);
     const more = element("dl", "");
     for (const [name, fact] of Object.entries(facts)) {
