@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import hybridkv.server
 import hybridkv.storage
+from hybridkv.client.control import Control
 from hybridkv.core.geometry import Geometry, Group, Kind
 from hybridkv.server import catalog, daemon
 from hybridkv.server.metrics import DaemonCollector
@@ -183,21 +184,26 @@ def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
         until(lambda: is_written(socket_path), "nothing is written")
         assert client.look_up(1, 4, wait_ms=1000).found.chunks == 4
         assert client.look_up(2, 4, wait_ms=1000).found.chunks == 0
-        until(lambda: client.values()["ceiling_lookups"] == 2, "the ceiling is not worked off")
+        with Control(socket_path) as control:
+            control.clear()
+        assert client.look_up(1, 4, wait_ms=20_000).found.chunks == 4, "from the disk"
+        until(lambda: client.values()["ceiling_lookups"] == 3, "the ceiling is not worked off")
         with urllib.request.urlopen(_url(socket_path), timeout=DEADLINE_SECONDS) as answer:
             text = answer.read().decode()
     ours = "".join(line for line in text.splitlines(keepends=True) if "hybridkv_daemon" in line)
     now = samples(ours)
-    assert now["hybridkv_daemon_ceiling_asked_tokens_total", ()] == 8 * 128
-    assert now["hybridkv_daemon_ceiling_hit_tokens_total", ()] == 4 * 128
-    assert now["hybridkv_daemon_ceiling_tokens_total", ()] == 4 * 128
+    assert now["hybridkv_daemon_ceiling_asked_tokens_total", ()] == 12 * 128
+    assert now["hybridkv_daemon_ceiling_hit_tokens_total", ()] == 8 * 128
+    assert now["hybridkv_daemon_ceiling_tokens_total", ()] == 8 * 128
+    assert now["hybridkv_daemon_lookup_wait_seconds_count", ()] == 1
+    assert now["hybridkv_daemon_lookup_wait_seconds_bucket", (("le", "+Inf"),)] == 1
+    assert 0 < now["hybridkv_daemon_lookup_wait_seconds_sum", ()] < 20
+    assert now["hybridkv_daemon_tier_chunks_hit_total", (("tier", "disk"),)] == 4
     assert now["hybridkv_daemon_tier_bytes_written_total", (("tier", "disk"),)] > 0
     assert now["hybridkv_daemon_tier_is_open", (("tier", "disk"),)] == 1
 
 
 def _url(socket_path: str) -> str:
-    from hybridkv.client.control import Control
-
     with Control(socket_path) as control:
         return control.stats().info["metrics"]
 
