@@ -1,5 +1,7 @@
 """The ceiling is the hit of an unlimited cache: against one that is written down as a set."""
 
+from typing import NamedTuple
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,44 +53,73 @@ def drain(ceiling: Ceiling) -> None:
         pass
 
 
+class Step(NamedTuple):
+    """Something that happens to the chunks `first` to `last` of a prompt, in some groups."""
+
+    kind: str
+    identity: bytes
+    prompt: int
+    first: int
+    last: int
+    groups: tuple[int, ...]
+
+    @property
+    def things(self) -> list[tuple[int, bytes]]:
+        """(group, chunk hash) of each."""
+        return [(group, name(self.prompt, at)) for group in self.groups for at in range(self.first, self.last + 1)]
+
+
+KINDS = ("store", "store", "store", "evict", "ask", "ask", "ask", "lose", "clear", "work")
+
+
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[str, list[tuple[str, int, int, int, int]]]:
-    layout = draw(st.sampled_from(sorted(LAYOUTS)))
-    kinds = st.sampled_from(("store", "store", "store", "evict", "ask", "ask", "lose", "clear", "work"))
-    small = st.integers(0, 3)
-    return layout, draw(st.lists(st.tuples(kinds, st.integers(0, 1), small, st.integers(0, 7), small), max_size=60))
+def runs(draw: st.DrawFn) -> tuple[Geometry, list[Step]]:
+    geometry = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
+    every = tuple(range(len(geometry.groups)))
+    steps: list[Step] = []
+    for _ in range(draw(st.integers(1, 20))):
+        first, more = draw(st.sampled_from((0, 0, 0, 1, 3))), draw(st.integers(0, 5))
+        groups = draw(st.sampled_from((every, every, *((group,) for group in every))))
+        kind, identity = draw(st.sampled_from(KINDS)), draw(st.sampled_from((*IDENTITIES, IDENTITIES[0])))
+        steps.append(Step(kind, identity, draw(st.integers(1, 2)), first, first + more, groups))
+    return geometry, steps
+
+
+def happen(step: Step, model: Unlimited, ceiling: Ceiling) -> None:
+    """To the model and to the ceiling."""
+    things = [(step.identity, *thing) for thing in step.things]
+    match step.kind:
+        case "store":
+            model.ever.update(things)
+            model.held.update(things)
+            ceiling.stored(step.identity, [thing[1] for thing in things], b"".join(thing[2] for thing in things))
+        case "evict":
+            model.held.difference_update(things)
+        case "lose":
+            for thing in things:
+                if thing in model.held:
+                    model.held.discard(thing)
+                    model.ever.discard(thing)
+                    ceiling.lost(*thing)
+        case "ask":
+            asked = [name(step.prompt, at) for at in range(step.last + 1)]
+            found = model.look_up(step.identity, asked)
+            ceiling.answered(step.identity, model.geometry, b"".join(asked), *found)
+        case "work":
+            ceiling.work()
 
 
 @given(runs())
-def test_it_is_the_hit_of_a_cache_that_forgets_nothing(run: tuple[str, list[tuple[str, int, int, int, int]]]) -> None:
-    layout, steps = run
-    geometry = LAYOUTS[layout]
+def test_it_is_the_hit_of_a_cache_that_forgets_nothing(run: tuple[Geometry, list[Step]]) -> None:
+    geometry, steps = run
     model, ceiling = Unlimited(geometry), Ceiling(step=2)
-    for kind, which, prompt, chunk, number in steps:
-        identity, group = IDENTITIES[which], number % len(geometry.groups)
-        thing = identity, group, name(prompt, chunk)
-        match kind:
-            case "store":
-                model.ever.add(thing)
-                model.held.add(thing)
-                # One message with several, of one chunk and of the next.
-                ceiling.stored(identity, [group], thing[2])
-            case "evict":
-                model.held.discard(thing)
-            case "lose" if thing in model.held:
-                model.held.discard(thing)
-                model.ever.discard(thing)
-                ceiling.lost(*thing)
-            case "clear":
-                drain(ceiling)
-                model.held.clear()
-                model.ever.clear()
-                ceiling.cleared()
-            case "ask":
-                asked = [name(prompt, at) for at in range(chunk + 1)]
-                ceiling.answered(identity, geometry, b"".join(asked), *model.look_up(identity, asked))
-            case "work":
-                ceiling.work()
+    for step in steps:
+        happen(step, model, ceiling)
+        if step.kind == "clear":
+            drain(ceiling)
+            model.held.clear()
+            model.ever.clear()
+            ceiling.cleared()
     drain(ceiling)
     assert ceiling.lookups_left_out == ceiling.forgotten == 0
     assert (ceiling.asked_tokens, ceiling.hit_tokens) == (model.asked, model.hit)
@@ -96,38 +127,22 @@ def test_it_is_the_hit_of_a_cache_that_forgets_nothing(run: tuple[str, list[tupl
     assert ceiling.hit_tokens <= ceiling.ceiling_tokens <= ceiling.asked_tokens
 
 
-@given(runs(), st.integers(1, 6), st.integers(1, 12))
+@given(runs(), st.integers(1, 6), st.integers(1, 30))
 def test_whatever_it_forgets_it_stays_between_hit_and_asked(
-    run: tuple[str, list[tuple[str, int, int, int, int]]], remembered: int, queued: int
+    run: tuple[Geometry, list[Step]], remembered: int, queued: int
 ) -> None:
-    layout, steps = run
-    geometry = LAYOUTS[layout]
+    geometry, steps = run
     model, ceiling = Unlimited(geometry), Ceiling(remembered, queued, step=2)
-    asked_of_it = 0
-    for kind, which, prompt, chunk, number in steps:
-        identity, group = IDENTITIES[which], number % len(geometry.groups)
-        thing = identity, group, name(prompt, chunk)
+    for step in steps:
         before = ceiling.asked_tokens, ceiling.hit_tokens, ceiling.ceiling_tokens
-        match kind:
-            case "store":
-                model.ever.add(thing)
-                model.held.add(thing)
-                ceiling.stored(identity, [group], thing[2])
-            case "evict" | "lose":
-                model.held.discard(thing)
-            case "clear":
-                ceiling.cleared()
-            case "ask":
-                asked_of_it += 1
-                asked = [name(prompt, at) for at in range(chunk + 1)]
-                ceiling.answered(identity, geometry, b"".join(asked), *model.look_up(identity, asked))
-            case "work":
-                ceiling.work()
+        happen(step, model, ceiling)
+        if step.kind == "clear":
+            ceiling.cleared()
         assert len(ceiling) <= remembered
         assert ceiling.asked_tokens - before[0] >= ceiling.ceiling_tokens - before[2]
         assert ceiling.ceiling_tokens - before[2] >= ceiling.hit_tokens - before[1]
     drain(ceiling)
-    assert ceiling.lookups + ceiling.lookups_left_out == asked_of_it
+    assert ceiling.lookups + ceiling.lookups_left_out == sum(step.kind == "ask" for step in steps)
     assert ceiling.hit_tokens <= ceiling.ceiling_tokens <= ceiling.asked_tokens <= model.asked
     assert not ceiling.has_work
 

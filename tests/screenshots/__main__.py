@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -66,7 +67,9 @@ def take(browser: Browser, socket_path: str, images: Path) -> None:
     shown = terminal(["top", "--socket", socket_path], COLUMNS, LINES)
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text.from_ansi(shown))
-    (images / "top.svg").write_text(console.export_svg(title="hybridkv top", clear=False))
+    # The picture is shown without the network: whatever monospaced font is there does.
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="hybridkv top", clear=False), flags=re.DOTALL)
+    (images / "top.svg").write_text(svg)
     (images / "top.txt").write_text("\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n")
     print(images / "top.svg", images / "top.txt", sep="\n")
 

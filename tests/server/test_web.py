@@ -123,7 +123,12 @@ def test_too_many_at_once_are_told_to_come_again() -> None:
         future.set_result(make_daemon().snapshot(0.0))
     for thread in threads:
         thread.join(DEADLINE_SECONDS)
-    assert ask(Pages(answered), "/status.json")[0] == "200 OK"
+    assert ask(pages, "/status.css")[0] == "200 OK"
+
+
+def test_whoever_was_answered_makes_room() -> None:
+    pages = Pages(answered)
+    assert {ask(pages, "/status.json")[0] for _ in range(2 * REQUESTS_MAX)} == {"200 OK"}
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup() -> None:

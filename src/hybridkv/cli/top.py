@@ -111,13 +111,14 @@ def _shown(told: dict[str, Any], socket_path: str, width: int, height: int, why:
 def _keys() -> Iterator[None]:
     """Keys are heard without Enter and not shown; however this ends, the terminal is as it was."""
     before = termios.tcgetattr(sys.stdin)
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _pressed() -> set[str]:
