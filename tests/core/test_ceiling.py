@@ -69,7 +69,7 @@ class Step(NamedTuple):
         return [(group, name(self.prompt, at)) for group in self.groups for at in range(self.first, self.last + 1)]
 
 
-KINDS = ("store", "store", "store", "evict", "ask", "ask", "ask", "lose", "clear", "work")
+KINDS = (*("store", "evict", "ask") * 5, "ask", "lose", "lose", "clear", "work")
 
 
 @st.composite
@@ -77,10 +77,10 @@ def runs(draw: st.DrawFn) -> tuple[Geometry, list[Step]]:
     geometry = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
     every = tuple(range(len(geometry.groups)))
     steps: list[Step] = []
-    for _ in range(draw(st.integers(1, 20))):
-        first, more = draw(st.sampled_from((0, 0, 0, 1, 3))), draw(st.integers(0, 5))
+    for _ in range(draw(st.integers(4, 24))):
+        first, more = draw(st.sampled_from((0, 0, 0, 0, 1, 3))), draw(st.integers(0, 5))
         groups = draw(st.sampled_from((every, every, *((group,) for group in every))))
-        kind, identity = draw(st.sampled_from(KINDS)), draw(st.sampled_from((*IDENTITIES, IDENTITIES[0])))
+        kind, identity = draw(st.sampled_from(KINDS)), draw(st.sampled_from((*IDENTITIES, *IDENTITIES[:1] * 4)))
         steps.append(Step(kind, identity, draw(st.integers(1, 2)), first, first + more, groups))
     return geometry, steps
 

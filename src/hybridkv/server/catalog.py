@@ -134,9 +134,15 @@ MADE: Mapping[str, Described] = {
     "info": _gauge("Always 1; which release runs.", "version"),
     "uptime_seconds": _gauge("Seconds since the daemon serves."),
     "lookup_wait_seconds": Described(Kind.HISTOGRAM, "Seconds that lookups waited for tiers until they were answered."),
-    "group_objects": _gauge("Objects in RAM of one group of one identity.", "identity", "model", "gid", "kind"),
+    "group_objects": _gauge(
+        "Objects in RAM of one group of one identity; beyond 64 of them all others are one, without names.",
+        "identity",
+        "model",
+        "gid",
+        "kind",
+    ),
     "group_bytes": _gauge("Bytes in RAM of the same.", "identity", "model", "gid", "kind"),
-    "session_leases": _gauge("Read leases of an engine.", "engine", "model", "identity"),
+    "session_leases": _gauge("Read leases of an engine, over the first 256 sessions.", "engine", "model", "identity"),
     "session_writing_bytes": _gauge("Bytes in slots that an engine is writing.", "engine", "model", "identity"),
     "session_connected": _gauge(
         "Connected schedulers of an engine; 0: only its workers are left.", "engine", "model", "identity"

@@ -29,6 +29,7 @@ from hybridkv.server.promote import Promotion, Waiting
 from hybridkv.server.snapshot import (
     DECISIONS_SHOWN_MAX,
     GROUPS_SHOWN_MAX,
+    SESSIONS_SHOWN_MAX,
     GroupFacts,
     SessionFacts,
     Snapshot,
@@ -659,7 +660,7 @@ class Daemon:
             tuple(self._waits.cumulative),
             self._waits.total,
             tuple(self._group_facts()),
-            tuple(map(_session_facts, self._sessions)),
+            tuple(map(_session_facts, self._sessions[:SESSIONS_SHOWN_MAX])),
             tuple(map(_tier_facts, self.lines)),
             self._columns,
             series_hour.samples,
@@ -810,6 +811,7 @@ def _tier_facts(line: Line) -> TierFacts:
     return TierFacts(line.name, location, write, line.is_open, line.is_shut, line.is_hung, dict(line.values()))
 
 
+@lru_cache(maxsize=SESSIONS_MAX)
 def _groups_of(geometry: Geometry) -> str:
     return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups)
 

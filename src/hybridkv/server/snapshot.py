@@ -9,6 +9,7 @@ from hybridkv.server.history import Decision
 
 GROUPS_SHOWN_MAX = 64
 """Of all identities; those that take least are summed up."""
+SESSIONS_SHOWN_MAX = 256
 DECISIONS_SHOWN_MAX = 50
 
 

@@ -1,7 +1,7 @@
 """What the status page and `hybridkv top` show, made from a snapshot: numbers, what they mean, and what is wrong."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ RECENT_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
 SMOOTH_STEPS = 6
 """Shares are those of the last so many steps: in a single one there may be next to nothing."""
+BRIEF_DECISIONS = 20
 BRIEF_SAMPLES = 91
 """Of the hour, for a terminal."""
 GAP_MIN = 0.02
@@ -48,7 +49,7 @@ class Status:
     """Makes the JSON; what is past is made only once."""
 
     def __init__(self, is_brief: bool = False) -> None:
-        """Brief: no day, and less of the hour."""
+        """Brief: no day, less of the hour, and fewer decisions."""
         self._is_brief = is_brief
         self._made: dict[str, tuple[float, msgspec.Raw]] = {}
         """By span: when its last sample was taken, and the JSON."""
@@ -59,7 +60,8 @@ class Status:
         spans: dict[str, Any] = {"hour": self._past("hour", snapshot, hour)}
         if not self._is_brief:
             spans["day"] = self._past("day", snapshot, snapshot.day)
-        return msgspec.json.encode(status(snapshot) | spans)
+        shown = replace(snapshot, decisions=snapshot.decisions[:BRIEF_DECISIONS]) if self._is_brief else snapshot
+        return msgspec.json.encode(status(shown) | spans)
 
     def _past(self, span: str, snapshot: Snapshot, samples: Sequence[Sample]) -> msgspec.Raw:
         last = samples[-1].at if samples else 0.0
