@@ -61,6 +61,7 @@ PLAIN: Mapping[str, Described] = {
     "slots_short": _counter(
         "Write slots that engines wanted and that there was no room for; what they then shed has no name here."
     ),
+    "spans_dropped": _counter("Spans that were not exported because too many waited; see `serve --traces`."),
     "sessions_ended": _counter("Sessions whose engine is gone."),
     "deadlines_missed": _counter("Lookups answered at their deadline, before all that was read for them had come."),
     "ceiling_lookups": _counter("Lookups that the three sums of tokens below are made of."),

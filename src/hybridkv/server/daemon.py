@@ -35,6 +35,7 @@ from hybridkv.server.snapshot import (
     Snapshot,
     TierFacts,
 )
+from hybridkv.server.spans import Spans
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.demote import Demotion
@@ -133,6 +134,8 @@ class Session:
     """Of the engine's greetings."""
     model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
+    found: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """While spans are wanted, by lease: when it was given, and the number of its lookup's span."""
     writing: dict[int, Slot] = field(default_factory=dict)
     writing_bytes: int = 0
     """Bytes in `writing`."""
@@ -195,6 +198,8 @@ class Daemon:
         self._columns = (*SAMPLED, *(f"tier_{line.name}_{name}" for line in lines for name in SAMPLED_OF_TIERS))
         self._series = Series(*HOUR), Series(*DAY)
         self.counters: Counter[str] = Counter()
+        self.spans: Spans | None = None
+        """Where what was done is told, if anybody wants to know."""
 
     # Events
 
@@ -265,6 +270,10 @@ class Daemon:
         line = self.lines[job.line]
         was_open = line.is_open
         line.finished(job, outcome, now)
+        if self.spans is not None and job.work in (Work.READ, Work.WRITE, Work.FIND):
+            facts: dict[str, str | int | bool] = {"tier": line.name, "objects": len(job.items), "bytes": job.size_bytes}
+            error = "" if outcome.error is None else str(outcome.error)
+            self.spans.put(f"tier {job.work}", job.submitted_at, now, facts, error=error)
         match job.work:
             case Work.READ:
                 self.promotion.read(job, outcome, now)
@@ -424,7 +433,9 @@ class Daemon:
                 masks, entries = self._present(session.namespace, hashes)
                 chunks = largest_hit(session.geometry, masks, len(entries))
         self.ceiling.answered(session.namespace.identity, session.geometry, hashes, masks, chunks)
-        return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
+        found = self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
+        self._span(session, found, self._now)
+        return found
 
     def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
         """What RAM has of some chunks: per group the mask, and per chunk its slots."""
@@ -478,7 +489,24 @@ class Daemon:
         for name, count in tiers.items():
             self.counters[f"chunks_hit_{name}"] += count
         found = self._found(session, waiting.id, waiting.lease, masks, entries, chunks, dict(tiers), waiting.why)
+        self._span(session, found, waiting.asked_at)
         self.later.append((waiting.connection_id, found))
+
+    def _span(self, session: Session, found: Found, asked_at: float) -> None:
+        """Tell of a lookup that is answered."""
+        if self.spans is None:
+            return
+        facts: dict[str, str | int | bool] = {
+            "engine": session.engine_id,
+            "identity": session.namespace.identity.hex()[:12],
+            "asked_tokens": len(found.masks[0]) * session.geometry.chunk_tokens,
+            "hit_tokens": found.chunks * session.geometry.chunk_tokens,
+            "why": found.why,
+            **{f"chunks_from_{name}": count for name, count in found.tiers.items()},
+        }
+        number = self.spans.put("lookup", asked_at, self._now, facts)
+        if found.chunks:
+            session.found[found.lease] = self._now, number
 
     def _is_current(self, namespace: Namespace) -> bool:
         return self._namespaces.get(namespace.identity) is namespace
@@ -487,6 +515,10 @@ class Daemon:
         slots = session.leases.pop(release.lease, None)
         if slots is not None:
             self.store.unpin(slots)
+        since, number = session.found.pop(release.lease, (0.0, 0))
+        if self.spans is not None and number:
+            facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}
+            self.spans.put("load", since, self._now, facts, number, "the load failed" if release.failed else "")
         self.counters["tokens_loaded"] += release.tokens
         self.counters["bytes_loaded"] += release.loaded_bytes
         self.counters["loads_failed"] += release.failed
@@ -637,6 +669,7 @@ class Daemon:
             "sessions": float(len(self._sessions)),
             "leases": float(sum(len(session.leases) for session in self._sessions)),
             "connections": float(len(self._connections)),
+            "spans_dropped": float(0 if self.spans is None else self.spans.dropped),
             "lookups_waited": float(self._waits.cumulative[-1][1]),
             "lookup_wait_seconds": self._waits.total,
             "ceiling_lookups": float(self.ceiling.lookups),

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import uuid
 from collections import Counter, deque
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
@@ -26,6 +27,7 @@ from hybridkv.core.tiers import TierSpec
 from hybridkv.server.daemon import Daemon, Process
 from hybridkv.server.place import listen, make_private_directory, open_arena, take_lock
 from hybridkv.server.snapshot import Snapshot
+from hybridkv.server.spans import Spans
 from hybridkv.server.status import Status
 from hybridkv.server.threads import TierThreads
 from hybridkv.server.web import serve_web
@@ -87,6 +89,8 @@ class ServeOptions(NamedTuple):
     """Below RAM, the one that is asked first first."""
     node: str = ""
     """What tells this daemon from others that use the same tiers; the same in all its lives."""
+    traces_url: str = ""
+    """Of an OpenTelemetry collector; empty: nothing is traced."""
 
 
 class _Peer:
@@ -153,7 +157,19 @@ class Server:
         self.metrics_url = ""
         if options.metrics_port >= 0:
             self.metrics_url = serve_web(self._ask, options.metrics_port)
+        self._exporter: Any = None
+        if options.traces_url:
+            self._exporter = self._trace(options)
         logger.info("serving %s, ram %s, metrics %s", options.socket_path, format_size(size), self.metrics_url)
+
+    def _trace(self, options: ServeOptions) -> Any:
+        """Raises ConfigError where the library is not there, which nothing else needs."""
+        try:
+            traces = importlib.import_module("hybridkv.server.traces")
+        except ImportError as error:
+            raise ConfigError(f"traces: {error}; pip install 'hybridkv[otel]' works") from error
+        self.daemon.spans = Spans()
+        return traces.Exporter(options.traces_url, self.daemon.spans, options.node)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -533,6 +549,8 @@ class Server:
         for fd in self._pidfds.values():
             os.close(fd)
         have_ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
+        if self._exporter is not None:
+            self._exporter.close(CLOSE_SECONDS)
         self._selector.close()
         self._listener.close()
         self._wake_read.close()
