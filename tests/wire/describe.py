@@ -60,6 +60,8 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "DESCRIPTORS_MAX": "descriptors that a daemon allows itself, where the system lets it",
         "LISTEN_AGAIN_SECONDS": "seconds after which a daemon that had no descriptor left listens again, at the latest",
         "LAST_WORDS_BYTES_MAX": "bytes that are still read from a connection whose process has ended",
+        "IDLE_SECONDS": "seconds of arithmetic for the hit-rate ceiling at a time, while nobody says anything",
+        "STATUS_SECONDS": "seconds for which the `status` of a Report may be the one that was told before",
         "TURN_SECONDS": "seconds after which a connection's further messages wait for the others'",
         "RECEIVE_BYTES": "bytes that are read from one connection before the others have their turn",
         "SEND_QUEUE_BYTES_MAX": "bytes of replies that a client leaves unread before it is disconnected",

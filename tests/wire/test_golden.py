@@ -171,7 +171,7 @@ REQUESTS: list[tuple[Request, str]] = [
     ),
     (
         Stats(id=6),
-        "0800000092a5737461747306",
+        "0900000093a5737461747306c2",
     ),
     (
         ListEngines(id=7),
@@ -279,3 +279,8 @@ def test_the_bytes_are_read_as_the_same_request(message: Request, frame: str) ->
 def test_the_bytes_are_read_as_the_same_reply(message: Reply, frame: str) -> None:
     (body,) = Frames().feed(bytes.fromhex(frame))
     assert decode_reply(body) == message
+
+
+def test_stats_of_an_older_client_is_read() -> None:
+    (body,) = Frames().feed(bytes.fromhex("0800000092a5737461747306"))
+    assert decode_request(body) == Stats(id=6, status=False)

@@ -12,6 +12,7 @@ EXIT_BAD_INPUT = 2
 COMMANDS = {
     "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
     "stats": ("hybridkv.cli.control", "print the daemon's counters"),
+    "top": ("hybridkv.cli.top", "show what the daemon does, live"),
     "explain": ("hybridkv.cli.explain", "say what became of a request, and why"),
     "fsck": ("hybridkv.cli.fsck", "prove every object in a directory, and put right what is wrong"),
     "export": ("hybridkv.cli.export", "write objects to one file, from a directory or a daemon's memory"),

@@ -62,7 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node", metavar="NAME", help="tells this daemon from others on one directory (default: host name and socket)"
     )
+    parser.add_argument(
+        "--traces",
+        metavar="URL",
+        help="send spans of lookups, loads and tiers to an OpenTelemetry collector, like "
+        "http://127.0.0.1:4318/v1/traces (needs hybridkv[otel]; default: no)",
+    )
     parser.add_argument("--log-file", metavar="FILE", help='where to log; "auto": beside the socket')
+
+
+def _traces_url(url: str | None) -> str:
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f'traces: {url!r} is no URL of a collector; "http://127.0.0.1:4318/v1/traces" works')
+    return url or ""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
                 salt_quota_bytes,
                 tiers,
                 arguments.node or node_name(socket_path),
+                _traces_url(arguments.traces),
             )
         )
     except AlreadyServedError as error:

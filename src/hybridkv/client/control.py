@@ -88,9 +88,9 @@ class Control:
         if not self._link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
-    def stats(self) -> Report:
-        """The daemon's counters."""
-        reply = self.call(Stats(self._next_id()))
+    def stats(self, status: bool = False) -> Report:
+        """The daemon's counters; with `status` also what its status page shows."""
+        reply = self.call(Stats(self._next_id(), status))
         assert isinstance(reply, Report)
         return reply
 

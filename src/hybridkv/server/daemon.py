@@ -12,17 +12,31 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
+from hybridkv.core.buckets import Buckets
+from hybridkv.core.ceiling import Ceiling
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.series import Sample, Series
 from hybridkv.server.history import History
 from hybridkv.server.promote import Promotion, Waiting
 from hybridkv.server.removals import Removals
+from hybridkv.server.snapshot import (
+    DECISIONS_SHOWN_MAX,
+    GROUPS_SHOWN_MAX,
+    SESSIONS_SHOWN_MAX,
+    GroupFacts,
+    SessionFacts,
+    Snapshot,
+    TierFacts,
+)
+from hybridkv.server.spans import Spans
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.storage.demote import Demotion
@@ -75,6 +89,17 @@ SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 LATEST_MAX = 20
 NO_PARENT = bytes(HASH_BYTES)
+SAMPLED = (
+    *("lookups", "lookups_hit", "lookups_waited", "lookup_wait_seconds", "tokens_asked", "tokens_hit"),
+    *("ceiling_asked_tokens", "ceiling_hit_tokens", "ceiling_tokens"),
+    *("bytes_loaded", "bytes_stored", "evicted", "slots_short", "loads_failed", "deadlines_missed"),
+    *("bytes_committed", "objects", "sessions", "leases", "lookups_waiting"),
+)
+"""Values whose past is kept."""
+SAMPLED_OF_TIERS = ("bytes", "bytes_read", "bytes_written", "failures", "breaker_open")
+HOUR = 10.0, 361
+"""Seconds between two samples, and how many are kept."""
+DAY = 60.0, 1441
 
 
 class RequestError(HybridKVError):
@@ -111,9 +136,13 @@ class Session:
     """Of the engine's greetings."""
     model: WireModel | None = None
     leases: dict[int, list[Slot]] = field(default_factory=dict)
+    found: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """While spans are wanted, by lease: when it was given, and the number of its lookup's span."""
     writing: dict[int, Slot] = field(default_factory=dict)
     writing_bytes: int = 0
     """Bytes in `writing`."""
+    since: float = 0.0
+    """When it greeted, by the daemon's clock."""
 
     def unwritten(self, offset: int, generation: int) -> Slot | None:
         """The session's unwritten slot of that name, if it has one."""
@@ -149,6 +178,7 @@ class Daemon:
         self.later: deque[tuple[int, Reply]] = deque()
         """(connection, reply) of lookups whose wait is over; to be sent."""
         self._now = 0.0
+        self._started_at: float | None = None
         self.boot = boot
         self._arena_path = arena_path
         self._arena_bytes = len(store)
@@ -161,10 +191,19 @@ class Daemon:
         self._held: dict[bytes, list[Slot]] = {}
         """Write slots of an earlier life of the daemon, by the tag of the engine that may still write into them."""
         self._namespaces: dict[bytes, Namespace] = {}
+        self._geometries: dict[bytes, tuple[Geometry, str]] = {}
+        """Of the identities that engines greeted with: (geometry, the model's name)."""
         self._history = History()
         self.removals = Removals()
         self.store.witness = self.removals.witness
+        self.ceiling = Ceiling()
+        self._waits = Buckets()
+        """Seconds that lookups waited for tiers."""
+        self._columns = (*SAMPLED, *(f"tier_{line.name}_{name}" for line in lines for name in SAMPLED_OF_TIERS))
+        self._series = Series(*HOUR), Series(*DAY)
         self.counters: Counter[str] = Counter()
+        self.spans: Spans | None = None
+        """Where what was done is told, if anybody wants to know."""
 
     # Events
 
@@ -214,16 +253,22 @@ class Daemon:
     def tick(self, now: float) -> None:
         """Whatever is due: to be called after other events, and at `wakes_at`; `now` in seconds of one clock."""
         self._now = now
+        if self._started_at is None:
+            self._started_at = now
         for line in self.lines:
             line.tick(now)
         if self.lines:
             self.promotion.tick(now)
             self.demotion.pump(now)
         self.later.extend(self.removals.due())
+        if any(series.due_at <= now for series in self._series):
+            self._sample(now)
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
-        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *(line.wakes_at() for line in self.lines)])
+        lines = (line.wakes_at() for line in self.lines)
+        samples = (series.due_at for series in self._series)
+        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *lines, *samples])
 
     def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
         """A job of a tier came back."""
@@ -231,6 +276,10 @@ class Daemon:
         line = self.lines[job.line]
         was_open = line.is_open
         line.finished(job, outcome, now)
+        if self.spans is not None and job.work in (Work.READ, Work.WRITE, Work.FIND):
+            facts: dict[str, str | int | bool] = {"tier": line.name, "objects": len(job.items), "bytes": job.size_bytes}
+            error = "" if outcome.error is None else str(outcome.error)
+            self.spans.put(f"tier {job.work}", job.submitted_at, now, facts, error=error)
         match job.work:
             case Work.READ:
                 self.promotion.read(job, outcome, now)
@@ -309,7 +358,7 @@ class Daemon:
                 self._condemn(request)
             case Tell():
                 identity = _session_of(connection).namespace.identity
-                self._history.told(request.request_id, identity, request.facts)
+                self._history.told(request.request_id, identity, request.facts, self._now)
             case Describe():
                 self._history.described(_session_of(connection).namespace.identity, request.facts)
             case Explain():
@@ -333,6 +382,8 @@ class Daemon:
                 raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
             namespace = self._namespace(hello.namespace, geometry)
             session = Session(hello.engine_id, geometry, namespace, connection_id, hello.session, hello.model)
+            session.since = self._now
+            self._describe(session)
             self._sessions.append(session)
             connection.session = session
         elif hello.role == "worker":
@@ -355,6 +406,7 @@ class Daemon:
         except RequestError as error:
             # Its bytes are not those of the old identity any more: the connection ends, and nothing else is heard.
             raise RequestError(ErrorCode.IDENTIFY) from error
+        self._describe(session)
         return Done(identify.id, 0)
 
     def _lookup(self, connection_id: int, session: Session, lookup: Lookup) -> Reply:
@@ -369,6 +421,7 @@ class Daemon:
         chunks = largest_hit(session.geometry, masks, len(entries))
         self.counters["lookups"] += 1
         self.counters["chunks_asked"] += len(entries)
+        self.counters["tokens_asked"] += len(entries) * session.geometry.chunk_tokens
         why = ""
         if self.lines and lookup.wait_ms and chunks < len(entries):
             waiting = Waiting(
@@ -381,6 +434,7 @@ class Daemon:
                 self._now + lookup.wait_ms / 1e3,
                 lookup.tokens_per_second,
                 chunks,
+                asked_at=self._now,
             )
             if self.promotion.begin(waiting, masks, self._now):
                 return Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
@@ -389,7 +443,10 @@ class Daemon:
                 # Room may have been made, at the cost of what this hit has, for what then did not come.
                 masks, entries = self._present(session.namespace, hashes)
                 chunks = largest_hit(session.geometry, masks, len(entries))
-        return self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
+        self.ceiling.answered(session.namespace.identity, session.geometry, hashes, masks, chunks)
+        found = self._found(session, lookup.id, lookup.lease, masks, entries, chunks, {}, why)
+        self._span(session, found, self._now)
+        return found
 
     def _present(self, namespace: Namespace, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
         """What RAM has of some chunks: per group the mask, and per chunk its slots."""
@@ -423,6 +480,7 @@ class Daemon:
             session.leases[lease] = slots
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
+            self.counters["tokens_hit"] += chunks * session.geometry.chunk_tokens
         offsets, generations = pack_u64([slot.offset for slot in slots]), pack_u64([slot.generation for slot in slots])
         return Found(request_id, lease, chunks, masks, offsets, generations, tiers, why)
 
@@ -435,11 +493,31 @@ class Daemon:
         if session.namespace is not waiting.namespace:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
+        else:
+            self.ceiling.answered(waiting.namespace.identity, waiting.geometry, waiting.hashes, masks, chunks)
+        self._waits.add(self._now - waiting.asked_at)
         tiers = Counter(name for chunk, name in sorted(waiting.origins.items()) if chunk < chunks)
         for name, count in tiers.items():
             self.counters[f"chunks_hit_{name}"] += count
         found = self._found(session, waiting.id, waiting.lease, masks, entries, chunks, dict(tiers), waiting.why)
+        self._span(session, found, waiting.asked_at)
         self.later.append((waiting.connection_id, found))
+
+    def _span(self, session: Session, found: Found, asked_at: float) -> None:
+        """Tell of a lookup that is answered."""
+        if self.spans is None:
+            return
+        facts: dict[str, str | int | bool] = {
+            "engine": session.engine_id,
+            "identity": session.namespace.identity.hex()[:12],
+            "asked_tokens": len(found.masks[0]) * session.geometry.chunk_tokens,
+            "hit_tokens": found.chunks * session.geometry.chunk_tokens,
+            "why": found.why,
+            **{f"chunks_from_{name}": count for name, count in found.tiers.items()},
+        }
+        number = self.spans.put("lookup", asked_at, self._now, facts)
+        if found.chunks:
+            session.found[found.lease] = self._now, number
 
     def _is_current(self, namespace: Namespace) -> bool:
         return self._namespaces.get(namespace.identity) is namespace
@@ -448,6 +526,10 @@ class Daemon:
         slots = session.leases.pop(release.lease, None)
         if slots is not None:
             self.store.unpin(slots)
+        since, number = session.found.pop(release.lease, (0.0, 0))
+        if self.spans is not None and number:
+            facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}
+            self.spans.put("load", since, self._now, facts, number, "the load failed" if release.failed else "")
         self.counters["tokens_loaded"] += release.tokens
         self.counters["bytes_loaded"] += release.loaded_bytes
         self.counters["loads_failed"] += release.failed
@@ -469,6 +551,7 @@ class Daemon:
         session.writing.update((slot.offset, slot) for slot in slots)
         session.writing_bytes += size * len(slots)
         self.counters["slots_granted"] += len(slots)
+        self.counters["slots_short"] += min(want.count, CHANGES_MAX) - len(slots)
         return Granted(
             want.id,
             want.part_bytes,
@@ -494,12 +577,14 @@ class Daemon:
                 raise RequestError(
                     ErrorCode.COMMIT, f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
                 )
+        written: list[int] = []
         for at, slot in enumerate(slots):
             name = slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
             if slot is None or session.writing.pop(slot.offset, None) is None:
                 self.counters["commits_unknown"] += 1
                 self.removals.missing(session.engine_connection, commit.hashes[name], groups[at])
                 continue
+            written.append(at)
             session.writing_bytes -= slot.size_bytes
             parent = b"" if parents[name] == NO_PARENT else parents[name]
             size = slot.part_bytes * slot.parts
@@ -518,6 +603,8 @@ class Daemon:
             else:
                 self.removals.missing(session.engine_connection, commit.hashes[name], groups[at])
         self.counters["tokens_stored"] += commit.tokens
+        stored = b"".join(commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in written)
+        self.ceiling.stored(session.namespace.identity, [groups[at] for at in written], stored)
 
     def _abandon(self, session: Session, abandon: Abandon) -> None:
         for offset, generation in _named(abandon.offsets, abandon.generations):
@@ -531,11 +618,14 @@ class Daemon:
         for offset, generation in _named(condemn.offsets, condemn.generations):
             slot = self.store.get(offset, generation)
             if slot is not None and slot.state is SlotState.COMMITTED:
+                if slot.entry is not None:
+                    self.ceiling.lost(slot.entry.namespace.identity, slot.group_index, slot.entry.chunk_hash)
                 self.store.drop(slot)
                 self.counters["objects_condemned"] += 1
 
     def _clear(self) -> int:
         """Drop some of the objects; how many."""
+        self.ceiling.cleared()
         entries = (entry for namespace in self._namespaces.values() for entry in namespace.entries.values())
         slots = list(islice((slot for entry in entries for slot in entry.slots if slot is not None), CHANGES_MAX))
         for slot in slots:
@@ -551,7 +641,7 @@ class Daemon:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
         info.update((f"tier_{line.number}", line.describe()) for line in self.lines)
         for number, session in enumerate(self._sessions):
-            groups = " ".join(f"{g.gid}:{g.kind}/{g.tokens_per_block}" for g in session.geometry.groups)
+            groups = _groups_of(session.geometry)
             info[f"session_{number}"] = (
                 f"chunk {session.geometry.chunk_tokens} groups {groups} engine {session.engine_id} "
                 f"identity {session.namespace.identity.hex()[:12]}"
@@ -559,12 +649,11 @@ class Daemon:
         return Report(stats.id, self.values(), info)
 
     def _explain(self, explain: Explain) -> Reply:
-        latest = self._history.latest[:LATEST_MAX]
+        latest = [decision.request_id for decision in self._history.latest(LATEST_MAX)]
         known = self._history.request(explain.request_id)
         if known is None:
             return Explained(explain.id, {}, latest)
-        identity, told = known
-        facts = dict(told)
+        identity, facts = known.identity, dict(known.facts)
         facts["identity"] = identity.hex()
         first = _hash_of(facts.pop("first_chunk", ""))
         for other in self._namespaces.values():
@@ -596,8 +685,64 @@ class Daemon:
             "removals_overflowed": float(self.removals.overflows),
             "leases": float(sum(len(session.leases) for session in self._sessions)),
             "connections": float(len(self._connections)),
+            "spans_dropped": float(0 if self.spans is None else self.spans.dropped),
+            "lookups_waited": float(self._waits.cumulative[-1][1]),
+            "lookup_wait_seconds": self._waits.total,
+            "ceiling_lookups": float(self.ceiling.lookups),
+            "ceiling_lookups_left_out": float(self.ceiling.lookups_left_out),
+            "ceiling_asked_tokens": float(self.ceiling.asked_tokens),
+            "ceiling_hit_tokens": float(self.ceiling.hit_tokens),
+            "ceiling_tokens": float(self.ceiling.ceiling_tokens),
+            "ceiling_chunks": float(len(self.ceiling)),
+            "ceiling_chunks_max": float(self.ceiling.remembered_max),
+            "ceiling_chunks_forgotten": float(self.ceiling.forgotten),
             **dict(self._tier_values()),
         }
+
+    def snapshot(self, now: float) -> Snapshot:
+        """What there is to show."""
+        series_hour, series_day = self._series
+        return Snapshot(
+            now,
+            now if self._started_at is None else self._started_at,
+            self.values(),
+            tuple(self._waits.cumulative),
+            self._waits.total,
+            tuple(self._group_facts()),
+            tuple(map(_session_facts, self._sessions[:SESSIONS_SHOWN_MAX])),
+            tuple(map(_tier_facts, self.lines)),
+            self._columns,
+            series_hour.samples,
+            series_day.samples,
+            tuple(self._history.latest(DECISIONS_SHOWN_MAX)),
+        )
+
+    def _sample(self, now: float) -> None:
+        values = self.values()
+        sample = Sample(now, tuple(values.get(name, 0.0) for name in self._columns))
+        for series in self._series:
+            if series.due_at <= now:
+                series.add(sample)
+
+    def _group_facts(self) -> Iterator[GroupFacts]:
+        """What takes most first."""
+        held = [
+            (namespace.held_bytes[index], namespace, index)
+            for namespace in self._namespaces.values()
+            if namespace.entries
+            for index in range(len(namespace.gids))
+        ]
+        shown = nlargest(GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
+        for size, namespace, index in shown:
+            geometry, model = self._geometries.get(namespace.identity, (None, ""))
+            kind = "" if geometry is None or not namespace.shapes else str(geometry.groups[index].kind)
+            objects = namespace.held_objects[index]
+            yield GroupFacts(namespace.identity.hex()[:12], model, namespace.gids[index], kind, objects, size)
+        if len(held) > len(shown):
+            objects = sum(sum(namespace.held_objects) for namespace in self._namespaces.values())
+            objects -= sum(namespace.held_objects[index] for _, namespace, index in shown)
+            size = sum(size for size, *_ in held) - sum(size for size, *_ in shown)
+            yield GroupFacts("", "", 0, "", objects, size)
 
     def _tier_values(self) -> Iterator[tuple[str, float]]:
         if self.lines:
@@ -642,10 +787,16 @@ class Daemon:
                 self._namespaces = {
                     key: value for key, value in self._namespaces.items() if value.entries or key in used
                 }
+                self._geometries = {key: value for key, value in self._geometries.items() if key in self._namespaces}
             known = self._namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
         return known
+
+    def _describe(self, session: Session) -> None:
+        """Remember what people want to know of an identity; an engine that told no model's name takes none away."""
+        _, model = self._geometries.get(session.namespace.identity, (None, ""))
+        self._geometries[session.namespace.identity] = session.geometry, _model_of(session) or model
 
     def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
@@ -684,6 +835,34 @@ def tag_of(engine_id: str) -> bytes:
 def _wire_engine(session: Session) -> WireEngine:
     geometry = geometry_to_wire(session.geometry)
     return WireEngine(session.engine_id, session.namespace.identity, geometry, session.model)
+
+
+def _model_of(session: Session) -> str:
+    return session.model.name if session.model is not None else ""
+
+
+def _session_facts(session: Session) -> SessionFacts:
+    return SessionFacts(
+        session.engine_id,
+        _model_of(session),
+        session.namespace.identity.hex()[:12],
+        session.geometry.chunk_tokens,
+        _groups_of(session.geometry),
+        len(session.leases),
+        session.writing_bytes,
+        session.engine_connection is not None,
+        session.since,
+    )
+
+
+def _tier_facts(line: Line) -> TierFacts:
+    location, write = line.spec.shown, str(line.spec.write)
+    return TierFacts(line.name, location, write, line.is_open, line.is_shut, line.is_hung, dict(line.values()))
+
+
+@lru_cache(maxsize=SESSIONS_MAX)
+def _groups_of(geometry: Geometry) -> str:
+    return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups)
 
 
 def _session_of(connection: Connection) -> Session:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import logging
 import math
 import os
@@ -17,23 +18,26 @@ import uuid
 from collections import Counter, deque
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tiers import TierSpec
 from hybridkv.server.daemon import Daemon, Process
-from hybridkv.server.metrics import serve_metrics
 from hybridkv.server.place import listen, make_private_directory, open_arena, take_lock
+from hybridkv.server.snapshot import Snapshot
+from hybridkv.server.spans import Spans
+from hybridkv.server.status import Status
 from hybridkv.server.threads import TierThreads
+from hybridkv.server.web import serve_web
 from hybridkv.shm.arena import is_no_space
 from hybridkv.storage.line import Line
 from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.make import make_tier
 from hybridkv.storage.transfer import Job, Outcome
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
-from hybridkv.wire.messages import Error, Reply, Report
+from hybridkv.wire.messages import Error, Reply, Report, Stats
 from hybridkv.wire.protocol import REFUSALS, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -45,11 +49,14 @@ RECEIVE_BYTES = 1 << 14
 """Taken from one client before the next one's turn."""
 TURN_SECONDS = 0.002
 """After which the others have their turn: many small requests are also work."""
+IDLE_SECONDS = 0.0005
+"""While nobody says anything, the ceiling's arithmetic is done in pieces of so long."""
+STATUS_SECONDS = 0.25
+"""What clients are told of the status page is no older, and not made more often."""
 SEND_QUEUE_BYTES_MAX = 64 << 20
 """A client that lets this much pile up is disconnected."""
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
-VALUES_TIMEOUT_SECONDS = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LISTEN_AGAIN_SECONDS = 0.2
 """After a connection could not be accepted, unless one of ours ends before."""
@@ -82,6 +89,8 @@ class ServeOptions(NamedTuple):
     """Below RAM, the one that is asked first first."""
     node: str = ""
     """What tells this daemon from others that use the same tiers; the same in all its lives."""
+    traces_url: str = ""
+    """Of an OpenTelemetry collector; empty: nothing is traced."""
 
 
 class _Peer:
@@ -131,7 +140,10 @@ class Server:
         """Whether the last one who came could not be served for lack of descriptors."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._numbers = 0
-        self._asked: deque[Future[dict[str, float]]] = deque()
+        self._asked: deque[Future[Snapshot]] = deque()
+        self._status = Status(is_brief=True)
+        self._told: tuple[float, str] | None = None
+        """What clients were told of it last, and when."""
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
@@ -144,8 +156,20 @@ class Server:
         self._reserver.start()
         self.metrics_url = ""
         if options.metrics_port >= 0:
-            self.metrics_url = serve_metrics(self._values, options.metrics_port)
+            self.metrics_url = serve_web(self._ask, options.metrics_port)
+        self._exporter: Any = None
+        if options.traces_url:
+            self._exporter = self._trace(options)
         logger.info("serving %s, ram %s, metrics %s", options.socket_path, format_size(size), self.metrics_url)
+
+    def _trace(self, options: ServeOptions) -> Any:
+        """Raises ConfigError where the library is not there, which nothing else needs."""
+        try:
+            traces = importlib.import_module("hybridkv.server.traces")
+        except ImportError as error:
+            raise ConfigError(f"traces: {error}; pip install 'hybridkv[otel]' works") from error
+        self.daemon.spans = Spans()
+        return traces.Exporter(options.traces_url, self.daemon.spans, options.node)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -158,14 +182,22 @@ class Server:
     def turn(self) -> None:
         """One round: whatever is ready is served."""
         behind = list(self._behind)
-        for key, events in self._selector.select(self._patience()):
+        ready = self._selector.select(self._patience())
+        for key, events in ready:
             self._serve(key.fileobj, events)
         for peer in behind:
             self._answer(peer, TURN_SECONDS)
         self._adopt_reserved()
         self._take_outcomes()
         while self._asked:
-            self._asked.popleft().set_result(self.daemon.values())
+            self._asked.popleft().set_result(self.daemon.snapshot(time.monotonic()))
+        if not ready and not behind:
+            self._use_idle_time()
+
+    def _use_idle_time(self) -> None:
+        until = time.monotonic() + IDLE_SECONDS if self.daemon.ceiling.has_work else 0.0
+        while self.daemon.ceiling.has_work and time.monotonic() < until:
+            self.daemon.ceiling.work()
 
     def stop(self, keep_arena: bool) -> None:
         """End `run`; safe from signal handlers and other threads. The arena is kept for the next daemon, or not."""
@@ -235,7 +267,7 @@ class Server:
 
     def _patience(self) -> float | None:
         """Seconds that the loop may sleep; the listener is heard again when they are over."""
-        if self._behind or self._outcomes:
+        if self._behind or self._outcomes or self.daemon.ceiling.has_work:
             return 0.0
         now = time.monotonic()
         if self._listen_at is not None and self._listen_at <= now:
@@ -279,9 +311,12 @@ class Server:
                 if time.monotonic() > until:
                     self._behind[peer] = None
                     return
-                reply = self.daemon.handle(peer.number, decode_request(peer.said.popleft()), time.monotonic())
+                request = decode_request(peer.said.popleft())
+                reply = self.daemon.handle(peer.number, request, time.monotonic())
                 if isinstance(reply, Report):
                     reply.info["metrics"] = self.metrics_url
+                    if isinstance(request, Stats) and request.status:
+                        reply.info["status"] = self._status_text()
                 if reply is not None:
                     peer.closing = isinstance(reply, Error) and REFUSALS[ErrorCode(reply.code)].closes
                     self._send(peer, reply)
@@ -448,12 +483,19 @@ class Server:
         logger.info("took over %d objects, %s", store.objects, format_size(store.committed_bytes))
         return True
 
-    def _values(self) -> dict[str, float]:
-        """The daemon's values, taken by the loop on behalf of the metrics thread."""
-        asked: Future[dict[str, float]] = Future()
+    def _ask(self) -> Future[Snapshot]:
+        """What there is to show, taken by the loop on behalf of another thread."""
+        asked: Future[Snapshot] = Future()
         self._asked.append(asked)
         self._wake()
-        return asked.result(VALUES_TIMEOUT_SECONDS)
+        return asked
+
+    def _status_text(self) -> str:
+        """What the status page shows, for a client."""
+        now = time.monotonic()
+        if self._told is None or not 0.0 <= now - self._told[0] < STATUS_SECONDS:
+            self._told = now, self._status.encode(self.daemon.snapshot(now)).decode()
+        return self._told[1]
 
     # Pages of the arena are made to exist by a thread, since zeroing them takes milliseconds.
 
@@ -507,6 +549,8 @@ class Server:
         for fd in self._pidfds.values():
             os.close(fd)
         have_ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
+        if self._exporter is not None:
+            self._exporter.close(CLOSE_SECONDS)
         self._selector.close()
         self._listener.close()
         self._wake_read.close()

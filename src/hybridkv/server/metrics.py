@@ -1,93 +1,107 @@
-"""The daemon's counters in Prometheus form, on loopback only."""
+"""The daemon's values in Prometheus form."""
 
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-GAUGES = frozenset(
-    (
-        "objects",
-        "bytes_committed",
-        "bytes_writing",
-        "bytes_held",
-        "bytes_protected",
-        "tenants",
-        "lookups_waiting",
-        "writes_waiting",
-        "bytes_reserved",
-        "bytes_arena",
-        "sessions",
-        "watching",
-        "leases",
-        "connections",
-    )
-)
-"""Values that may go down; every other value of Daemon.values is a counter, but for those of tiers."""
-TIER_GAUGES = frozenset(
-    (
-        "bytes",
-        "bytes_max",
-        "bytes_per_second",
-        "objects",
-        "objects_of_others",
-        "jobs_running",
-        "discards_waiting",
-        "is_open",
-        "breaker_open",
-    )
-)
-"""The same of a tier's, whose names begin with "tier_" and the tier's own."""
-SHORTAGE_SECONDS = 0.2
-"""After a scraper could not be accepted."""
+from hybridkv import __version__
+from hybridkv.server.catalog import MADE, NOT_ALONE, PARTS, PLAIN, PREFIX, TIER, Described, Kind
+from hybridkv.server.snapshot import Snapshot
+
+
+class _Point(NamedTuple):
+    labels: tuple[str, ...]
+    value: float
 
 
 class DaemonCollector(Collector):
-    """Reads the daemon's values at scrape time."""
+    """Asks for a snapshot at scrape time."""
 
-    def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:
-        self._values = values
+    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        """`snapshot` gives None where the daemon does not answer; it must not raise."""
+        self._snapshot = snapshot
 
-    def collect(self) -> Iterable[Metric]:
-        """One metric per value, named hybridkv_daemon_*."""
-        for name, value in sorted(self._values().items()):
-            of_tier = name.split("_", 2)[2] if name.startswith("tier_") else ""
-            family = GaugeMetricFamily if name in GAUGES or of_tier in TIER_GAUGES else CounterMetricFamily
-            yield family(f"hybridkv_daemon_{name}", name.replace("_", " "), value=value)
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:
-            # No descriptor is left; who waits stays in the queue, and would be offered again at once.
-            time.sleep(SHORTAGE_SECONDS)
-            raise
+    def collect(self) -> Iterator[Metric]:
+        """Every metric of the catalog, named hybridkv_daemon_*."""
+        snapshot = self._snapshot()
+        yield _family("answering", MADE["answering"], [_Point((), float(snapshot is not None))])
+        if snapshot is not None:
+            yield from _metrics(snapshot)
 
 
-class _Silent(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a line."""
+def _metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    values = {name: value for name, value in snapshot.values.items() if not name.startswith("tier_")}
+    for name, described in PLAIN.items():
+        # Counters are there from the start: one that appears with its first event hides that event from rates.
+        yield _family(name, described, [_Point((), values.pop(name, 0.0))])
+    for start, (name, described) in PARTS.items():
+        parts = [part for part in values if part.startswith(start)]
+        points = [_Point((part.removeprefix(start),), values.pop(part)) for part in parts]
+        yield _family(name, described, sorted(points))
+    for name, described in TIER.items():
+        told = [_Point((tier.name,), tier.values[name]) for tier in snapshot.tiers if name in tier.values]
+        yield _family(f"tier_{name}", described, told)
+    yield from _made(snapshot)
+    yield from _unknown(values, snapshot)
 
 
-def serve_metrics(values: Callable[[], Mapping[str, float]], port: int) -> str:
-    """Serve /metrics on 127.0.0.1 in a thread; returns the URL. A taken port is replaced by a free one."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(DaemonCollector(values))
-    application = make_wsgi_app(registry)
-    try:
-        server = make_server("127.0.0.1", port, application, _Server, _Silent)
-    except OSError:
-        server = make_server("127.0.0.1", 0, application, _Server, _Silent)
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}/metrics"
+def _made(snapshot: Snapshot) -> Iterator[Metric]:
+    yield _family("info", MADE["info"], [_Point((__version__,), 1.0)])
+    yield _family("uptime_seconds", MADE["uptime_seconds"], [_Point((), snapshot.now - snapshot.started_at)])
+    waits = HistogramMetricFamily(f"{PREFIX}lookup_wait_seconds", MADE["lookup_wait_seconds"].help)
+    waits.add_metric(
+        (),
+        [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in snapshot.waits],
+        snapshot.wait_seconds,
+    )
+    yield waits
+    groups = [((group.identity, group.model, str(group.gid), group.kind), group) for group in snapshot.groups]
+    yield _family("group_objects", MADE["group_objects"], _summed((key, group.objects) for key, group in groups))
+    yield _family("group_bytes", MADE["group_bytes"], _summed((key, group.held_bytes) for key, group in groups))
+    # An engine that greeted anew has two sessions as long as its workers copy for the first.
+    sessions = [((session.engine_id, session.model, session.identity), session) for session in snapshot.sessions]
+    for name, told in (
+        ("session_leases", [(key, session.leases) for key, session in sessions]),
+        ("session_writing_bytes", [(key, session.writing_bytes) for key, session in sessions]),
+        ("session_connected", [(key, int(session.is_connected)) for key, session in sessions]),
+    ):
+        yield _family(name, MADE[name], _summed(told))
+
+
+def _unknown(values: Mapping[str, float], snapshot: Snapshot) -> Iterator[Metric]:
+    """What nobody described is told all the same."""
+    for name, value in values.items():
+        if name not in NOT_ALONE:
+            yield UnknownMetricFamily(f"{PREFIX}{name}", "Not described.", value=value)
+    for name in sorted({name for tier in snapshot.tiers for name in tier.values} - set(TIER)):
+        family = UnknownMetricFamily(f"{PREFIX}tier_{name}", "Not described.", labels=("tier",))
+        for tier in snapshot.tiers:
+            if name in tier.values:
+                family.add_metric((tier.name,), tier.values[name])
+        yield family
+
+
+def _summed(told: Iterable[tuple[tuple[str, ...], int]]) -> list[_Point]:
+    """One point for each labels."""
+    sums: Counter[tuple[str, ...]] = Counter()
+    for labels, value in told:
+        sums[labels] += value
+    return [_Point(labels, float(value)) for labels, value in sums.items()]
+
+
+def _family(name: str, described: Described, points: Iterable[_Point]) -> Metric:
+    family = (CounterMetricFamily if described.kind is Kind.COUNTER else GaugeMetricFamily)(
+        f"{PREFIX}{name}", described.help, labels=described.labels
+    )
+    for labels, value in points:
+        family.add_metric(labels, value)
+    return family

@@ -70,7 +70,9 @@ class Waiting:
     reading: int = 0
     """Objects that are on their way up."""
     held: list[Slot] = field(default_factory=list)
+    asked_at: float = 0.0
     started_at: float = 0.0
+    """When the plan was made."""
     begun_bytes: Counter[Line] = field(default_factory=Counter)
     read_bytes: Counter[Line] = field(default_factory=Counter)
     origins: dict[int, str] = field(default_factory=dict)

@@ -78,6 +78,11 @@ class Line:
         """Whether a thread of it has not come back in time."""
         return any(job.is_late for job in self._running)
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether it failed so often that it is only asked now and then."""
+        return self._reading.is_open or self._writing.is_open
+
     def reads(self, now: float) -> bool:
         """Whether it may be asked for something that it may have."""
         return self.is_open and not self.is_hung and self._reading.allows(now)
@@ -180,8 +185,9 @@ class Line:
         yield from gauges.items()
         yield "jobs_running", float(len(self._running))
         yield "is_open", float(self.is_open)
-        yield "breaker_open", float(self._reading.is_open or self._writing.is_open or self.is_hung)
+        yield "breaker_open", float(self.is_shut or self.is_hung)
         yield "bytes_per_second", self.speed.per_second
+        yield "written_bytes_per_second", self.writing_speed.per_second
 
     def _tell(self, outcome: Outcome) -> None:
         """The first failure in a row is worth a line."""

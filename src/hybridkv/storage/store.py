@@ -108,7 +108,7 @@ class Entry:
 class Namespace:
     """All objects of one identity, by chunk hash."""
 
-    __slots__ = ("entries", "gids", "identity", "prefixes", "shapes")
+    __slots__ = ("entries", "gids", "held_bytes", "held_objects", "identity", "prefixes", "shapes")
 
     def __init__(
         self,
@@ -124,6 +124,15 @@ class Namespace:
         self.prefixes = prefixes or (False,) * len(gids)
         """Per group, whether a hit needs its objects of all chunks before."""
         self.entries: dict[bytes, Entry] = {}
+        self.held_objects = [0] * len(gids)
+        """Per group, objects of the index."""
+        self.held_bytes = [0] * len(gids)
+        """Per group, what they take."""
+
+    def count(self, slot: "Slot", sign: int) -> None:
+        """An object came into the index (1) or left it (-1)."""
+        self.held_objects[slot.group_index] += sign
+        self.held_bytes[slot.group_index] += sign * slot.size_bytes
 
 
 class Tenant:
@@ -316,6 +325,11 @@ class Store:
                     entry.prefixes += 1
                     self._link(entry, chunks.get(slot.parent_tag))
         namespace.gids, namespace.shapes, namespace.prefixes = gids, shapes, prefixes
+        namespace.held_objects, namespace.held_bytes = [0] * len(gids), [0] * len(gids)
+        for entry in namespace.entries.values():
+            for slot in entry.slots:
+                if slot is not None:
+                    namespace.count(slot, 1)
 
     def grow(self, limit_bytes: int) -> None:
         """Pages of the arena below `limit_bytes` exist now."""
@@ -434,6 +448,7 @@ class Store:
             if not entry.prefixes:
                 self._unlink(entry)
         entry.slots[slot.group_index] = None
+        entry.namespace.count(slot, -1)
         if not any(entry.slots):
             del entry.namespace.entries[entry.chunk_hash]
         slot.entry = None
@@ -472,6 +487,14 @@ class Store:
                 assert entry.parent.number < entry.number
                 kids[entry.parent] += 1
         assert all(entry.kids == kids[entry] for entry in entries)
+        held: dict[Namespace, list[Slot]] = {entry.namespace: [] for entry in entries}
+        for slot in self._slots.values():
+            if slot.entry is not None:
+                held[slot.entry.namespace].append(slot)
+        for namespace, slots in held.items():
+            for index in range(len(namespace.gids)):
+                sizes = [slot.size_bytes for slot in slots if slot.group_index == index]
+                assert (namespace.held_objects[index], namespace.held_bytes[index]) == (len(sizes), sum(sizes))
         assert len(self._ending) == len(self._slots)
         assert len(self._order) == sum(slot.entry is not None for slot in self._slots.values())
         self._order.check(self._may_go)
@@ -502,6 +525,7 @@ class Store:
         """Put an object into the index, the order and its tenant's."""
         entry.slots[group_index] = slot
         slot.entry, slot.group_index = entry, group_index
+        entry.namespace.count(slot, 1)
         if slot.is_prefix:
             entry.prefixes += 1
             self._link(entry, before)

@@ -206,9 +206,10 @@ class Explain(_Message, frozen=True, tag="explain"):
 
 
 class Stats(_Message, frozen=True, tag="stats"):
-    """Ask for the daemon's counters."""
+    """Ask for the daemon's counters; with `status` the Report's `info` has what the status page shows, in JSON."""
 
     id: Count
+    status: bool = False
 
 
 class ListEngines(_Message, frozen=True, tag="list_engines"):

@@ -1,0 +1,231 @@
+"""One frame of `hybridkv top`: what the daemon told, as lines of a terminal of some size."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from hybridkv.core.sizes import format_size
+
+WIDTH_MIN = 40
+BLOCKS = " ▁▂▃▄▅▆▇█"
+LABEL = 10
+METER = 24
+COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
+
+
+def frame(told: dict[str, Any], place: str, width: int, height: int) -> Text:
+    """At most `height` lines (0: as many as there are) of `width` columns."""
+    width = max(width, WIDTH_MIN)
+    head = [_title(told, place), *_problems(told, 3 if height else 100), Text(), *_levels(told), Text()]
+    parts = [_past(told, width), _groups(told, width), _engines(told, width), _decisions(told, width)]
+    lines = [*head, *_fitted(parts, height - len(head) if height else None)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines[:height] if height else lines)
+
+
+def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
+    """Parts one after the other; where there is no room for all, each gets a share and the last one the rest."""
+    for at, part in enumerate(parts):
+        if room is None:
+            yield from [*part, Text()]
+            continue
+        if not part or room < 2:
+            continue
+        later = sum(min(4, len(other) + 1) for other in parts[at + 1 :] if other)
+        lines = part[: max(2, room - later)]
+        yield from lines
+        room -= len(lines)
+        if room > 2 and at < len(parts) - 1:
+            yield Text()
+            room -= 1
+
+
+def _title(told: dict[str, Any], place: str) -> Text:
+    problems = [one for one in told["health"] if one["level"] != "note"]
+    state = ("all is well", "green")
+    if problems:
+        state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0]["level"]]
+    up = _time(told["uptime_seconds"])
+    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (_plain(place), "dim"))
+
+
+def _problems(told: dict[str, Any], most: int) -> list[Text]:
+    return [Text(f"• {_plain(one['text'])}", COLOURS[one["level"]]) for one in told["health"][:most]]
+
+
+def _levels(told: dict[str, Any]) -> Iterable[Text]:
+    values, recent, minute = told["values"], told["recent"], told["minute"]
+    hit, ceiling = recent["hit"], recent["ceiling"]
+    line = _label("hit rate")
+    if hit is None:
+        yield line.append("nothing was looked up in the last hour", "dim")
+    else:
+        line.append(_meter(hit, "blue", ceiling))
+        more = f" of {ceiling:.1%} that a cache of unlimited size had"
+        yield line.append(f" {hit:.1%}").append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
+    used = values["bytes_committed"] + values["bytes_writing"]
+    yield _held("ram", used, values["bytes_arena"], f"  {values['objects']:,.0f} objects")
+    for tier in told["tiers"]:
+        level, state = _state(tier)
+        own = tier["values"]
+        speed = own.get("bytes_per_second", 0.0)
+        note = f", reads {format_size(speed)}/s" if speed else ""
+        line = _held(tier["name"], own.get("bytes"), own.get("bytes_max"), "")
+        yield line.append("  ").append(state, level).append(note, "dim")
+    rates = minute["per_second"]
+    waiting = values.get("lookups_waiting", 0.0)
+    yield (
+        _label("last min")
+        .append(
+            f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
+            f"stored {format_size(rates['bytes_stored'])}/s, evicted {rates['evicted']:.3g}/s"
+        )
+        .append(f", {waiting:,.0f} wait for tiers" if waiting else "")
+    )
+
+
+def _past(told: dict[str, Any], width: int) -> list[Text]:
+    """Little charts of what the daemon remembers of the last minutes."""
+    past = told["hour"]
+    room = width - LABEL - 14
+    step = past["step_seconds"]
+    shown = min(room, len(past["ages"]))
+    if shown < 2:
+        return []
+    lines = [_head(f"the last {_time(shown * step)}")]
+    for label, values, most, text, colour in (
+        ("hit rate", past["hit"], 1.0, _percent, "blue"),
+        ("ceiling", past["ceiling"], 1.0, _percent, "yellow"),
+        ("loaded", past["loaded"], None, _speed, "blue"),
+        ("stored", past["stored"], None, _speed, "blue"),
+        ("lookups", past["lookups"], None, _rate, "blue"),
+    ):
+        tail = values[-room:]
+        top = most or max((value for value in tail if value is not None), default=0.0)
+        last = next((value for value in reversed(tail) if value is not None), None)
+        line = _label(label).append("".join(_block(value, top) for value in tail), colour)
+        lines.append(line.append(f" {'-' if last is None else text(last)}"))
+    return lines
+
+
+def _groups(told: dict[str, Any], width: int) -> list[Text]:
+    groups = [group for group in told["groups"] if group["objects"]]
+    if not groups:
+        return []
+    most = max(group["held_bytes"] for group in groups)
+    lines = [_head("in ram, by group")]
+    meter = METER if width >= 100 else METER // 2
+    room = width - meter - 46
+    for group in groups:
+        owner = _name_of(group["model"]) or group["identity"] or "all others"
+        kind = f"{group['gid']} {group['kind'].replace('_', ' ')}" if group["identity"] else ""
+        line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
+        line.append(_meter(group["held_bytes"] / most, "blue", size=meter))
+        lines.append(line.append(f" {format_size(group['held_bytes']):>9}  {group['objects']:>7,} objects"))
+    return lines
+
+
+def _engines(told: dict[str, Any], width: int) -> list[Text]:
+    lines = [_head(f"engines: {len(told['sessions'])}")] if told["sessions"] else []
+    for session in told["sessions"]:
+        state = "" if session["is_connected"] else "  gone, its workers may still copy"
+        engine = min(24, width // 6)
+        room = max(width - engine - 45, 0)
+        model = _cut(_name_of(session["model"]) or session["identity"], room - 1)
+        name = f"{_cut(session['engine_id'], engine):<{engine + 1}}{model:<{room}}"
+        writing = format_size(session["writing_bytes"])
+        line = Text(f"{name}{session['leases']:>4} loads {writing:>9} writing  since {_time(session['since'])}")
+        lines.append(line.append(state, "yellow"))
+    return lines
+
+
+def _decisions(told: dict[str, Any], width: int) -> list[Text]:
+    lines = [_head("recent decisions")] if told["decisions"] else []
+    for decision in told["decisions"]:
+        facts = decision["facts"]
+        loaded = facts.get("loaded")
+        why = facts.get("nothing loaded because") or "nothing was said"
+        line = Text(f"{_time(decision['age']):>7}  {_cut(decision['request_id'], 24):<25}")
+        line.append(f"{_cut(facts.get('prompt', ''), 13):<14}")
+        lines.append(
+            line.append(
+                f"loaded {_plain(loaded)}" if loaded else f"computed: {_plain(why)}", "green" if loaded else "dim"
+            )
+        )
+    return lines
+
+
+def _state(tier: dict[str, Any]) -> tuple[str, str]:
+    if not tier["is_open"]:
+        return COLOURS["bad"], "not open"
+    if tier["is_hung"]:
+        return COLOURS["bad"], "hangs"
+    return (COLOURS["bad"], "breaker open") if tier["is_shut"] else ("green", "well")
+
+
+def _held(name: str, used: float | None, most: float | None, note: str) -> Text:
+    line = _label(name)
+    if used is None:
+        return line.append("not known", "dim")
+    line.append(_meter(used / most if most else 0.0, "blue"))
+    line.append(f" {format_size(used)}").append(f" of {format_size(most)}" if most else "", "dim")
+    return line.append(note, "dim")
+
+
+def _label(name: str) -> Text:
+    return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
+
+
+def _head(name: str) -> Text:
+    return Text(name, "dim")
+
+
+def _meter(share: float, colour: str, beyond: float | None = None, size: int = METER) -> Text:
+    share = min(1.0, max(0.0, share))
+    full = round(share * size)
+    more = max(full, round(min(1.0, beyond or 0.0) * size))
+    return Text.assemble(("█" * full, colour), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim"))
+
+
+def _name_of(model: str) -> str:
+    """A model's name without whose it is."""
+    return model.rstrip("/").rpartition("/")[2]
+
+
+def _block(value: float | None, most: float) -> str:
+    if value is None:
+        return " "
+    if not most or value <= 0:
+        return BLOCKS[1]
+    return BLOCKS[max(1, min(8, round(8 * value / most)))]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _speed(value: float) -> str:
+    return f"{format_size(value)}/s"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}/s"
+
+
+def _plain(text: str) -> str:
+    """What clients named may have anything in it that a terminal obeys."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
+def _cut(text: str, width: int) -> str:
+    plain = _plain(text)
+    return plain if len(plain) <= width else f"{plain[: max(width - 1, 0)]}…"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.95 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"

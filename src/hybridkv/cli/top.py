@@ -1,0 +1,130 @@
+"""`hybridkv top`: the daemon's status page in a terminal, live. It asks over the control socket."""
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from hybridkv.cli.frame import frame
+from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import check_socket_path, default_socket
+
+INTERVAL_SECONDS = 1.0
+INTERVAL_SECONDS_MIN = 0.25
+LOOK_SECONDS = 0.1
+"""So soon a key or another size of the terminal is seen."""
+ANSWER_SECONDS = 5.0
+QUIT = frozenset("qQ\x03\x1b")
+
+
+class OldDaemonError(DaemonUnreachableError):
+    """A daemon that does not tell what there is to show."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `top`."""
+    parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and end")
+    parser.add_argument("--once", action="store_true", help="print one frame, and end (as without a terminal)")
+    parser.add_argument(
+        "--interval", type=float, default=INTERVAL_SECONDS, metavar="SECONDS", help="(default: %(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show until q or Ctrl-C."""
+    if not arguments.interval >= INTERVAL_SECONDS_MIN:
+        raise ConfigError(f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s; 1 works")
+    socket_path = check_socket_path(arguments.socket, "socket")
+    console = Console(highlight=False)
+    if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
+        with Control(socket_path) as control:
+            told = ask(control)
+        if arguments.json:
+            print(json.dumps(told, indent=2))
+        else:
+            # Where there is no terminal the whole of it is wanted.
+            console.print(frame(told, socket_path, console.width, 0), soft_wrap=True)
+        return 0
+    with contextlib.suppress(KeyboardInterrupt), _keys():
+        _watch(console, socket_path, arguments.interval)
+    return 0
+
+
+def ask(control: Control) -> dict[str, Any]:
+    """What the daemon has to show. Raises DaemonUnreachableError."""
+    info = control.stats(status=True).info
+    if "status" not in info:
+        raise OldDaemonError("the daemon is older than this command and does not tell its status; restart it")
+    told: dict[str, Any] = json.loads(info["status"])
+    return told
+
+
+def _watch(console: Console, socket_path: str, interval: float) -> None:
+    with contextlib.ExitStack() as stack:
+        # The first answer is waited for where an error can still be said in the ordinary way.
+        control: Control | None = stack.enter_context(Control(socket_path, ANSWER_SECONDS))
+        assert control is not None
+        told, why = ask(control), ""
+        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                size = console.size
+                live.update(_shown(told, socket_path, size.width, size.height, why), refresh=True)
+                until = time.monotonic() + interval
+                while time.monotonic() < until and console.size == size:
+                    if _pressed() & QUIT:
+                        return
+                if console.size != size:
+                    continue
+                try:
+                    if control is None:
+                        control = stack.enter_context(Control(socket_path, interval))
+                    told, why = ask(control), ""
+                except DaemonRefusedError:
+                    raise
+                except DaemonUnreachableError as error:
+                    stack.close()
+                    control, why = None, str(error)
+
+
+def _shown(told: dict[str, Any], socket_path: str, width: int, height: int, why: str) -> Text:
+    if not why:
+        return frame(told, socket_path, width, height)
+    lines = frame(told, socket_path, width, height - 1)
+    return Text.assemble((f"no answer, shown is the last one: {why}"[:width], "bold red"), "\n", lines)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[None]:
+    """Keys are heard without Enter and not shown; however this ends, the terminal is as it was."""
+    before = termios.tcgetattr(sys.stdin)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _pressed() -> set[str]:
+    """The keys that were pressed meanwhile."""
+    ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
+    if not ready:
+        return set()
+    # The end of the terminal is as good as a key.
+    return set(os.read(sys.stdin.fileno(), 64).decode(errors="replace")) or {"q"}

@@ -1,0 +1,158 @@
+"""The daemon's pages: /metrics, the status page and its JSON. On loopback, read only, in threads of its own.
+
+A page of another site must not read this through a browser, whatever name it gives to 127.0.0.1: the Host header must
+name this machine's loopback.  The page loads nothing from elsewhere and runs no script but its own.
+"""
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from importlib import resources
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.process_collector import ProcessCollector
+
+from hybridkv.server.metrics import DaemonCollector
+from hybridkv.server.snapshot import Snapshot
+from hybridkv.server.status import Status
+
+logger = logging.getLogger("hybridkv.daemon")
+
+ANSWER_SECONDS = 5.0
+"""The loop has so long to say what there is to show."""
+REQUEST_SECONDS = 10.0
+"""A client that is slower to ask or to read is let go."""
+REQUESTS_MAX = 16
+"""At the same time; more are told to come again."""
+SHORTAGE_SECONDS = 0.2
+"""After a client could not be accepted."""
+LOOPBACK = re.compile(r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+PAGES: Mapping[str, tuple[str, str]] = {
+    "/": ("status.html", "text/html; charset=utf-8"),
+    "/status.css": ("status.css", "text/css; charset=utf-8"),
+    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
+    "/status.svg": ("status.svg", "image/svg+xml"),
+}
+"""By path: (file, type)."""
+HEADERS = (
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+    ("Server", "hybridkv"),
+)
+
+Start = Callable[..., Any]
+
+
+class Pages:
+    """The WSGI application."""
+
+    def __init__(self, ask: Callable[[], Future[Snapshot]]) -> None:
+        """`ask` has the loop make a snapshot."""
+        self._ask = ask
+        self._status = Status()
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(DaemonCollector(self._snapshot))
+        ProcessCollector(registry=registry)
+        self._metrics = make_wsgi_app(registry)
+        self._room = threading.BoundedSemaphore(REQUESTS_MAX)
+        folder = resources.files("hybridkv.server") / "pages"
+        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in PAGES.items()}
+
+    def __call__(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
+        """See PEP 3333."""
+        if not LOOPBACK.fullmatch(environ.get("HTTP_HOST", "")):
+            return _say(start, "403 Forbidden", "ask for this page by http://127.0.0.1:PORT or http://localhost:PORT\n")
+        if environ.get("REQUEST_METHOD") != "GET":
+            return _say(start, "405 Method Not Allowed", "only GET works here\n", (("Allow", "GET"),))
+        if not self._room.acquire(blocking=False):
+            return _say(start, "503 Service Unavailable", "too many ask at once\n", (("Retry-After", "1"),))
+        try:
+            return self._page(environ, start)
+        except Exception:  # the supervised boundary: a page that fails ends nothing
+            logger.exception("a page failed")
+            return _say(start, "500 Internal Server Error", "the page failed; the daemon's log says why\n")
+        finally:
+            self._room.release()
+
+    def _page(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics(
+                environ, lambda status, headers, *_: start(status, [*headers, *HEADERS])
+            )
+            return answer
+        if path == "/status.json":
+            snapshot = self._snapshot()
+            if snapshot is None:
+                return _say(start, "503 Service Unavailable", "the daemon's loop does not answer\n")
+            return _give(start, "200 OK", self._status.encode(snapshot), "application/json")
+        if path in self._files:
+            return _give(start, "200 OK", *self._files[path])
+        return _say(start, "404 Not Found", "there are / and /status.json and /metrics\n")
+
+    def _snapshot(self) -> Snapshot | None:
+        try:
+            return self._ask().result(ANSWER_SECONDS)
+        except FutureTimeoutError:
+            return None
+
+
+def serve_web(ask: Callable[[], Future[Snapshot]], port: int) -> str:
+    """Serve on 127.0.0.1 in a thread; returns the URL of /metrics. A taken port is replaced by a free one."""
+    pages = Pages(ask)
+    try:
+        server = make_server("127.0.0.1", port, pages, _Server, _Handler)
+    except OSError:
+        server = make_server("127.0.0.1", 0, pages, _Server, _Handler)
+    threading.Thread(target=server.serve_forever, name="web", daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/metrics"
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptor is left; who waits stays in the queue, and would be offered again at once.
+            time.sleep(SHORTAGE_SECONDS)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is not worth a line."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = REQUEST_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not worth a line."""
+
+
+def _say(start: Start, status: str, text: str, headers: tuple[tuple[str, str], ...] = ()) -> Iterable[bytes]:
+    return _give(start, status, text.encode(), "text/plain; charset=utf-8", headers)
+
+
+def _give(
+    start: Start, status: str, body: bytes, kind: str, headers: tuple[tuple[str, str], ...] = ()
+) -> Iterable[bytes]:
+    start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *headers, *HEADERS])
+    return [body]

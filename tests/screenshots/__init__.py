@@ -1,0 +1,1 @@
+"""Pictures of the status page and of `hybridkv top` under load; scripts/screenshots makes them."""

@@ -1,0 +1,158 @@
+"""Engines without a model that keep a daemon busy: conversations that grow, most of them come back, some never."""
+
+import math
+import random
+import threading
+import time
+from typing import NamedTuple
+
+from hybridkv.connector.story import tell
+from hybridkv.core.coverage import part_bytes
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64
+from hybridkv.wire.messages import PROTOCOL_VERSION as VERSION
+from hybridkv.wire.messages import Commit, Found, Hello, Release, Tell, WireModel, geometry_to_wire
+from tests.server.tierclient import Client, hashes
+
+
+class Served(NamedTuple):
+    """An engine to play."""
+
+    name: str
+    model: str
+    geometry: Geometry
+    identity: bytes
+    conversations: int
+    per_second: float
+
+
+def group(gid: int, kind: Kind, tokens: int, size: int, window: int = 0) -> Group:
+    """A group whose blocks have `size` bytes."""
+    return Group(gid, kind, tokens, (size,), window)
+
+
+NEXT = Geometry(
+    (
+        group(0, Kind.FULL, 256, 192 << 10),
+        group(1, Kind.RECURRENT, 256, 96 << 10),
+        group(2, Kind.RECURRENT, 256, 96 << 10),
+    ),
+    256,
+    256,
+    256,
+)
+GEMMA = Geometry(
+    (group(0, Kind.SLIDING, 128, 80 << 10, 1024), group(1, Kind.FULL, 128, 64 << 10)),
+    128,
+    128,
+    128,
+)
+ENGINES = (
+    Served("qwen-0", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
+    Served("qwen-1", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
+    Served("gemma-0", "google/gemma-3-27b-it", GEMMA, b"g" * HASH_BYTES, 110, 4.0),
+)
+STRANGERS = 0.12
+"""Of the requests, those that nobody repeats."""
+PREFILL = 8_000
+"""Tokens per second that the engines claim to compute."""
+WAVE_SECONDS = 150.0
+BATCH = 32
+
+
+class Player(threading.Thread):
+    """One engine, until `stop`."""
+
+    def __init__(self, socket_path: str, served: Served, seed: int) -> None:
+        super().__init__(name=served.name, daemon=True)
+        self._socket_path = socket_path
+        self._served = served
+        self._rng = random.Random(seed)
+        self._over = threading.Event()
+        self._turns: dict[int, int] = {}
+        self._requests = 0
+        self.failed: Exception | None = None
+
+    def stop(self) -> None:
+        """End, and wait for it."""
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        """See threading."""
+        served = self._served
+        model = WireModel(served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192)
+        try:
+            client = Client(self._socket_path, served.geometry, served.name, served.identity)
+            wire = geometry_to_wire(served.geometry)
+            client._link.greet_with(Hello(1, VERSION, "engine", served.name, served.identity, wire, model))
+            with client:
+                while not self._over.is_set():
+                    self._request(client)
+                    wave = 1.0 + 0.5 * math.sin(time.monotonic() * 2 * math.pi / WAVE_SECONDS)
+                    self._over.wait(self._rng.expovariate(served.per_second * wave))
+        except (AssertionError, HybridKVError) as error:
+            self.failed = error
+
+    def _request(self, client: Client) -> None:
+        """One turn of a conversation: look up, load, store what is new, tell."""
+        served, rng = self._served, self._rng
+        prompt = int(served.conversations * rng.random() ** 1.6)
+        if rng.random() < STRANGERS:
+            # Somebody whose question nobody repeats.
+            prompt = rng.randrange(10_000, 1 << 30)
+        turns = self._turns[prompt] = self._turns.get(prompt, rng.randrange(2, 8)) + rng.choice((0, 0, 1))
+        if turns > 24:
+            self._turns[prompt] = 4
+        chunks = min(turns, 24)
+        tokens = chunks * served.geometry.chunk_tokens + rng.randrange(1, served.geometry.chunk_tokens)
+        number = client.ask(prompt, chunks, 1000, PREFILL)
+        found = client.answer(number)
+        loaded = found.chunks * served.geometry.chunk_tokens
+        size = sum(self._sizes(found))
+        if found.chunks:
+            client._tell(Release(number, loaded, size))
+        stored = self._store(client, prompt, chunks, found)
+        asked = b"".join(hashes(prompt, chunks))
+        why = "" if loaded else "nothing of it was found"
+        facts = tell(served.geometry, tokens, asked, found, 0, (loaded, size), stored, why)
+        self._requests += 1
+        client._tell(Tell(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", facts))
+
+    def _sizes(self, found: Found) -> list[int]:
+        geometry = self._served.geometry
+        return [
+            part_bytes(geometry, group, chunk)
+            for group, mask in zip(geometry.groups, found.masks, strict=True)
+            for chunk in range(found.chunks)
+            if mask[chunk] and (group.kind is not Kind.RECURRENT or chunk == found.chunks - 1)
+        ]
+
+    def _store(self, client: Client, prompt: int, chunks: int, found: Found) -> int:
+        geometry, names = self._served.geometry, hashes(prompt, chunks)
+        stored = 0
+        for index, group in enumerate(geometry.groups):
+            missing = [
+                chunk
+                for chunk in range(chunks)
+                if not found.masks[index][chunk]
+                and part_bytes(geometry, group, chunk)
+                and (group.kind is not Kind.RECURRENT or chunk == chunks - 1)
+            ][:BATCH]
+            if not missing:
+                continue
+            size = part_bytes(geometry, group, missing[0])
+            slots = client.want(size, 1, len(missing))
+            for (offset, generation), chunk in zip(slots, missing, strict=False):
+                client.fill(offset, generation, index, names[chunk], size, 1)
+                parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
+                client._tell(
+                    Commit(
+                        pack_u64([offset]), pack_u64([generation]), pack_u64([index]), names[chunk],
+                        geometry.chunk_tokens if group.kind is Kind.FULL else 0, parent,
+                    )
+                )  # fmt: skip
+                stored += 1
+        return stored
