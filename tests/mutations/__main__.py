@@ -5,7 +5,6 @@ fault is not noticed by every test that is named for it.
 """
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
-from tests.mutations.report import PACKAGE_VARIABLE, RESULTS_VARIABLE
+from tests.mutations.report import PACKAGE_VARIABLE, RESULTS_VARIABLE, results
 from tests.mutations.table import MUTATIONS
 
 TEST_SECONDS = 120
@@ -60,12 +59,12 @@ def _green(mutations: Iterable[Mutation]) -> bool:
     """Whether every test that is needed passes on an unchanged copy."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     began = time.monotonic()
-    results = _run(tests, None)
-    for test, red in results.items():
+    outcomes = _run(tests, None)
+    for test, red in outcomes.items():
         if red is not False:
             print(f"not green without a fault: {test}" + (" (it did not run)" if red is None else ""))
     print(f"{len(tests)} tests on an unchanged copy, {time.monotonic() - began:.0f} s", flush=True)
-    return all(red is False for red in results.values())
+    return all(red is False for red in outcomes.values())
 
 
 def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | None]:
@@ -84,38 +83,22 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
             PACKAGE_VARIABLE: str(package),
             RESULTS_VARIABLE: f"{directory}/results.json",
         }
-        results: dict[str, bool | None] = {}
+        outcomes: dict[str, bool | None] = {}
         ours = [test for test in tests if not is_command(test)]
         if ours:
             red = _pytest(ours, environment)
-            results.update({test: any(nodes(red, test)) if nodes(red, test) else None for test in ours})
-        results.update({test: _command(test, package, environment) for test in tests if is_command(test)})
-        return results
+            outcomes.update({test: any(nodes(red, test)) if nodes(red, test) else None for test in ours})
+        outcomes.update({test: _command(test, package, environment) for test in tests if is_command(test)})
+        return outcomes
 
 
 def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool]:
     """For each node that ran whether it failed."""
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "tests.mutations.report",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not gpu",
-        ),
-        *("--no-header", "--tb=no", "--hypothesis-seed=0", f"--timeout={TEST_SECONDS}", *tests),
-    ]
+    options = f"-q --no-header --tb=no -p tests.mutations.report -p no:cacheprovider --timeout={TEST_SECONDS}"
+    command = [sys.executable, "-m", "pytest", *options.split(), "--hypothesis-seed=0", "-m", "not gpu", *tests]
     subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
-    try:
-        results: dict[str, bool] = json.loads(Path(environment[RESULTS_VARIABLE]).read_text())
-    except FileNotFoundError:
-        results = {}
-    return results
+    told = Path(environment[RESULTS_VARIABLE])
+    return results(told.read_text()) if told.is_file() else {}
 
 
 def _command(test: str, package: Path, environment: dict[str, str]) -> bool | None:

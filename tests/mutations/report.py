@@ -10,8 +10,6 @@ import hybridkv
 PACKAGE_VARIABLE = "HYBRIDKV_MUTATIONS_PACKAGE"
 RESULTS_VARIABLE = "HYBRIDKV_MUTATIONS_RESULTS"
 
-_results: dict[str, bool] = {}
-
 
 def is_the_copy() -> bool:
     """Whether this process uses the package that the runner made."""
@@ -24,12 +22,27 @@ def pytest_configure(config: Any) -> None:
         raise RuntimeError(f"{hybridkv.__file__} is tested, and not {os.environ[PACKAGE_VARIABLE]}")
 
 
+def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
+    """A test whose process dies under it is red."""
+    _tell(nodeid, True)
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """Only what a test itself finds counts: a fixture that fails proves little."""
     if report.when == "call" and not report.skipped:
-        _results[report.nodeid] = bool(report.failed)
+        _tell(report.nodeid, bool(report.failed))
+    elif not report.passed:
+        _tell(report.nodeid, None)
 
 
-def pytest_sessionfinish(session: Any, exitstatus: Any) -> None:
-    """Tell the runner."""
-    Path(os.environ[RESULTS_VARIABLE]).write_text(json.dumps(_results))
+def results(text: str) -> dict[str, bool]:
+    """By node id whether it failed, out of what was told; without those that did not run."""
+    told: dict[str, bool | None] = {}
+    for line in text.splitlines():
+        told.update(json.loads(line))
+    return {node: red for node, red in told.items() if red is not None}
+
+
+def _tell(node: str, red: bool | None) -> None:
+    with Path(os.environ[RESULTS_VARIABLE]).open("a") as file:
+        file.write(f"{json.dumps({node: red})}\n")

@@ -8,6 +8,7 @@ import pytest
 
 from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
 from tests.mutations.page import DOCUMENT, document, held, ids, rows
+from tests.mutations.report import results
 from tests.mutations.table import MUTATIONS
 
 LATER = "MERGE: "
@@ -79,7 +80,11 @@ def test_what_the_page_names_is_there() -> None:
 
 
 def test_a_node_is_found_with_and_without_its_parameters() -> None:
-    results = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
-    assert nodes(results, "t.py::a") == [True, False]
-    assert nodes(results, "t.py::a[2]") == [False]
-    assert nodes(results, "t.py::b") == []
+    told = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
+    assert nodes(told, "t.py::a") == [True, False]
+    assert nodes(told, "t.py::a[2]") == [False]
+    assert nodes(told, "t.py::b") == []
+
+
+def test_a_test_whose_process_died_is_red_and_one_that_did_not_run_is_nothing() -> None:
+    assert results('{"a": true}\n{"a": false}\n{"b": true}\n{"b": null}\n{"c": true}\n') == {"a": False, "c": True}
