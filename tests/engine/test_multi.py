@@ -142,6 +142,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         slow.__exit__()
 
 
+@pytest.mark.slow
 def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
     """It loads within the step, into the only group; without our daemon it serves alone."""
     text = prompt(1, HIT + 20)
