@@ -89,6 +89,12 @@ def test_the_last_level_is_the_one_that_counts() -> None:
     assert first.pending_loads["a"] == 3, "merging changes neither"
 
 
+def test_counts_below_zero_do_not_arrive() -> None:
+    """Requirements B30."""
+    travelled = {"a": {"hits": -5, "queries": 2, "pending_loads": -1}}
+    assert Selection.from_dict(travelled).as_dict() == {"a": {"queries": 2, "pending_loads": 0}}
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["load", "fail", "give up", "taint"]), st.integers(0, 2), st.sampled_from("xyz")),

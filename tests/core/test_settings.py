@@ -79,6 +79,7 @@ def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
     ("extra", "says"),
     [
         ({"sever": "auto"}, "unknown key 'sever'; did you mean 'server'"),
+        ({"load_weight": 2}, "is for a child of MultiConnector"),
         ({"chunk_size": 1}, "did you mean 'hybrid_chunk_size'"),
         ({"ram_bytes": 1}, "did you mean 'ram'"),
         ({"server": "localhost:5555"}, r'server=.* must be "auto" or a socket like "unix:///'),

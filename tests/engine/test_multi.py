@@ -124,7 +124,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         # What was loaded from the one has gone to the other as well.
         served([0, HIT], loaded(light, heavy), light, heavy)
         until(lambda: is_fed(heavy), "all of it is on the disk")
-        # The heavier one reads for an hour, and is told that nobody waits for it any more.
+        # The heavier one reads for an hour: nobody waits for it, and nothing waits in it afterwards.
         heavy.stop()
         slow.start()
         until(lambda: is_connected(running, slow), "the engine is back")
@@ -142,6 +142,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         slow.__exit__()
 
 
+@pytest.mark.slow
 def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
     """It loads within the step, into the only group; without our daemon it serves alone."""
     text = prompt(1, HIT + 20)

@@ -52,11 +52,11 @@ class Selection:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Mapping[str, int]]) -> "Selection":
-        """From `as_dict`; anything below 0 is taken for 0, because counters never go down (requirements B30)."""
+        """From `as_dict`; what is below 0 is left out, because counters never go down (requirements B30)."""
         made = cls()
         for name, values in data.items():
             for counter in COUNTERS:
-                if (count := max(0, int(values.get(counter, 0)))) > 0:
+                if (count := int(values.get(counter, 0))) > 0:
                     made._add(str(name), counter, count)
             if "pending_loads" in values:
                 made.pending_loads[str(name)] = max(0, int(values["pending_loads"]))

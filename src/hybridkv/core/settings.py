@@ -59,6 +59,8 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
     known = {field.name: field for field in fields(Settings)}
     names = [*(name.removesuffix("_bytes") for name in known), "disk", "disk_bytes"]
     for key in values:
+        if key == "load_weight":
+            raise ConfigError(f"kv_connector_extra_config.{key} is for a child of MultiConnector; leaving it out works")
         if key not in names:
             near = difflib.get_close_matches(key.removesuffix("_bytes"), names, n=1, cutoff=0.0)
             raise ConfigError(f"kv_connector_extra_config: unknown key {key!r}; did you mean {near[0]!r}?")
