@@ -176,6 +176,7 @@ def junk_scraped() -> Scraped:
         ({"counters": {"loads": math.nan, "losses": math.inf, "lookups": True, "lookups_hit": 2}}, 3),
         ({"counters": {7: 1, "": 1, "lookups_hit": 2}, "what": {}}, 3),
         ({"counters": {"lookups_hit": 2}, "gauges": [1], "observed": {"load_seconds": "1"}}, 2),
+        ({"counters": {"lookups_hit": 2}, "observed": {"load_seconds": [0.5, -1, None]}}, 2),
         ({"counters": {"lookups_hit": 2}, "gauges": {"no_such": 1}, "observed": {"loads": [1.0]}}, 2),
     ],
 )

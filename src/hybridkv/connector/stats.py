@@ -257,7 +257,8 @@ def _sound(given: object) -> dict[str, Any]:
         if not _is_name(name) or not isinstance(values, list | tuple) or len(observed) >= NAMES_MAX:
             malformed += 1
             continue
-        good = [value for value in values if _is_number(value)]
+        # The sum of a histogram is a counter as well.
+        good = [value for value in values if _is_number(value) and value >= 0]
         malformed += len(values) - len(good)
         dropped += max(0, len(good) - OBSERVATIONS_MAX)
         if good:
