@@ -14,6 +14,9 @@ HEAD = """# The daemon's metrics
 form, to be asked for by a loopback name. `python -m tests.server.describe_metrics --write` makes the tables here from
 `server/catalog.py`.
 
+Every user of the node can ask: what is shown are counts, the names of engines and models, the ids of requests and how
+they fared, never prompts or passwords. `--metrics-port -1` serves no page at all.
+
 Every counter starts at 0 with its daemon and never goes down before that ends; all of those without labels are there
 from the first scrape on. A scrape never waits for the cache: where the daemon's loop does not answer within 5 s it says
 `hybridkv_daemon_answering 0` and nothing else. Beside these there are the usual `process_*` of the daemon's process.

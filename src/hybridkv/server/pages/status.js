@@ -78,7 +78,7 @@ function rows(id, filled, columns) {
 
 function scaleTop(values, base) {
   const most = Math.max(0, ...values.filter((value) => value !== null));
-  if (!most) return 1;
+  if (!most) return base === 1024 ? 1024 : 1;
   const unit = base ** Math.floor(Math.log(most) / Math.log(base) + 1e-9);
   const steps = base === 1024 ? [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024] :
     [1, 1.6, 2, 3, 4, 5, 6, 8, 10];
