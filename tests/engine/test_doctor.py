@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.preflight import CONNECTOR
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.testing.models import bundled_models
@@ -152,6 +153,27 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
     assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {"chunk", "memory"}
     assert checks["chunk"]["what"].startswith("hybrid_chunk_size=200 is not a multiple of")
     assert {"kv_load_failure_policy", "daemon"} <= {n for n, check in checks.items() if check["verdict"] == "warn"}
+
+
+@pytest.mark.slow
+def test_several_connectors_are_looked_into() -> None:
+    ours = {**CONNECTOR, "kv_connector_extra_config": {"load_weight": 2, "checksum": "of"}}
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    several = {**CONNECTOR, "kv_connector": "MultiConnector"}
+    status, said = doctor(
+        str(bundled_models()["qwen3"]),
+        "--skip-tokenizer-init",
+        "--kv-transfer-config",
+        json.dumps({**several, "kv_connector_extra_config": {"connectors": [CONNECTOR, ours, example]}}),
+    )
+    assert status == 1
+    shown = [(check["check"], check["verdict"]) for check in said["checks"]]
+    assert ("connector", "ok") in shown
+    assert ("connectors", "ok") in shown
+    assert ("identity", "ok") in shown
+    assert [verdict for check, verdict in shown if check == "settings"] == ["ok", "FAIL"]
+    (wrong,) = [check for check in said["checks"] if check["verdict"] == "FAIL"]
+    assert "checksum='of' must be one of" in wrong["what"]
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ The answer goes as JSON to the descriptor named by the first argument; everythin
 """
 
 import contextlib
+import copy
 import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,9 +22,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybridkv.cli.preview import Answer
+from hybridkv.connector.children import child_specs, parse_multi
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.preflight import (
     CONNECTOR,
+    SEVERAL,
     config_findings,
     group_findings,
     settings_of,
@@ -59,10 +63,10 @@ def look(arguments: list[str]) -> Answer:
     config = _guarded("vllm arguments", answer, lambda: _config(parsed))
     if config is None:
         return answer
-    named = answer.transfer_named
-    answer.findings += [
-        finding for finding in config_findings(config) if named or finding.check not in _TRANSFER_CHECKS
-    ]
+    seen = _as_children_see_it(config, answer)
+    for child, says_something in seen:
+        answer.findings += [finding for finding in config_findings(child) if says_something(finding.check)]
+    config = seen[0][0]
     with contextlib.suppress(ConfigError):
         answer.settings = settings_of(config)
     engine = _guarded("KV cache groups", answer, lambda: preview_engine(config))
@@ -73,6 +77,36 @@ def look(arguments: list[str]) -> Answer:
 
 def _config(parsed: Any) -> Any:
     return AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def _as_children_see_it(config: Any, answer: Answer) -> list[tuple[Any, Callable[[str], bool]]]:
+    """The configuration as each HybridKVConnector sees it, the first one's for all that follows.
+
+    With each whether a check says something of it that was not said yet.
+    """
+    if not answer.transfer_named:
+        return [(config, lambda check: check not in _TRANSFER_CHECKS)]
+    if config.kv_transfer_config.kv_connector != SEVERAL:
+        return [(config, lambda check: True)]
+
+    def inside() -> list[Any]:
+        try:
+            parse_multi(config.kv_transfer_config.kv_connector_extra_config)
+            return list(child_specs(config))
+        except ConfigError as error:
+            answer.findings.append(failure("connectors", error))
+            return []
+
+    specs = _guarded("connectors", answer, inside) or []
+    if specs:
+        answer.findings.append(ok("connectors", ", ".join(spec.name for spec in specs)))
+    ours = [spec.config for spec in specs if spec.connector.__name__ == CONNECTOR["kv_connector"]]
+    if not ours:
+        one = copy.copy(config)
+        one.kv_transfer_config = KVTransferConfig(**CONNECTOR)
+        return [(one, lambda check: check not in _TRANSFER_CHECKS)]
+    first, *others = ours
+    return [(first, lambda check: True), *((child, _TRANSFER_CHECKS.__contains__) for child in others)]
 
 
 def _transfer(given: Any, answer: Answer) -> Any:

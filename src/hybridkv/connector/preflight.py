@@ -28,6 +28,8 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 """The `--kv-transfer-config` that works for every model."""
+SEVERAL = "MultiConnector"
+"""The connector of this package that has others inside."""
 
 
 def config_findings(vllm_config: Any) -> Iterator[Finding]:
@@ -50,10 +52,11 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     if transfer is None or transfer.kv_connector is None:
         yield fail(check, "--kv-transfer-config names no connector, so vLLM serves without hybridkv", works)
         return
+    works_too = {"kv_connector": SEVERAL}
     wrong = [
         (key, getattr(transfer, key))
         for key in ("kv_connector", "kv_connector_module_path")
-        if getattr(transfer, key) != CONNECTOR[key]
+        if getattr(transfer, key) not in (CONNECTOR[key], works_too.get(key))
     ]
     for key, value in wrong:
         yield fail(check, f"{key} of --kv-transfer-config is {value!r}", f'"{key}":"{CONNECTOR[key]}" works')
