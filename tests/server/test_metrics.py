@@ -184,6 +184,8 @@ def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
         until(lambda: is_written(socket_path), "nothing is written")
         assert client.look_up(1, 4, wait_ms=1000).found.chunks == 4
         assert client.look_up(2, 4, wait_ms=1000).found.chunks == 0
+        # What waits to be counted when somebody clears is left out.
+        until(lambda: client.values()["ceiling_lookups"] == 2, "the ceiling is not worked off")
         with Control(socket_path) as control:
             control.clear()
         assert client.look_up(1, 4, wait_ms=20_000).found.chunks == 4, "from the disk"
