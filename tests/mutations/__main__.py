@@ -19,7 +19,7 @@ from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
 from tests.mutations.report import PACKAGE_VARIABLE, RESULTS_VARIABLE, results
 from tests.mutations.table import MUTATIONS
 
-TEST_SECONDS = 120
+TEST_SECONDS = 300
 """A test that takes longer is red: a stall is a fault as well."""
 COMMAND_SECONDS = 300
 

@@ -954,6 +954,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{IDENTITY}::test_every_single_change_is_a_miss_and_no_change_is_a_hit",),
     ),
     Mutation(
+        "files-by-their-names",
+        "weights are told by the names and sizes of their files",
+        "connector/identity.py",
+        "            digest.update(_content(path))\n",
+        "",
+        ("D16",),
+        (
+            f"{IDENTITY}::test_the_weights_files_are_part_of_the_identity",
+            f"{IDENTITY}::test_a_fine_tune_that_changes_one_byte_of_a_large_file_is_another_identity",
+        ),
+    ),
+    Mutation(
         "policy-unseen",
         'nobody says what kv_load_failure_policy "fail" does',
         "connector/preflight.py",
