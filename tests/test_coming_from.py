@@ -15,6 +15,7 @@ from hybridkv.cli.main import COMMANDS
 from hybridkv.core.requests import State
 from hybridkv.core.settings import Settings
 from hybridkv.core.tiers import parse_tier
+from hybridkv.server import catalog
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "hybridkv"
@@ -22,6 +23,8 @@ DOCUMENT = ROOT / "docs" / "COMING-FROM.md"
 KINDS = ("disk", "valkey", "s3", "mooncake")
 TIER = re.compile(rf"(?:tier|chunks_hit)_({'|'.join(KINDS)})_?")
 VERBS = ("read", "written")
+METRIC = re.compile(r'((?:vllm:hybridkv|hybridkv_daemon)_\w+)(?:\{(\w+)="(\w+)"\})?')
+EXPORTED = re.compile(r"^\| `(vllm:hybridkv_\w+)` \| \w+ \| (.*?) \|", re.MULTILINE)
 
 
 def cells() -> Iterator[tuple[str, str]]:
@@ -76,9 +79,27 @@ def is_command(name: str) -> bool:
     return all(option in known for option in options if option.startswith("-"))
 
 
+def is_metric(name: str) -> bool:
+    """Whether it is exported, with that label and a value of it that the code has.
+
+    The engine's are read from a page that is made from the code: their module needs vLLM.
+    """
+    whole = METRIC.fullmatch(name)
+    if whole is None:
+        return False
+    known = {one: set(described.labels) for one, described in catalog.exposed().items()}
+    exported = EXPORTED.findall((ROOT / "docs" / "METRICS.md").read_text())
+    known |= {one: set(re.findall(r"\w+", labels)) for one, labels in exported}
+    metric, label, value = whole.groups()
+    has_value = value is None or value in KINDS or any(re.search(rf"(^|_){value}$", text) for text in texts()[0])
+    return metric in known and (label is None or label in known[metric]) and has_value
+
+
 def exists(name: str) -> bool:
     """Whether the code has it."""
     found, source = texts()
+    if METRIC.match(name):
+        return is_metric(name)
     if name.startswith("hybridkv ") and not name.startswith("hybridkv: "):
         return is_command(name)
     if "://" in name:
@@ -105,8 +126,23 @@ def test_what_is_named_exists(heading: str, name: str) -> None:
     assert exists(name), f"{heading}: {name}"
 
 
+def test_metrics_that_are_named_between_the_tables_exist() -> None:
+    named = {found[0] for found in METRIC.finditer(DOCUMENT.read_text())}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
 @pytest.mark.parametrize(
-    "name", ["load_timeout", "hybridkv serve --tiers", "hybridkv: lost the server", "disk://x?write=all", "chunks_hits"]
+    "name",
+    [
+        *("load_timeout", "hybridkv serve --tiers", "hybridkv: lost the server", "disk://x?write=all", "chunks_hits"),
+        *(
+            "vllm:hybridkv_lookups",
+            'vllm:hybridkv_lookups_total{tier="disk"}',
+            "hybridkv_daemon_tier_disk_objects_read",
+        ),
+        'hybridkv_daemon_promotions_cut_total{reason="mood"}',
+    ],
 )
 def test_what_does_not_exist_is_noticed(name: str) -> None:
     try:

@@ -1,6 +1,7 @@
 """The scheduler role over a real daemon, hook by hook; vLLM's requests and blocks are plain values here."""
 
 import copy
+import logging
 import signal
 import time
 from collections import Counter
@@ -241,6 +242,21 @@ def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -
     assert rig.counters["tokens_loaded"] == (STORED - 1) * CHUNK
     assert rig.counters["bytes_loaded"] == blocks
     until(lambda: rig.value("tokens_loaded") == (STORED - 1) * CHUNK, "the daemon knows")
+
+
+def test_a_load_is_no_line_of_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """At the usual level; who asks for more has it (B31)."""
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.DEBUG, ours.name):
+            loading(rig)
+            rig.step({}, finished=("r",))
+    finally:
+        ours.removeHandler(caplog.handler)
+    assert rig.counters["loads"] == 1
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
+    assert any("for r in" in record.getMessage() for record in caplog.records)
 
 
 def test_patience_is_what_computing_takes_and_has_a_cap(daemon: DaemonProcess) -> None:
