@@ -190,7 +190,7 @@ def test_a_side_with_too_many_faults_is_switched_off() -> None:
         assert supervisor.run("hook", lambda: 1 // 0, lambda: 7) == 7
     assert not supervisor.healthy
     assert supervisor.run("hook", lambda: 1, lambda: 7) == 7
-    assert supervisor.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1}
+    assert supervisor.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1, "quarantined": 1}
 
 
 def test_tables_are_those_of_the_moment(roles: Roles) -> None:

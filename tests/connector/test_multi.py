@@ -261,6 +261,8 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
     fatal = engine.connector._children[0].dead_since is not None
     assert ("r9" not in asks) == fatal, "who is switched off is not asked"
     assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * fatal
+    said = Counter(event for payload in engine.payloads for event in payload.get("__events__", {}).get("Scripted", {}))
+    assert bool(said["quarantined"]) == fatal, "/metrics tells who is switched off"
 
 
 def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None:
@@ -339,7 +341,7 @@ def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Rando
     engine = MultiEngine([child(sync)], hybrid())
     engine.add(prompt(rng))
     engine.run()
-    assert engine.connector.counters["sync_declined_Scripted"] == 1
+    assert engine.connector.counters["Scripted: sync_declined"] == 1
     engine = MultiEngine([child(sync)], single())
     engine.add(prompt(rng))
     engine.run()
@@ -557,6 +559,27 @@ def test_statistics_reach_prometheus(rng: random.Random) -> None:
 
 def labels_of(connector: str) -> dict[str, str]:
     return {"model_name": "model", "engine": "1", "connector": connector}
+
+
+def test_what_else_was_counted_reaches_prometheus() -> None:
+    from hybridkv.connector import MultiConnector
+
+    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
+    registry = CollectorRegistry()
+    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
+    payload = {"__events__": {"a": {"quarantined": 1, "down": -3}, "": {"loads_given_up": 2}, "nobody": {"x": 1}}}
+    stats = MultiConnector.build_kv_connector_stats(payload)
+    both = stats.aggregate(MultiConnector.build_kv_connector_stats(payload))
+    assert both.reduce() == {"events": {"a quarantined": 2, "loads_given_up": 4, "nobody x": 2}}
+    metrics.observe(both.to_dict(), 1)
+    metrics.observe(payload, 7)
+    shown = {
+        (sample.labels["connector"], sample.labels["event"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:kv_connector_mc_events_total"
+    }
+    assert shown == {("a", "quarantined"): 2, ("", "loads_given_up"): 4}
 
 
 def test_statistics_never_raise(rng: random.Random) -> None:

@@ -18,4 +18,4 @@ def test_a_side_that_is_switched_off_tells_people_until_that_fails_too() -> None
     assert supervisor.run("tell", lambda: 1, lambda: 7, tells=True) == 1
     assert supervisor.run("tell", fault, lambda: 7, tells=True) == 7
     assert supervisor.run("tell", lambda: 1, lambda: 7, tells=True) == 7, "once is enough"
-    assert supervisor.counters == {"fault_arrive": FAULTS_MAX, "fault_tell": 1, "switched_off": 2}
+    assert supervisor.counters == {"fault_arrive": FAULTS_MAX, "fault_tell": 1, "switched_off": 2, "quarantined": 1}

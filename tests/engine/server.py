@@ -103,9 +103,9 @@ class Server:
             read: bytes = answer.read()
         return read
 
-    def complete(self, prompt: list[int], max_tokens: int = 4) -> None:
-        """Answer a prompt of token ids."""
-        self.post(
+    def complete(self, prompt: list[int], max_tokens: int = 4) -> list[int]:
+        """The tokens of the answer to a prompt of token ids."""
+        said = self.post(
             "/v1/completions",
             {
                 "model": "tiny",
@@ -116,6 +116,8 @@ class Server:
                 "return_token_ids": True,
             },
         )
+        tokens: list[int] = json.loads(said)["choices"][0]["token_ids"]
+        return tokens
 
     def metrics(self) -> list[tuple[str, dict[str, str], float]]:
         """(name, labels, value) of every sample at /metrics."""

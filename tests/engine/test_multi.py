@@ -1,24 +1,16 @@
 """MultiConnector over several real connectors, on the real engine and behind vLLM's real server."""
 
-import contextlib
-import http.client
 import json
-import os
-import re
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridkv.cli.engine import ENGINE_ENVIRONMENT, Engine, EngineError
+from hybridkv.cli.engine import Engine, EngineError
 from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
+from tests.engine.server import Server
 from tests.engine.support import answer, prompt, stats, until
 from tests.engine.test_tiers import is_written, serve
 
@@ -26,8 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 CHUNK, CHUNKS = 128, 3
 HIT = CHUNK * CHUNKS
-SERVER_SECONDS = 300.0
-SAMPLE = re.compile(r"^(vllm:\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 
 
 def ours(socket_path: str, **extra: object) -> dict[str, Any]:
@@ -170,67 +160,14 @@ def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
             assert result["cached_tokens"] == HIT
 
 
-class Local(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=SERVER_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(str(self._path))
-
-
-def ask(path: Path, method: str, where: str, body: object = None) -> str:
-    connection = Local(path)
-    try:
-        connection.request(method, where, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-        assert response.status == 200, text
-        return text
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def server(model: str, arguments: list[str], directory: Path) -> Iterator[Path]:
-    """vLLM's OpenAI server on a Unix socket, in its own processes."""
-    path, log = directory / "api.sock", directory / "server.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(path), *arguments]
-    environment = {**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment(model), "VLLM_SERVER_DEV_MODE": "1"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
-        try:
-            deadline = time.monotonic() + SERVER_SECONDS
-            while True:
-                try:
-                    ask(path, "GET", "/health")
-                    break
-                except (OSError, http.client.HTTPException):
-                    assert process.poll() is None, log.read_text()[-3000:]
-                    assert time.monotonic() < deadline, log.read_text()[-3000:]
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(0.2)
-            yield path
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def metrics(path: Path) -> dict[str, dict[str, float]]:
+def by_connector(server: Server) -> dict[str, dict[str, float]]:
     """Value by connector ("" where there is no such label), by name."""
     values: dict[str, dict[str, float]] = {}
-    for name, labels, value in SAMPLE.findall(ask(path, "GET", "/metrics")):
-        found = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        assert found.get("engine", "0") == "0"
-        by_connector = values.setdefault(name, {})
-        key = found.get("connector", "")
-        by_connector[key] = by_connector.get(key, 0.0) + float(value)
+    for name, labels, value in server.metrics():
+        assert labels.get("engine", "0") == "0"
+        of_name = values.setdefault(name, {})
+        key = labels.get("connector", "")
+        of_name[key] = of_name.get(key, 0.0) + value
     return values
 
 
@@ -238,27 +175,25 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
     """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
     with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:
         children = [ours(one.socket_path), ours(two.socket_path, load_weight=1.5)]
-        with server("gemma3", multi("gemma3", children), tmp_path) as path:
+        arguments, environment = multi("gemma3", children), bundled_environment("gemma3")
+        with Server(arguments, tmp_path / "server.log", environment) as server:
 
             def complete(seed: int) -> list[int]:
-                body = {"prompt": prompt(seed, HIT + 20), "max_tokens": 3, "temperature": 0, "return_token_ids": True}
-                said = json.loads(ask(path, "POST", "/v1/completions", body))
-                tokens: list[int] = said["choices"][0]["token_ids"]
-                return tokens
+                return server.complete(prompt(seed, HIT + 20), 3)
 
             first = [complete(seed) for seed in (1, 2)]
             until(lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS, "both prompts are stored")
-            ask(path, "POST", "/reset_prefix_cache")
+            server.post("/reset_prefix_cache")
             assert complete(1) == first[0]
             two.kill()
-            ask(path, "POST", "/reset_prefix_cache")
+            server.post("/reset_prefix_cache")
             assert [complete(seed) for seed in (1, 2)] == first
 
             def is_shown() -> bool:
-                return metrics(path)["vllm:kv_connector_mc_queries_total"]["HybridKVConnector"] == 5
+                return by_connector(server)["vllm:kv_connector_mc_queries_total"]["HybridKVConnector"] == 5
 
             until(is_shown, "five requests are counted")
-            shown = metrics(path)
+            shown = by_connector(server)
             tokens = shown["vllm:kv_connector_mc_hit_tokens_total"]
             assert tokens == {"HybridKVConnector": 2 * HIT, "HybridKVConnector-2": HIT}
             assert sum(tokens.values()) == shown["vllm:external_prefix_cache_hits_total"][""]
@@ -268,3 +203,6 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
             assert shown["vllm:kv_connector_mc_queries_total"] == dict.fromkeys(misses, 5)
             assert shown["vllm:kv_connector_mc_pending_loads"] == dict.fromkeys(misses, 0)
             assert min(shown["vllm:prompt_tokens_by_source_total"].values()) >= 0
+            assert shown["vllm:hybridkv_loaded_tokens_total"] == tokens, "each child's own statistics say the same"
+            assert server.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 3 * HIT
+            assert server.total("vllm:prompt_tokens_cached_by_source_total", source="external_unspecified") == 0

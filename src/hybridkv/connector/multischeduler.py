@@ -12,9 +12,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hybridkv.connector.children import Child, MultiSettings
+from hybridkv.connector.children import Child, MultiSettings, all_counters
 from hybridkv.connector.multimessages import MultiEvents, MultiPlan, MultiReport
-from hybridkv.connector.multistats import SELECTION, MultiKVConnectorStats, _SelectionStats
+from hybridkv.connector.multistats import EVENTS, SELECTION, EventStats, MultiKVConnectorStats, _SelectionStats
 from hybridkv.connector.scheduler import ROOM_SECONDS
 from hybridkv.core.choice import MISS, Answer, Decision, Limits, decide, effective_weights, patience
 from hybridkv.core.coverage import Keeping, most_blocks
@@ -95,6 +95,7 @@ class MultiScheduler:
         self._bad_blocks: set[int] = set()
         self._selection = Selection()
         self._pending_told = dict.fromkeys(self._names, 0)
+        self._counters_told: Counter[str] = Counter()
 
     # Requests
 
@@ -308,6 +309,10 @@ class MultiScheduler:
         self._pending_told = pending
         if selection.as_dict():
             stats.data[SELECTION] = _SelectionStats(selection)
+        totals = all_counters(self._counters, self._children)
+        if added := totals - self._counters_told:
+            self._counters_told = totals
+            stats.data[EVENTS] = EventStats.of(added)
         return stats if stats.data else None
 
     def events(self) -> list[Any]:
@@ -346,9 +351,9 @@ class MultiScheduler:
                 raise ValueError(f"{tokens} tokens beyond {local_tokens} of {request.num_tokens} are too many")
             if not is_async and len(self._groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
-                if not self._counters[f"sync_declined_{child.name}"]:
+                if not child.supervisor.counters["sync_declined"]:
                     logger.warning("hybridkv: hits of %s are declined: %s", child.name, "it loads within the step")
-                self._counters[f"sync_declined_{child.name}"] += 1
+                child.supervisor.counters["sync_declined"] += 1
                 return MISS
             return Answer(tokens, bool(is_async))
 
@@ -375,7 +380,7 @@ class MultiScheduler:
         for place, answer in asked.answers.items():
             if answer.tokens is None and answer.awaited and place not in asked.late:
                 asked.late.add(place)
-                self._counters[f"passed_over_{self._names[place]}"] += 1
+                self._children[place].supervisor.counters["passed_over"] += 1
                 if is_late:
                     self._children[place].breaker = self._children[place].breaker.failed(now)
 

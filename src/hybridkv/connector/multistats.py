@@ -23,6 +23,7 @@ from hybridkv.core.selection import COUNTERS, Selection
 logger = logging.getLogger("vllm.hybridkv")
 
 SELECTION = "__selection__"
+EVENTS = "__events__"
 CLASSES = "__classes__"
 PENDING = "pending_loads"
 LABEL = "connector"
@@ -59,9 +60,51 @@ class _SelectionStats(KVConnectorStats):
         return not self.selection.as_dict()
 
 
+class EventStats(KVConnectorStats):
+    """What else was counted of each child, and under "" of MultiConnector itself: {connector: {event: count}}."""
+
+    @classmethod
+    def of(cls, counters: Mapping[str, int]) -> "EventStats":
+        """From counts since the last time, by "child: event" or "event"."""
+        made = cls()
+        for name, count in counters.items():
+            child, _, event = name.rpartition(": ")
+            made._add(child, event, count)
+        return made
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Mapping[str, int]]) -> "EventStats":
+        """From what travelled; what is below 0 is left out (requirements B30)."""
+        made = cls()
+        for child, events in data.items():
+            for event, count in events.items():
+                if int(count) > 0:
+                    made._add(str(child), str(event), int(count))
+        return made
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> "EventStats":
+        for child, events in other.data.items():
+            for event, count in events.items():
+                self._add(child, event, count)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"{child} {event}".strip(): n for child, events in self.data.items() for event, n in events.items()}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def _add(self, child: str, event: str, count: int) -> None:
+        events = self.data.setdefault(child, {})
+        events[event] = events.get(event, 0) + count
+
+
 @dataclass
 class MultiKVConnectorStats(VllmStats):
-    """Each child's own by its name, and the choices under SELECTION."""
+    """Each child's own by its name, the choices under SELECTION, and under EVENTS what else was counted."""
 
     classes: dict[str, str] = field(default_factory=dict)
     """"module:class" of each child that has statistics, by name."""
@@ -118,6 +161,9 @@ def stats_from(data: Mapping[str, Any] | None) -> MultiKVConnectorStats:
         elif name == SELECTION:
             selection = _try(name, "from_dict", Selection.from_dict, value)
             stats.data[name] = _SelectionStats(selection)
+        elif name == EVENTS:
+            if (events := _try(name, "from_dict", EventStats.from_dict, value)) is not None:
+                stats.data[name] = events
         else:
             path = str((data or {}).get(CLASSES, {}).get(name, ""))
             made = _try(name, "build_kv_connector_stats", _made, path, value)
@@ -156,6 +202,12 @@ class MultiPromMetrics(KVConnectorPromMetrics):
             for name in names
             for key, metric in [*counters.items(), (PENDING, pending)]
         }
+        self._events = self._counter_cls(
+            name="vllm:kv_connector_mc_events",
+            documentation="What else was counted of this connector (quarantined: it is switched off), by event.",
+            labelnames=[*labels, "event"],
+        )
+        self._engines, self._names = dict(per_engine_labelvalues), frozenset(("", *names))
         self._children: dict[str, KVConnectorPromMetrics] = {}
         families = _Families(metric_types)
         for spec in specs:
@@ -177,6 +229,8 @@ class MultiPromMetrics(KVConnectorPromMetrics):
         for name, data in transfer_stats_data.items():
             if name == SELECTION:
                 _try(name, "observe", self._observe_selection, data, engine_idx)
+            elif name == EVENTS:
+                _try(name, "observe", self._observe_events, data, engine_idx)
             elif (metrics := self._children.get(name)) is not None:
                 _try(name, "observe", metrics.observe, data, engine_idx)
 
@@ -188,6 +242,12 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                     metric.set(value)
                 elif metric is not None:
                     metric.inc(value)
+
+    def _observe_events(self, data: Mapping[str, Mapping[str, int]], engine_idx: int) -> None:
+        for name, events in EventStats.from_dict(data).data.items():
+            if name in self._names and engine_idx in self._engines:
+                for event, count in events.items():
+                    self._events.labels(*self._engines[engine_idx], name, event).inc(count)
 
 
 class _Families:

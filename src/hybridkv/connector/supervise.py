@@ -57,4 +57,5 @@ class Supervisor:
     def switch_off(self, why: str) -> None:
         """From now on nothing of this side is run."""
         self._faults = FAULTS_MAX
+        self.counters["quarantined"] = 1
         logger.error("hybridkv: %s is switched off: %s", self._role, why)
