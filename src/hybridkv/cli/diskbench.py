@@ -37,6 +37,12 @@ _BLOCK = "1M"
 
 def measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]]:
     """Rates for objects of several sizes: medians of ROUNDS rounds, in each of which everything has its turn."""
+    least = WRITES_MAX * OBJECT_BYTES[-1]
+    if total_bytes < least:
+        raise ConfigError(
+            f"--bytes {format_size(total_bytes)} is less than what {WRITES_MAX} threads write at once; "
+            f"{format_size(least)} works"
+        )
     try:
         with tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place:
             return [_measure(Path(place), size, total_bytes) for size in OBJECT_BYTES]

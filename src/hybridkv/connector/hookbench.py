@@ -216,7 +216,11 @@ def _give_up() -> Any:
 def _output(scheduled: dict[str, int], offers: dict[str, list[tuple[int, int, int]]]) -> Any:
     """What of the engine's SchedulerOutput the connector reads."""
     state = SimpleNamespace(boundary_state_offloads=offers)
-    return SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        kv_connector_block_state=state,
+    )
 
 
 def _loop_seconds(steps: range) -> float:
