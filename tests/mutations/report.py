@@ -10,6 +10,8 @@ import hybridkv
 PACKAGE_VARIABLE = "HYBRIDKV_MUTATIONS_PACKAGE"
 RESULTS_VARIABLE = "HYBRIDKV_MUTATIONS_RESULTS"
 
+_red: set[str] = set()
+
 
 def is_the_copy() -> bool:
     """Whether this process uses the package that the runner made."""
@@ -28,10 +30,12 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Only what a test itself finds counts: a fixture that fails proves little."""
+    """Only what a test itself finds counts: a fixture that fails proves little, and takes no finding back."""
     if report.when == "call" and not report.skipped:
         _tell(report.nodeid, bool(report.failed))
-    elif not report.passed:
+        if report.failed:
+            _red.add(report.nodeid)
+    elif not report.passed and report.nodeid not in _red:
         _tell(report.nodeid, None)
 
 

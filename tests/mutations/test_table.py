@@ -3,12 +3,14 @@
 import ast
 import re
 from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
 from tests.mutations.page import DOCUMENT, document, held, ids, rows
-from tests.mutations.report import results
+from tests.mutations.report import RESULTS_VARIABLE, pytest_runtest_logreport, results
 from tests.mutations.table import MUTATIONS
 
 
@@ -83,3 +85,24 @@ def test_a_node_is_found_with_and_without_its_parameters() -> None:
 
 def test_a_test_whose_process_died_is_red_and_one_that_did_not_run_is_nothing() -> None:
     assert results('{"a": true}\n{"a": false}\n{"b": true}\n{"b": null}\n{"c": true}\n') == {"a": False, "c": True}
+
+
+@pytest.mark.parametrize(
+    ("phases", "red"),
+    [
+        ({"setup": "failed"}, None),
+        ({"call": "skipped"}, None),
+        ({"call": "passed", "teardown": "failed"}, None),
+        ({"call": "failed", "teardown": "failed"}, True),
+        ({"call": "passed", "teardown": "passed"}, False),
+    ],
+)
+def test_a_fixture_that_fails_is_nothing_and_takes_no_finding_back(
+    phases: dict[str, str], red: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = f"t.py::a[{phases}]"
+    monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "told"))
+    for when, outcome in phases.items():
+        is_so = {one: one == outcome for one in ("passed", "failed", "skipped")}
+        pytest_runtest_logreport(SimpleNamespace(when=when, nodeid=node, **is_so))
+    assert results((tmp_path / "told").read_text()).get(node) is red
