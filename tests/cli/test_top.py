@@ -49,7 +49,7 @@ def told() -> dict[str, Any]:
         core.handle(1, Tell(f"{HOSTILE}{turn}", {"prompt": HOSTILE, "nothing loaded because": HOSTILE}))
         while core.ceiling.work():
             pass
-    made: dict[str, Any] = json.loads(Status(is_brief=True).encode(core.snapshot(300.0)))
+    made: dict[str, Any] = json.loads(Status(is_brief=True).encode(core.showing.snapshot(300.0)))
     return made
 
 
@@ -77,7 +77,7 @@ def test_without_a_height_there_is_all_of_it(told: dict[str, Any]) -> None:
 
 
 def test_an_empty_daemon_has_a_frame_too() -> None:
-    fresh = json.loads(Status(is_brief=True).encode(make_daemon().snapshot(0.0)))
+    fresh = json.loads(Status(is_brief=True).encode(make_daemon().showing.snapshot(0.0)))
     text = frame(fresh, "/run/daemon.sock", 80, 24).plain
     assert "nothing was looked up" in text
     assert "no engine is connected" in text

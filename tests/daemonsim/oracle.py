@@ -235,7 +235,7 @@ class Books:
         assert server is not None
         assert file is not None
         objects = 0
-        for identity, namespace in server.daemon._namespaces.items():
+        for identity, namespace in server.daemon.namespaces.items():
             for chunk_hash, entry in namespace.entries.items():
                 for index, slot in enumerate(entry.slots):
                     if slot is not None and (identity, namespace.gids[index], chunk_hash) in self.written:
@@ -292,7 +292,7 @@ class Waits:
             if isinstance(reply, Found):
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
-                session = server.daemon._connections[number].session
+                session = server.daemon.connections[number].session
                 there, _ = server.daemon._present(session.namespace, request.hashes)
                 self._expect(there == reply.masks, "an answer says what was so a moment ago")
             return reply
@@ -303,7 +303,7 @@ class Waits:
                     self._direct = None
                 else:
                     known = self._due.pop((peer.number, reply.lease), None)
-                    session = server.daemon._connections[peer.number].session
+                    session = server.daemon.connections[peer.number].session
                     floor, drops = self._floors.pop((peer.number, reply.lease), (0, ()))
                     if drops == _drops(server, session.namespace):
                         self._expect(reply.chunks >= floor, "waiting cost the hit that there was")

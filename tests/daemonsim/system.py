@@ -30,7 +30,7 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.tiers import TierSpec
 from hybridkv.server import loop
-from hybridkv.server.daemon import Process
+from hybridkv.server.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.storage.transfer import Job

@@ -280,7 +280,7 @@ class World:
         self._check()
         server = system.server
         assert server is not None
-        values = server.daemon.values()
+        values = server.daemon.showing.values()
         left = {name: values[name] for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")}
         assert not any(left.values()), f"LEAK: {left}"
         assert not server._pidfds, "LEAK: processes are watched for nobody"

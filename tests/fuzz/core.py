@@ -118,7 +118,7 @@ class CoreFuzz:
         self._tick()
         while self._jobs:
             self._work(None)
-        values = self.daemon.values()
+        values = self.daemon.showing.values()
         for name in ("sessions", "leases", "connections", "bytes_writing", "lookups_waiting"):
             assert values[name] == 0, f"{name} {values[name]} after the last client"
         while self.daemon._clear():
@@ -129,7 +129,7 @@ class CoreFuzz:
     def check(self) -> None:
         """The daemon's books in themselves, with ours, and with the headers in the arena."""
         self.daemon.check()
-        values = self.daemon.values()
+        values = self.daemon.showing.values()
         assert values["connections"] == len(self._lines)
         assert values["sessions"] == len(self._accounts)
         assert values["leases"] == sum(len(account.leases) for account in self._accounts)
@@ -230,7 +230,7 @@ class CoreFuzz:
         }
 
     def _message(self, line: Line, request: Request) -> None:
-        before = self.daemon.values() if self._rng.random() < 0.02 else None
+        before = self.daemon.showing.values() if self._rng.random() < 0.02 else None
         started = time.process_time()
         reply = self.daemon.handle(line.number, request, self._now)
         seconds = time.process_time() - started
@@ -243,7 +243,9 @@ class CoreFuzz:
         because = refused(line.state, type(request))
         if isinstance(reply, Error):
             assert because in (None, reply.code)
-            assert before is None or _kept(before) == _kept(self.daemon.values()), "a refused message changed something"
+            assert before is None or _kept(before) == _kept(self.daemon.showing.values()), (
+                "a refused message changed something"
+            )
             line.closed = REFUSALS[ErrorCode(reply.code)].closes
             assert not line.closed or isinstance(request, Identify)
             return

@@ -4,7 +4,7 @@ import pytest
 
 from hybridkv.core.geometry import Kind
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.server.daemon import Process
+from hybridkv.server.sessions import Process
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
     NEVER,
@@ -76,10 +76,10 @@ def test_stored_then_found_then_released() -> None:
     assert found.chunks == 3
     assert found.masks == [b"\1\1\1\0"]
     assert list(unpack_u64(found.offsets)) == [offset for offset, _ in slots]
-    assert daemon.values()["leases"] == 1
+    assert daemon.showing.values()["leases"] == 1
     daemon.handle(1, Release(7, 384, 1000))
-    assert daemon.values()["leases"] == 0
-    assert daemon.values()["tokens_loaded"] == 384
+    assert daemon.showing.values()["leases"] == 0
+    assert daemon.showing.values()["tokens_loaded"] == 384
     daemon.check()
 
 
@@ -170,7 +170,7 @@ def test_a_duplicate_gives_its_slot_back() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 1])
-    values = daemon.values()
+    values = daemon.showing.values()
     assert (values["objects"], values["duplicates"], values["bytes_writing"]) == (1, 1, 0)
 
 
@@ -184,10 +184,10 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     commit(daemon, 1, slots[:2], 0, [1, 2])
     lookup(daemon, 1, 1, 1, 2)
     daemon.disconnect(1)
-    assert daemon.values()["bytes_writing"] == 2 * slot_bytes(PART, 1)
-    assert daemon.values()["leases"] == 1
+    assert daemon.showing.values()["bytes_writing"] == 2 * slot_bytes(PART, 1)
+    assert daemon.showing.values()["leases"] == 1
     daemon.disconnect(2)
-    values = daemon.values()
+    values = daemon.showing.values()
     assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
     assert values["objects"] == 2, "objects outlive the engine"
     daemon.check()
@@ -214,22 +214,22 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     daemon.handle(2, Drained(1))
     grant(daemon, 3, PART, 2)
     daemon.disconnect(3)
-    assert daemon.values()["bytes_writing"] == 2 * slot_bytes(PART, 1), "its worker may still write"
+    assert daemon.showing.values()["bytes_writing"] == 2 * slot_bytes(PART, 1), "its worker may still write"
     daemon.handle(2, Drained(2))
-    assert daemon.values()["bytes_writing"] == 0
+    assert daemon.showing.values()["bytes_writing"] == 0
 
 
 def test_a_thousand_engines_come_and_go() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "first")
     commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
-    before = daemon.values()
+    before = daemon.showing.values()
     for number in range(2, 1002):
         engine(daemon, number, QWEN3, f"e{number}")
         grant(daemon, number, PART, 2)
         lookup(daemon, number, 1, 1, 2)
         daemon.disconnect(number)
-    after = daemon.values()
+    after = daemon.showing.values()
     for name in ("bytes_writing", "bytes_committed", "leases", "sessions", "connections", "objects"):
         assert after[name] == before[name], name
     daemon.check()
@@ -245,7 +245,7 @@ def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
     for number in range(100, 200):
         more = grant(daemon, 1, PART, 1)
         commit(daemon, 1, more, 0, [number])
-    assert daemon.values()["evicted"] > 0
+    assert daemon.showing.values()["evicted"] > 0
     assert lookup(daemon, 1, 2, 0, 1).chunks == 2
     daemon.check()
 
@@ -257,9 +257,9 @@ def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
     lookup(daemon, 1, 1, 1)
     assert daemon.handle(1, Clear(3)) == Done(3, 2)
     assert lookup(daemon, 1, 2, 1).chunks == 0
-    assert daemon.values()["bytes_committed"] == slot_bytes(PART, 1)
+    assert daemon.showing.values()["bytes_committed"] == slot_bytes(PART, 1)
     daemon.handle(1, Release(1))
-    assert daemon.values()["bytes_committed"] == 0
+    assert daemon.showing.values()["bytes_committed"] == 0
     daemon.check()
 
 
@@ -281,9 +281,9 @@ def test_unused_slots_can_be_given_back() -> None:
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 2)
     daemon.handle(1, Abandon(pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])))
-    assert daemon.values()["bytes_writing"] == 0
+    assert daemon.showing.values()["bytes_writing"] == 0
     commit(daemon, 1, slots, 0, [1, 2])
-    assert daemon.values()["commits_unknown"] == 2
+    assert daemon.showing.values()["commits_unknown"] == 2
     daemon.check()
 
 
@@ -303,7 +303,7 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     refused = daemon.handle(1, request_)
     assert isinstance(refused, Error)
     assert refused.code == code
-    assert daemon.values()[f"refused_{code}"] == 1
+    assert daemon.showing.values()[f"refused_{code}"] == 1
     daemon.check()
 
 
@@ -386,7 +386,7 @@ def test_a_refused_commit_stores_nothing() -> None:
     refused = daemon.handle(1, Commit(*arguments, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
     assert isinstance(refused, Error)
     assert refused.code == "commit"
-    assert daemon.values()["objects"] == 0
+    assert daemon.showing.values()["objects"] == 0
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
     assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
     daemon.check()
@@ -425,7 +425,7 @@ def test_a_control_connection_keeps_no_session_alive() -> None:
     daemon.connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
     daemon.disconnect(1)
-    assert daemon.values()["sessions"] == 0
+    assert daemon.showing.values()["sessions"] == 0
 
 
 @pytest.mark.parametrize("state", State)

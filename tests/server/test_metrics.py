@@ -16,7 +16,7 @@ import hybridkv.server
 import hybridkv.storage
 from hybridkv.client.control import Control
 from hybridkv.core.geometry import Geometry, Group, Kind
-from hybridkv.server import catalog, daemon
+from hybridkv.server import catalog, showing
 from hybridkv.server.metrics import DaemonCollector
 from hybridkv.server.snapshot import SessionFacts, Snapshot, TierFacts
 from hybridkv.server.web import Pages
@@ -98,8 +98,8 @@ def test_whatever_the_daemon_counts_is_described() -> None:
     assert len(names) > 30
     for name, is_start in names:
         assert name in known or name.startswith(tuple(catalog.PARTS)) or (is_start and name in starts), name
-    assert set(daemon.SAMPLED) <= {*catalog.PLAIN, *catalog.NOT_ALONE}
-    assert set(daemon.SAMPLED_OF_TIERS) <= set(catalog.TIER)
+    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.NOT_ALONE}
+    assert set(showing.SAMPLED_OF_TIERS) <= set(catalog.TIER)
 
 
 def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
@@ -125,7 +125,7 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
         core.tick(float(turn))
         while core.ceiling.work():
             pass
-        now = samples(text_of(core.snapshot(float(turn))))
+        now = samples(text_of(core.showing.snapshot(float(turn))))
         for key, value in before.items():
             assert key[0] not in counters or now[key] >= value, key
         before = now
@@ -141,7 +141,7 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
 
 
 def test_counters_are_there_before_they_count() -> None:
-    now = samples(text_of(make_daemon().snapshot(0.0)))
+    now = samples(text_of(make_daemon().showing.snapshot(0.0)))
     for name, described in catalog.PLAIN.items():
         whole = f"hybridkv_daemon_{name}{'_total' if described.kind is catalog.Kind.COUNTER else ''}"
         assert math.isfinite(now[whole, ()])
@@ -150,7 +150,7 @@ def test_counters_are_there_before_they_count() -> None:
 def test_two_sessions_of_one_engine_are_one_row() -> None:
     session = SessionFacts("e", "m", "i", 16, "", 2, 100, True, 0.0)
     again = session._replace(leases=3, is_connected=False)
-    now = samples(text_of(dataclasses.replace(make_daemon().snapshot(0.0), sessions=(session, again))))
+    now = samples(text_of(dataclasses.replace(make_daemon().showing.snapshot(0.0), sessions=(session, again))))
     labels = (("engine", "e"), ("identity", "i"), ("model", "m"))
     assert now["hybridkv_daemon_session_leases", labels] == 5
     assert now["hybridkv_daemon_session_connected", labels] == 1
@@ -170,7 +170,7 @@ def test_a_value_that_nobody_described_is_told_all_the_same() -> None:
     core = make_daemon()
     core.counters["brand_new"] = 3
     tier = TierFacts("disk", "disk:///x", "through", True, False, False, {"odd": 1.0})
-    text = text_of(dataclasses.replace(core.snapshot(0.0), tiers=(tier,)))
+    text = text_of(dataclasses.replace(core.showing.snapshot(0.0), tiers=(tier,)))
     assert "hybridkv_daemon_brand_new 3.0" in text
     assert 'hybridkv_daemon_tier_odd{tier="disk"} 1.0' in text
 
@@ -220,7 +220,7 @@ def test_what_is_evicted_is_below_the_ceiling() -> None:
     held = [number for number in numbers if lookup(core, 1, number, number).chunks]
     while core.ceiling.work():
         pass
-    values = core.values()
+    values = core.showing.values()
     assert values["evicted"] > 0
     assert (values["ceiling_asked_tokens"], values["ceiling_tokens"]) == (24 * 16, 24 * 16)
     assert 0 < values["ceiling_hit_tokens"] == 16 * len(held) < 24 * 16
@@ -228,4 +228,4 @@ def test_what_is_evicted_is_below_the_ceiling() -> None:
     core.handle(1, Lookup(5, 99, hashes(1)))
     while core.ceiling.work():
         pass
-    assert core.values()["ceiling_tokens"] == 24 * 16, "who clears wants it gone"
+    assert core.showing.values()["ceiling_tokens"] == 24 * 16, "who clears wants it gone"

@@ -199,7 +199,7 @@ class DaemonMachine(RuleBasedStateMachine):
         for thing in self.index.values():
             thing.readers = 0
             self.unread[thing.ref] = thing
-        assert self.daemon.values()["objects_recovered"] == len(self.index)
+        assert self.daemon.showing.values()["objects_recovered"] == len(self.index)
         for at, name in enumerate(ENGINES):
             self.engine(name, at, at)
 
@@ -649,7 +649,7 @@ class DaemonMachine(RuleBasedStateMachine):
         if not hasattr(self, "daemon"):
             return
         self.daemon.check()
-        values = self.daemon.values()
+        values = self.daemon.showing.values()
         assert values["sessions"] == len(self.sessions)
         assert values["leases"] == sum(len(held.leases) for held in self.sessions)
         assert values["connections"] == len(self.lines)
@@ -674,7 +674,7 @@ class DaemonMachine(RuleBasedStateMachine):
         for number in sorted(self.lines):
             self.close(number)
         self.holds()
-        values = self.daemon.values()
+        values = self.daemon.showing.values()
         assert not any(values[name] for name in ("sessions", "leases", "connections", "bytes_writing"))
         assert not self.leaving
         free = self.daemon.store.extents.free_bytes

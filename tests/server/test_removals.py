@@ -45,7 +45,7 @@ def test_who_watches_hears_of_its_identity_alone() -> None:
     daemon.disconnect(1)
     daemon.handle(2, Clear(7))
     assert turn(daemon) == [], "nobody is there to hear"
-    assert daemon.values()["watching"] == 0
+    assert daemon.showing.values()["watching"] == 0
 
 
 def test_what_is_there_again_did_not_go() -> None:
@@ -120,7 +120,7 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(mon
     come_and_go(*range(1, 1 + 2 * UNHEARD_MAX))
     come_and_go(*range(30, 51))
     come_and_go(51)
-    assert daemon.values()["removals_overflowed"] == 1
+    assert daemon.showing.values()["removals_overflowed"] == 1
     told.clear()
     daemon.handle(1, Lookup(9, 1, hashes(1)))
     assert turn(daemon) == [(1, Removed(0, b"", b"", everything=True))]

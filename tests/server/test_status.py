@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hybridkv.core.series import Sample
-from hybridkv.server.daemon import HOUR, SAMPLED
+from hybridkv.server.showing import HOUR, SAMPLED
 from hybridkv.server.snapshot import SessionFacts, Snapshot, TierFacts
 from hybridkv.server.status import Status, health, status, verdict
 from tests.server.harness import engine, lookup, make_daemon
@@ -21,7 +21,7 @@ def snapshot(
     before: dict[str, float] | None = None, now: dict[str, float] | None = None, ago: float = 60.0
 ) -> Snapshot:
     """A daemon whose values were `before` some time ago."""
-    empty = make_daemon().snapshot(NOW)
+    empty = make_daemon().showing.snapshot(NOW)
     sample = Sample(NOW - ago, tuple((before or {}).get(name, 0.0) for name in SAMPLED))
     return dataclasses.replace(
         empty, values={**empty.values, **(now or {})}, hour=(sample,), day=(sample,), sessions=(SESSION,)
@@ -102,7 +102,7 @@ def test_a_daemon_keeps_an_hour_and_a_day() -> None:
             pass
         assert core.wakes_at() <= clock + HOUR[0]
         clock += HOUR[0]
-    told = core.snapshot(clock)
+    told = core.showing.snapshot(clock)
     assert len(told.hour) == HOUR[1]
     assert told.hour[-1].at - told.hour[0].at == 3600
     assert len(told.day) == 181

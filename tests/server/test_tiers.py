@@ -182,12 +182,12 @@ def test_at_the_deadline_the_answer_is_what_ram_has(tmp_path: Path) -> None:
     found = node.answer()
     assert found.chunks == 0
     assert found.why == "it was not read in time"
-    assert node.daemon.values()["deadlines_missed"] == 1
+    assert node.daemon.showing.values()["deadlines_missed"] == 1
     (job,) = [job for job in node.jobs if job.work is Work.READ]
-    assert node.daemon.values()["bytes_writing"] > 0, "its slots are kept while a thread may write into them"
+    assert node.daemon.showing.values()["bytes_writing"] > 0, "its slots are kept while a thread may write into them"
     node.jobs.remove(job)
     node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
-    assert node.daemon.values()["bytes_writing"] == 0
+    assert node.daemon.showing.values()["bytes_writing"] == 0
     assert not node.daemon.later, "a late completion is no second answer"
     assert is_found(node.ask(1, 2, 3)).chunks == 3, "but the next one has it"
 
@@ -268,7 +268,7 @@ def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
     found = is_found(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1_000_000))
     assert found.chunks == 0, "there is time enough for it, and yet"
     assert "computing" in found.why
-    assert node.daemon.values()["promotions_slower"] == 1
+    assert node.daemon.showing.values()["promotions_slower"] == 1
     assert isinstance(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1), Pending), "a slow engine waits for a slow tier"
     node.work()
     assert node.answer().chunks == 4
@@ -299,8 +299,8 @@ def test_a_tier_that_fails_is_left_alone_and_asked_again(tmp_path: Path, monkeyp
     left_alone = is_found(node.ask(1, 2, 3))
     assert left_alone.chunks == 0, "the breaker is open"
     assert left_alone.why == "no tier can be asked at the moment"
-    assert node.daemon.values()["promotions_failed"] == 3
-    assert node.daemon.values()["promotions_tiers_away"] == 1
+    assert node.daemon.showing.values()["promotions_failed"] == 3
+    assert node.daemon.showing.values()["promotions_tiers_away"] == 1
     monkeypatch.setattr(tier, "get", real)
     node.tick(1.0)
     assert isinstance(node.ask(1, 2, 3), Pending)
@@ -363,7 +363,7 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     daemon = Daemon(store, "boot", "/nowhere", arena, 1, [line])
     engine(daemon, 1, LAYOUTS["qwen3"])
     size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
-    namespace = next(iter(daemon._namespaces.values()))
+    namespace = next(iter(daemon.namespaces.values()))
     for number in range(count):
         for slot in store.grant((size, 1), 1):
             assert store.commit(slot, namespace, 0, number.to_bytes(32, "big"))
@@ -444,7 +444,7 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
     found = node.answer() if isinstance(reply, Pending) else is_found(reply)
     assert found.chunks < 3
     assert found.why == "RAM has no room for it"
-    assert node.daemon.values()["promotions_no_room"] == 1
+    assert node.daemon.showing.values()["promotions_no_room"] == 1
 
 
 def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None
     found = node.answer() if isinstance(reply, Pending) else is_found(reply)
     assert found.chunks == 2
     assert found.why == "RAM has no room for it"
-    assert node.daemon.values()["promotions_no_room"] == 1
+    assert node.daemon.showing.values()["promotions_no_room"] == 1
     node.prove(FULL, found, [1, 2, 3])
 
 

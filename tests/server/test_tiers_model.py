@@ -400,7 +400,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         self.daemon.check()
         waits = {(engine.number, lease): wait for engine in self.engines for lease, wait in engine.waits.items()}
-        assert self.daemon.values()["lookups_waiting"] == len(waits)
+        assert self.daemon.showing.values()["lookups_waiting"] == len(waits)
         assert all(wait.deadline > self.now - 0.02 for wait in waits.values()), "STALL"
         wakes_at = self.daemon.wakes_at()
         assert all(wakes_at <= wait.deadline for wait in waits.values()), "nobody wakes the loop"
@@ -434,7 +434,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tick()
         self.go_on()
         self.holds()
-        values = self.daemon.values()
+        values = self.daemon.showing.values()
         assert not any(values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting"))
         assert all(not slot.pins for slot in self.daemon.store._slots.values())
         assert not self.daemon.promotion._reading

@@ -26,7 +26,7 @@ PAGES_FOLDER = Path(__file__).parents[2] / "src" / "hybridkv" / "server" / "page
 
 def answered() -> Future[Snapshot]:
     future: Future[Snapshot] = Future()
-    future.set_result(make_daemon().snapshot(0.0))
+    future.set_result(make_daemon().showing.snapshot(0.0))
     return future
 
 
@@ -120,7 +120,7 @@ def test_too_many_at_once_are_told_to_come_again() -> None:
     assert status.startswith("503")
     assert headers["Retry-After"] == "1"
     for future in asked:
-        future.set_result(make_daemon().snapshot(0.0))
+        future.set_result(make_daemon().showing.snapshot(0.0))
     for thread in threads:
         thread.join(DEADLINE_SECONDS)
     assert ask(pages, "/status.css")[0] == "200 OK"

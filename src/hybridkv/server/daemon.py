@@ -6,36 +6,22 @@ or says that it copies nothing for it any more, because a worker may still be co
 section 7).
 """
 
-import hashlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from heapq import nlargest
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
-from hybridkv.core.buckets import Buckets
 from hybridkv.core.ceiling import Ceiling
 from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.core.series import Sample, Series
 from hybridkv.server.history import History
 from hybridkv.server.promote import Promotion, Waiting
 from hybridkv.server.removals import Removals
-from hybridkv.server.snapshot import (
-    DECISIONS_SHOWN_MAX,
-    GROUPS_SHOWN_MAX,
-    SESSIONS_SHOWN_MAX,
-    GroupFacts,
-    SessionFacts,
-    Snapshot,
-    TierFacts,
-)
+from hybridkv.server.sessions import SESSIONS_MAX, Connection, Copying, Process, Session, model_of, session_of, tag_of
+from hybridkv.server.showing import Showing, groups_of
 from hybridkv.server.spans import Spans
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.shm.trailer import WorkerProcess
@@ -76,7 +62,6 @@ from hybridkv.wire.messages import (
     Watch,
     Welcome,
     WireEngine,
-    WireModel,
     geometry_from_wire,
     geometry_to_wire,
 )
@@ -85,21 +70,9 @@ from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
 SESSION_SHARE = 4
 """One session may hold at most 1/4 of the arena in unwritten slots, all together at most half of it."""
 LEASES_MAX = 1 << 16
-SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 LATEST_MAX = 20
 NO_PARENT = bytes(HASH_BYTES)
-SAMPLED = (
-    *("lookups", "lookups_hit", "lookups_waited", "lookup_wait_seconds", "tokens_asked", "tokens_hit"),
-    *("ceiling_asked_tokens", "ceiling_hit_tokens", "ceiling_tokens"),
-    *("bytes_loaded", "bytes_stored", "evicted", "slots_short", "loads_failed", "deadlines_missed"),
-    *("bytes_committed", "objects", "sessions", "leases", "lookups_waiting"),
-)
-"""Values whose past is kept."""
-SAMPLED_OF_TIERS = ("bytes", "bytes_read", "bytes_written", "failures", "breaker_open")
-HOUR = 10.0, 361
-"""Seconds between two samples, and how many are kept."""
-DAY = 60.0, 1441
 
 
 class RequestError(HybridKVError):
@@ -108,60 +81,6 @@ class RequestError(HybridKVError):
     def __init__(self, code: ErrorCode, message: str = "") -> None:
         super().__init__(message or REFUSALS[code].meaning)
         self.code = code
-
-
-class Process(NamedTuple):
-    """A client's process; `started` tells it from a later one of the same id. pid 0: in another pid namespace."""
-
-    pid: int
-    started: int
-
-
-class Copying(NamedTuple):
-    """What a worker's process said last: over which connection, and the session before which it is drained."""
-
-    connection: int
-    drained: int
-
-
-@dataclass(eq=False)
-class Session:
-    """One greeting of an engine, and what it holds."""
-
-    engine_id: str
-    geometry: Geometry
-    namespace: Namespace
-    engine_connection: int | None
-    number: int = 0
-    """Of the engine's greetings."""
-    model: WireModel | None = None
-    leases: dict[int, list[Slot]] = field(default_factory=dict)
-    found: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """While spans are wanted, by lease: when it was given, and the number of its lookup's span."""
-    writing: dict[int, Slot] = field(default_factory=dict)
-    writing_bytes: int = 0
-    """Bytes in `writing`."""
-    since: float = 0.0
-    """When it greeted, by the daemon's clock."""
-
-    def unwritten(self, offset: int, generation: int) -> Slot | None:
-        """The session's unwritten slot of that name, if it has one."""
-        slot = self.writing.get(offset)
-        return slot if slot is not None and slot.generation == generation else None
-
-    def takes(self, slot: Slot, group: int) -> bool:
-        """Whether the slot has the shape of an object of that group."""
-        return group < len(self.namespace.shapes) and slot.shape in self.namespace.shapes[group]
-
-
-@dataclass
-class Connection:
-    """One accepted socket, named by a number."""
-
-    process: Process
-    state: State = State.NEW
-    engine_id: str = ""
-    session: Session | None = None
 
 
 class Daemon:
@@ -178,56 +97,52 @@ class Daemon:
         self.later: deque[tuple[int, Reply]] = deque()
         """(connection, reply) of lookups whose wait is over; to be sent."""
         self._now = 0.0
-        self._started_at: float | None = None
         self.boot = boot
         self._arena_path = arena_path
-        self._arena_bytes = len(store)
+        self.arena_bytes = len(store)
         self._file_bytes = file_bytes
         self._pid = pid
-        self._connections: dict[int, Connection] = {}
-        self._sessions: list[Session] = []
+        self.connections: dict[int, Connection] = {}
+        self.sessions: list[Session] = []
         self._workers: dict[bytes, dict[Process, Copying]] = {}
         """Per engine (by its tag) every process that may copy for it."""
-        self._held: dict[bytes, list[Slot]] = {}
+        self.held: dict[bytes, list[Slot]] = {}
         """Write slots of an earlier life of the daemon, by the tag of the engine that may still write into them."""
-        self._namespaces: dict[bytes, Namespace] = {}
-        self._geometries: dict[bytes, tuple[Geometry, str]] = {}
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.geometries: dict[bytes, tuple[Geometry, str]] = {}
         """Of the identities that engines greeted with: (geometry, the model's name)."""
-        self._history = History()
+        self.history = History()
         self.removals = Removals()
         self.store.witness = self.removals.witness
         self.ceiling = Ceiling()
-        self._waits = Buckets()
-        """Seconds that lookups waited for tiers."""
-        self._columns = (*SAMPLED, *(f"tier_{line.name}_{name}" for line in lines for name in SAMPLED_OF_TIERS))
-        self._series = Series(*HOUR), Series(*DAY)
         self.counters: Counter[str] = Counter()
         self.spans: Spans | None = None
         """Where what was done is told, if anybody wants to know."""
+        self.showing = Showing(self)
 
     # Events
 
     def recover(self, processes: Iterable[WorkerProcess]) -> None:
         """Take over what an earlier daemon left in the arena; `processes` are those of its workers that still live."""
-        self._namespaces, writing = self.store.recover()
+        self.namespaces, writing = self.store.recover()
         for tag, pid, started in processes:
             self._workers.setdefault(tag, {})[Process(pid, started)] = Copying(0, 0)
         for slot in writing:
-            self._held.setdefault(slot.owner, []).append(slot)
-        for tag in list(self._held):
+            self.held.setdefault(slot.owner, []).append(slot)
+        for tag in list(self.held):
             self._retire(tag)
         self.counters["objects_recovered"] = self.store.objects
 
     def connect(self, connection_id: int, process: Process | None = None) -> None:
         """A socket was accepted; without a process its end is that of the connection."""
-        self._connections[connection_id] = Connection(process or Process(0, connection_id))
+        self.connections[connection_id] = Connection(process or Process(0, connection_id))
 
     def disconnect(self, connection_id: int) -> None:
         """A socket is closed. Its process may still copy."""
-        connection = self._connections.pop(connection_id)
+        connection = self.connections.pop(connection_id)
         self.promotion.cancel(connection_id)
         self.removals.forget(connection_id)
-        for session in self._sessions:
+        for session in self.sessions:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
         if not connection.process.pid:
@@ -243,7 +158,7 @@ class Daemon:
                 self.store.trailer.forget(WorkerProcess(tag, *process))
             if not self._workers[tag]:
                 del self._workers[tag]
-        for tag in sorted({*self._held, *(tag_of(session.engine_id) for session in self._sessions)}):
+        for tag in sorted({*self.held, *(tag_of(session.engine_id) for session in self.sessions)}):
             self._retire(tag)
 
     def processes(self) -> set[Process]:
@@ -253,22 +168,18 @@ class Daemon:
     def tick(self, now: float) -> None:
         """Whatever is due: to be called after other events, and at `wakes_at`; `now` in seconds of one clock."""
         self._now = now
-        if self._started_at is None:
-            self._started_at = now
         for line in self.lines:
             line.tick(now)
         if self.lines:
             self.promotion.tick(now)
             self.demotion.pump(now)
         self.later.extend(self.removals.due())
-        if any(series.due_at <= now for series in self._series):
-            self._sample(now)
+        self.showing.tick(now)
 
     def wakes_at(self) -> float:
         """When something is due that no event tells of."""
         lines = (line.wakes_at() for line in self.lines)
-        samples = (series.due_at for series in self._series)
-        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), *lines, *samples])
+        return min([self.promotion.wakes_at(), self.demotion.wakes_at(), self.showing.wakes_at(), *lines])
 
     def transferred(self, job: Job, outcome: Outcome, now: float) -> None:
         """A job of a tier came back."""
@@ -290,7 +201,7 @@ class Daemon:
             case Work.OPEN if line.is_open and not was_open:
                 self.demotion.opened(
                     slot
-                    for namespace in self._namespaces.values()
+                    for namespace in self.namespaces.values()
                     for entry in namespace.entries.values()
                     for slot in entry.slots
                     if slot is not None
@@ -302,7 +213,7 @@ class Daemon:
         After an Error whose code closes (wire.protocol), nothing more of this connection may be handled.
         """
         self._now = now
-        connection = self._connections[connection_id]
+        connection = self.connections[connection_id]
         self.counters[f"requests_{type(request).__name__.lower()}"] += 1
         self.removals.heard(connection_id)
         try:
@@ -329,7 +240,7 @@ class Daemon:
             case Stats():
                 return self._stats(request)
             case ListEngines():
-                return Engines(request.id, [_wire_engine(session) for session in self._sessions])
+                return Engines(request.id, [_wire_engine(session) for session in self.sessions])
             case Clear():
                 if request.tiers:
                     self._clear_tiers()
@@ -337,30 +248,30 @@ class Daemon:
             case Drained():
                 self._drained(connection_id, connection, request)
             case Identify():
-                reply = self._identify(_session_of(connection), request)
-                self.removals.identified(connection_id, _session_of(connection).namespace)
+                reply = self._identify(session_of(connection), request)
+                self.removals.identified(connection_id, session_of(connection).namespace)
                 return reply
             case Watch():
-                self.removals.watch(connection_id, _session_of(connection).namespace)
+                self.removals.watch(connection_id, session_of(connection).namespace)
             case Lookup():
-                return self._lookup(connection_id, _session_of(connection), request)
+                return self._lookup(connection_id, session_of(connection), request)
             case Want():
-                return self._want(_session_of(connection), request)
+                return self._want(session_of(connection), request)
             case Release():
                 self.promotion.cancel(connection_id, request.lease)
-                self._release(_session_of(connection), request)
+                self._release(session_of(connection), request)
             case Commit():
-                self._commit(_session_of(connection), request)
+                self._commit(session_of(connection), request)
             case Abandon():
-                self._abandon(_session_of(connection), request)
+                self._abandon(session_of(connection), request)
             case Condemn():
-                _session_of(connection)
+                session_of(connection)
                 self._condemn(request)
             case Tell():
-                identity = _session_of(connection).namespace.identity
-                self._history.told(request.request_id, identity, request.facts, self._now)
+                identity = session_of(connection).namespace.identity
+                self.history.told(request.request_id, identity, request.facts, self._now)
             case Describe():
-                self._history.described(_session_of(connection).namespace.identity, request.facts)
+                self.history.described(session_of(connection).namespace.identity, request.facts)
             case Explain():
                 return self._explain(request)
         return None
@@ -378,13 +289,13 @@ class Daemon:
                 geometry = geometry_from_wire(hello.geometry)
             except HybridKVError as error:
                 raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
-            if len(self._sessions) >= SESSIONS_MAX:
+            if len(self.sessions) >= SESSIONS_MAX:
                 raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
             namespace = self._namespace(hello.namespace, geometry)
             session = Session(hello.engine_id, geometry, namespace, connection_id, hello.session, hello.model)
             session.since = self._now
             self._describe(session)
-            self._sessions.append(session)
+            self.sessions.append(session)
             connection.session = session
         elif hello.role == "worker":
             tag = tag_of(hello.engine_id)
@@ -397,7 +308,7 @@ class Daemon:
         if connection.state is not State.CONTROL:
             connection.engine_id = hello.engine_id
         return Welcome(
-            hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self._arena_bytes, self._pid
+            hello.id, PROTOCOL_VERSION, self.boot, self._arena_path, self._file_bytes, self.arena_bytes, self._pid
         )
 
     def _identify(self, session: Session, identify: Identify) -> Reply:
@@ -486,8 +397,8 @@ class Daemon:
 
     def _found_at_last(self, waiting: Waiting) -> None:
         """Answer a lookup that waited for tiers, from what RAM has now."""
-        connection = self._connections[waiting.connection_id]
-        session = _session_of(connection)
+        connection = self.connections[waiting.connection_id]
+        session = session_of(connection)
         masks, entries = self._present(waiting.namespace, waiting.hashes)
         chunks = largest_hit(waiting.geometry, masks, len(entries))
         if session.namespace is not waiting.namespace:
@@ -495,7 +406,7 @@ class Daemon:
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
         else:
             self.ceiling.answered(waiting.namespace.identity, waiting.geometry, waiting.hashes, masks, chunks)
-        self._waits.add(self._now - waiting.asked_at)
+        self.showing.waits.add(self._now - waiting.asked_at)
         tiers = Counter(name for chunk, name in sorted(waiting.origins.items()) if chunk < chunks)
         for name, count in tiers.items():
             self.counters[f"chunks_hit_{name}"] += count
@@ -520,7 +431,7 @@ class Daemon:
             session.found[found.lease] = self._now, number
 
     def _is_current(self, namespace: Namespace) -> bool:
-        return self._namespaces.get(namespace.identity) is namespace
+        return self.namespaces.get(namespace.identity) is namespace
 
     def _release(self, session: Session, release: Release) -> None:
         slots = session.leases.pop(release.lease, None)
@@ -543,8 +454,8 @@ class Daemon:
             )
         size = slot_bytes(*shape)
         room = min(
-            self._arena_bytes // SESSION_SHARE - session.writing_bytes,
-            self._arena_bytes // 2 - self.store.writing_bytes,
+            self.arena_bytes // SESSION_SHARE - session.writing_bytes,
+            self.arena_bytes // 2 - self.store.writing_bytes,
         )
         count = min(want.count, CHANGES_MAX, max(0, room) // size)
         slots = self.store.grant(shape, count, tag_of(session.engine_id))
@@ -626,7 +537,7 @@ class Daemon:
     def _clear(self) -> int:
         """Drop some of the objects; how many."""
         self.ceiling.cleared()
-        entries = (entry for namespace in self._namespaces.values() for entry in namespace.entries.values())
+        entries = (entry for namespace in self.namespaces.values() for entry in namespace.entries.values())
         slots = list(islice((slot for entry in entries for slot in entry.slots if slot is not None), CHANGES_MAX))
         for slot in slots:
             self.store.drop(slot)
@@ -640,126 +551,37 @@ class Daemon:
     def _stats(self, stats: Stats) -> Reply:
         info = {"boot": self.boot, "arena": self._arena_path, "pid": str(self._pid)}
         info.update((f"tier_{line.number}", line.describe()) for line in self.lines)
-        for number, session in enumerate(self._sessions):
-            groups = _groups_of(session.geometry)
+        for number, session in enumerate(self.sessions):
+            groups = groups_of(session.geometry)
             info[f"session_{number}"] = (
                 f"chunk {session.geometry.chunk_tokens} groups {groups} engine {session.engine_id} "
                 f"identity {session.namespace.identity.hex()[:12]}"
             )
-        return Report(stats.id, self.values(), info)
+        return Report(stats.id, self.showing.values(), info)
 
     def _explain(self, explain: Explain) -> Reply:
-        latest = [decision.request_id for decision in self._history.latest(LATEST_MAX)]
-        known = self._history.request(explain.request_id)
+        latest = [decision.request_id for decision in self.history.latest(LATEST_MAX)]
+        known = self.history.request(explain.request_id)
         if known is None:
             return Explained(explain.id, {}, latest)
         identity, facts = known.identity, dict(known.facts)
         facts["identity"] = identity.hex()
         first = _hash_of(facts.pop("first_chunk", ""))
-        for other in self._namespaces.values():
+        for other in self.namespaces.values():
             if other.identity != identity and first in other.entries:
-                differs = self._history.differences(identity, other.identity)
+                differs = self.history.differences(identity, other.identity)
                 named = "; ".join(f"{name}: {mine} here, {theirs} there" for name, (mine, theirs) in differs.items())
                 facts[f"also under {other.identity.hex()[:12]}"] = named or "in what they differ was not told"
         return Explained(explain.id, facts, latest)
 
     # Inside
 
-    def values(self) -> dict[str, float]:
-        """Every counter and gauge by name."""
-        return {
-            **{name: float(value) for name, value in self.counters.items()},
-            "objects": float(self.store.objects),
-            "bytes_committed": float(self.store.committed_bytes),
-            "bytes_writing": float(self.store.writing_bytes),
-            "bytes_held": float(sum(slot.size_bytes for slots in self._held.values() for slot in slots)),
-            "bytes_reserved": float(self.store.extents.limit_bytes),
-            "bytes_arena": float(self._arena_bytes),
-            "bytes_protected": float(self.store.protected_bytes),
-            "evicted": float(self.store.evicted),
-            "over_quota": float(self.store.over_quota),
-            "tenants": float(self.store.tenants),
-            "duplicates": float(self.store.duplicates),
-            "sessions": float(len(self._sessions)),
-            "watching": float(len(self.removals)),
-            "removals_overflowed": float(self.removals.overflows),
-            "leases": float(sum(len(session.leases) for session in self._sessions)),
-            "connections": float(len(self._connections)),
-            "spans_dropped": float(0 if self.spans is None else self.spans.dropped),
-            "lookups_waited": float(self._waits.cumulative[-1][1]),
-            "lookup_wait_seconds": self._waits.total,
-            "ceiling_lookups": float(self.ceiling.lookups),
-            "ceiling_lookups_left_out": float(self.ceiling.lookups_left_out),
-            "ceiling_asked_tokens": float(self.ceiling.asked_tokens),
-            "ceiling_hit_tokens": float(self.ceiling.hit_tokens),
-            "ceiling_tokens": float(self.ceiling.ceiling_tokens),
-            "ceiling_chunks": float(len(self.ceiling)),
-            "ceiling_chunks_max": float(self.ceiling.remembered_max),
-            "ceiling_chunks_forgotten": float(self.ceiling.forgotten),
-            **dict(self._tier_values()),
-        }
-
-    def snapshot(self, now: float) -> Snapshot:
-        """What there is to show."""
-        series_hour, series_day = self._series
-        return Snapshot(
-            now,
-            now if self._started_at is None else self._started_at,
-            self.values(),
-            tuple(self._waits.cumulative),
-            self._waits.total,
-            tuple(self._group_facts()),
-            tuple(map(_session_facts, self._sessions[:SESSIONS_SHOWN_MAX])),
-            tuple(map(_tier_facts, self.lines)),
-            self._columns,
-            series_hour.samples,
-            series_day.samples,
-            tuple(self._history.latest(DECISIONS_SHOWN_MAX)),
-        )
-
-    def _sample(self, now: float) -> None:
-        values = self.values()
-        sample = Sample(now, tuple(values.get(name, 0.0) for name in self._columns))
-        for series in self._series:
-            if series.due_at <= now:
-                series.add(sample)
-
-    def _group_facts(self) -> Iterator[GroupFacts]:
-        """What takes most first."""
-        held = [
-            (namespace.held_bytes[index], namespace, index)
-            for namespace in self._namespaces.values()
-            if namespace.entries
-            for index in range(len(namespace.gids))
-        ]
-        shown = nlargest(GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
-        for size, namespace, index in shown:
-            geometry, model = self._geometries.get(namespace.identity, (None, ""))
-            kind = "" if geometry is None or not namespace.shapes else str(geometry.groups[index].kind)
-            objects = namespace.held_objects[index]
-            yield GroupFacts(namespace.identity.hex()[:12], model, namespace.gids[index], kind, objects, size)
-        if len(held) > len(shown):
-            objects = sum(sum(namespace.held_objects) for namespace in self._namespaces.values())
-            objects -= sum(namespace.held_objects[index] for _, namespace, index in shown)
-            size = sum(size for size, *_ in held) - sum(size for size, *_ in shown)
-            yield GroupFacts("", "", 0, "", objects, size)
-
-    def _tier_values(self) -> Iterator[tuple[str, float]]:
-        if self.lines:
-            yield "lookups_waiting", float(len(self.promotion))
-            yield "writes_waiting", float(self.demotion.waiting)
-            for name, count in self.promotion.counters.items():
-                yield name, float(count)
-        for line in self.lines:
-            for name, value in line.values():
-                yield f"tier_{line.name}_{name}", value
-
     def check(self) -> None:
         """Re-derive what can be derived; raises AssertionError."""
         self.store.check()
         pins: Counter[Slot] = Counter()
         writing: set[Slot] = set()
-        for session in self._sessions:
+        for session in self.sessions:
             for slots in session.leases.values():
                 pins.update(slots)
             assert not writing & set(session.writing.values())
@@ -769,7 +591,7 @@ class Daemon:
         pins.update(self.demotion.held())
         for slot, count in pins.items():
             assert slot.pins == count
-        held = {slot for slots in self._held.values() for slot in slots}
+        held = {slot for slots in self.held.values() for slot in slots}
         assert not held & writing
         writing |= set(self.promotion.slots())
         assert sum(slot.size_bytes for slot in held | writing) == self.store.writing_bytes
@@ -778,25 +600,23 @@ class Daemon:
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         prefixes = tuple(group.kind is Kind.FULL for group in geometry.groups)
-        known = self._namespaces.get(identity)
+        known = self.namespaces.get(identity)
         if known is not None and not known.shapes:
             self.store.regroup(known, gids, shapes, prefixes)
         if known is None:
-            if len(self._namespaces) >= NAMESPACES_MAX:
-                used = {session.namespace.identity for session in self._sessions}
-                self._namespaces = {
-                    key: value for key, value in self._namespaces.items() if value.entries or key in used
-                }
-                self._geometries = {key: value for key, value in self._geometries.items() if key in self._namespaces}
-            known = self._namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
+            if len(self.namespaces) >= NAMESPACES_MAX:
+                used = {session.namespace.identity for session in self.sessions}
+                self.namespaces = {key: value for key, value in self.namespaces.items() if value.entries or key in used}
+                self.geometries = {key: value for key, value in self.geometries.items() if key in self.namespaces}
+            known = self.namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
         return known
 
     def _describe(self, session: Session) -> None:
         """Remember what people want to know of an identity; an engine that told no model's name takes none away."""
-        _, model = self._geometries.get(session.namespace.identity, (None, ""))
-        self._geometries[session.namespace.identity] = session.geometry, _model_of(session) or model
+        _, model = self.geometries.get(session.namespace.identity, (None, ""))
+        self.geometries[session.namespace.identity] = session.geometry, model_of(session) or model
 
     def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
@@ -809,11 +629,11 @@ class Daemon:
     def _retire(self, tag: bytes) -> None:
         """End what an engine held in earlier sessions and lives of the daemon, if none of its workers can touch it."""
         drained = min((worker.drained for worker in self._workers.get(tag, {}).values()), default=None)
-        sessions = [session for session in self._sessions if tag_of(session.engine_id) == tag]
+        sessions = [session for session in self.sessions if tag_of(session.engine_id) == tag]
         # Greetings are counted by the engine, so every one of this life is later than those of an earlier one.
         present = max((session.number for session in sessions), default=0)
         if drained is None or drained >= NEVER or 0 < present <= drained:
-            for slot in self._held.pop(tag, ()):
+            for slot in self.held.pop(tag, ()):
                 self.store.free(slot)
         for session in sessions:
             if session.engine_connection is not None or (drained is not None and drained <= session.number):
@@ -822,52 +642,13 @@ class Daemon:
                 self.store.unpin(slots)
             for slot in session.writing.values():
                 self.store.free(slot)
-            self._sessions.remove(session)
+            self.sessions.remove(session)
             self.counters["sessions_ended"] += 1
-
-
-@lru_cache(maxsize=SESSIONS_MAX)
-def tag_of(engine_id: str) -> bytes:
-    """An engine's name in the arena, HASH_BYTES."""
-    return hashlib.sha256(engine_id.encode()).digest()
 
 
 def _wire_engine(session: Session) -> WireEngine:
     geometry = geometry_to_wire(session.geometry)
     return WireEngine(session.engine_id, session.namespace.identity, geometry, session.model)
-
-
-def _model_of(session: Session) -> str:
-    return session.model.name if session.model is not None else ""
-
-
-def _session_facts(session: Session) -> SessionFacts:
-    return SessionFacts(
-        session.engine_id,
-        _model_of(session),
-        session.namespace.identity.hex()[:12],
-        session.geometry.chunk_tokens,
-        _groups_of(session.geometry),
-        len(session.leases),
-        session.writing_bytes,
-        session.engine_connection is not None,
-        session.since,
-    )
-
-
-def _tier_facts(line: Line) -> TierFacts:
-    location, write = line.spec.shown, str(line.spec.write)
-    return TierFacts(line.name, location, write, line.is_open, line.is_shut, line.is_hung, dict(line.values()))
-
-
-@lru_cache(maxsize=SESSIONS_MAX)
-def _groups_of(geometry: Geometry) -> str:
-    return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups)
-
-
-def _session_of(connection: Connection) -> Session:
-    assert connection.session is not None, "an engine's connection has a session"
-    return connection.session
 
 
 def _hash_of(told: str) -> bytes:

@@ -24,8 +24,9 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tiers import TierSpec
-from hybridkv.server.daemon import Daemon, Process
+from hybridkv.server.daemon import Daemon
 from hybridkv.server.place import listen, make_private_directory, open_arena, take_lock
+from hybridkv.server.sessions import Process
 from hybridkv.server.snapshot import Snapshot
 from hybridkv.server.spans import Spans
 from hybridkv.server.status import Status
@@ -190,7 +191,7 @@ class Server:
         self._adopt_reserved()
         self._take_outcomes()
         while self._asked:
-            self._asked.popleft().set_result(self.daemon.snapshot(time.monotonic()))
+            self._asked.popleft().set_result(self.daemon.showing.snapshot(time.monotonic()))
         if not ready and not behind:
             self._use_idle_time()
 
@@ -494,7 +495,7 @@ class Server:
         """What the status page shows, for a client."""
         now = time.monotonic()
         if self._told is None or not 0.0 <= now - self._told[0] < STATUS_SECONDS:
-            self._told = now, self._status.encode(self.daemon.snapshot(now)).decode()
+            self._told = now, self._status.encode(self.daemon.showing.snapshot(now)).decode()
         return self._told[1]
 
     # Pages of the arena are made to exist by a thread, since zeroing them takes milliseconds.
