@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,45 @@ import pytest
 from hybridkv.testing.daemon import DaemonProcess
 
 DEADLINE_SECONDS = 20.0
+ENDING_SECONDS = 3.0
 
 # An example may take long where the machine does something else.
 hypothesis.settings.register_profile("hybridkv", deadline=None)
 hypothesis.settings.load_profile("hybridkv")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test ends every daemon in its directory, also one that a connector has started."""
+    directory = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    if directory is not None:
+        left = [pid for pid in _daemons_in(directory) if not _ends(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGINT)
+        assert not left, "a daemon is left"
+
+
+def _ends(pid: int) -> bool:
+    """Whether a daemon that was told to end, or that nobody told, is gone in time."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with open(fd) as process:
+        return bool(select.select([process], [], [], ENDING_SECONDS)[0])
+
+
+def _daemons_in(directory: Path) -> list[int]:
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"serve" in words and any(word.startswith(bytes(directory) + b"/") for word in words):
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.fixture

@@ -42,7 +42,9 @@ def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
     from hybridkv.connector.scheduler import SchedulerSide
 
     counters: Counter[str] = Counter()
-    settings: Settings = parse_settings({"load_policy": "always", "lookup_timeout_ms": 10_000})
+    settings: Settings = parse_settings(
+        {"server": f"unix://{slow.socket_path}", "load_policy": "always", "lookup_timeout_ms": 10_000}
+    )
     scheduler = SchedulerSide(settings, GEOMETRY, IDENTITY, "e", slow.socket_path, 2048, counters, 1000)
     tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
     names = b"".join(hashes(1, CHUNKS))

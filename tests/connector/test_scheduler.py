@@ -35,7 +35,8 @@ class Rig:
         from hybridkv.connector.scheduler import SchedulerSide
 
         self.counters: Counter[str] = Counter()
-        parsed = parse_settings({"lookup_timeout_ms": 10_000, **(settings or {})})
+        server = f"unix://{daemon.socket_path}"
+        parsed = parse_settings({"server": server, "lookup_timeout_ms": 10_000, **(settings or {})})
         self.side = SchedulerSide(parsed, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, self.counters, 1000)
         self._socket_path = daemon.socket_path
         until(self._welcomed, "the daemon greets")

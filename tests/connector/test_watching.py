@@ -43,7 +43,7 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
 
     counters: Counter[str] = Counter()
     events = Events(GEOMETRY, counters)
-    settings = parse_settings({"lookup_timeout_ms": 10_000})
+    settings = parse_settings({"server": f"unix://{daemon.socket_path}", "lookup_timeout_ms": 10_000})
     side = SchedulerSide(settings, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, counters, 1000, events=events)
     heard: list[Any] = []
 
