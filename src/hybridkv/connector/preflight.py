@@ -52,11 +52,10 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     if transfer is None or transfer.kv_connector is None:
         yield fail(check, "--kv-transfer-config names no connector, so vLLM serves without hybridkv", works)
         return
-    works_too = {"kv_connector": SEVERAL}
     wrong = [
         (key, getattr(transfer, key))
         for key in ("kv_connector", "kv_connector_module_path")
-        if getattr(transfer, key) not in (CONNECTOR[key], works_too.get(key))
+        if getattr(transfer, key) not in ((CONNECTOR[key], SEVERAL) if key == "kv_connector" else (CONNECTOR[key],))
     ]
     for key, value in wrong:
         yield fail(check, f"{key} of --kv-transfer-config is {value!r}", f'"{key}":"{CONNECTOR[key]}" works')
