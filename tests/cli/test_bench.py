@@ -47,6 +47,7 @@ def test_the_byte_path_is_measured() -> None:
     assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
 
 
+@pytest.mark.slow
 def test_the_directory_is_measured(tmp_path: Path) -> None:
     rows = bench("disk", "--directory", str(tmp_path), "--bytes", "64MiB")
     assert len(rows) == 3

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-MODELS = ("gemma3", "qwen3next")
+MODELS = (pytest.param("gemma3", marks=pytest.mark.slow), "qwen3next")
 
 
 def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -35,6 +35,7 @@ def test_every_arm_is_right(model: str) -> None:
     assert arms["mixed local and external"]["external_tokens"] == 3 * chunk
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     """The oracle can see a single wrong byte: without it every test above would prove nothing."""
     status, proof = verify("--model", "gemma3", "--flip", "blind")
