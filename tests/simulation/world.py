@@ -424,22 +424,24 @@ class _Life:
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
                 site.engine.step()
-        for site in self.sites:
-            self._audit_router(site)
+        # What went is told at the end of a turn of the daemon's; the second answer comes after that. From here on each
+        # step may ask for slots, and what then goes is told after it.
+        for _ in range(2):
+            for site in self.sites:
+                site.engine.barrier()
+        present = [self._present(site.engine.side._link._hello.namespace) for site in self.sites]
+        for site, objects in zip(self.sites, present, strict=True):
+            self._audit_router(site, objects)
         self._audit_arena()
 
-    def _audit_router(self, site: Site) -> None:
+    def _audit_router(self, site: Site, present: set[tuple[int, bytes]]) -> None:
         """Whoever believed the engine's events would find what they say, and every count has arrived."""
         engine, geometry = site.engine, self._geometry
-        # What went is told at the end of a turn of the daemon's; the second answer comes after that.
-        engine.barrier()
-        engine.barrier()
         engine.step()
         stats = engine.connector.get_kv_connector_stats()
         if stats is not None:
             engine.dashboard.add(stats.to_dict())
         engine.dashboard.check(engine.connector.counters)
-        present = self._present(engine.side._link._hello.namespace)
         router = engine.router
         names = {maybe_convert_block_hash(BlockHash(name)): (name, *named) for name, named in site.names.items()}
         inner = {one.parent for one in router.blocks.values()}
