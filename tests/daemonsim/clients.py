@@ -420,6 +420,8 @@ class Scheduler(Client):
         self.scene.books.granted(file, [generation for _, generation in refs])
         shape = granted.part_bytes, granted.parts
         self.credits.granted(shape, granted.offsets, granted.generations, self.scene.system.seconds())
+        # In an arena that was made anew, by a clock that was set back, a slot may have a name of an earlier life again.
+        self._old_refs = deque((old for old in self._old_refs if old[0] not in refs), self._old_refs.maxlen)
         self.scene.counts["slots_granted"] += len(refs)
 
     def _prove(self, asked: Asking, found: Found) -> None:
