@@ -103,8 +103,10 @@ class ValkeyTier(Tier):
         """The one used last is at the end, and is used next."""
         self._live: set[Connection] = set()
         """Idle or in use."""
-        self._writing_bytes = 0
-        """Of values that were let in and may not be in the server's count yet."""
+        self._let_bytes = 0
+        """Of all values ever let in, where there is a bound."""
+        self._done_bytes = 0
+        """Of those among them whose put has ended: what the server says that is asked now has them in it."""
         self._gauges: dict[str, float] = {}
 
     # The contract
@@ -213,13 +215,19 @@ class ValkeyTier(Tier):
 
     @contextlib.contextmanager
     def _admitted(self, sizes: Sequence[int], deadline: Deadline) -> Iterator[list[TierError | None]]:
-        """For each value None or why it is not put; what is let in counts until the end."""
+        """For each value None or why it is not put.
+
+        What the server says it uses has the values whose puts had ended when it was asked. All others that were let
+        in count next to it, so that the bound holds whatever ends between its answer and what is decided here.
+        """
         results: list[TierError | None] = [
             FullError(f"{self._server.place} takes no value of {size} bytes") if size > VALUE_BYTES_MAX else None
             for size in sizes
         ]
-        used = 0
+        used = done = 0
         if self._max_bytes is not None and sizes:
+            with self._lock:
+                done = self._done_bytes
             try:
                 used = self._used_bytes(deadline)
             except TierError as error:
@@ -230,16 +238,16 @@ class ValkeyTier(Tier):
             for at, size in enumerate(sizes):
                 if results[at] is not None:
                     continue
-                if self._max_bytes is not None and used + self._writing_bytes + size > self._max_bytes:
+                if self._max_bytes is not None and used + self._let_bytes - done + size > self._max_bytes:
                     results[at] = FullError(f"{self._server.place} uses all of bytes={self._max_bytes}")
                 else:
-                    self._writing_bytes += size
+                    self._let_bytes += size
                     mine += size
         try:
             yield results
         finally:
             with self._lock:
-                self._writing_bytes -= mine
+                self._done_bytes += mine
 
     def _used_bytes(self, deadline: Deadline) -> int:
         (answer,) = self._ask([_Ask([command(b"INFO", b"memory")])], deadline)
@@ -439,10 +447,6 @@ class ValkeyTier(Tier):
         if (step, code) == ("SELECT", "ERR"):
             return ConfigError(f"{server.place}: the server refuses database {server.database}; 0 works")
         return TierError(f"{server.place} refuses ({code})")
-
-    def _set(self, item: Putting, size: int) -> _Ask:
-        head = command_head([b"SET", self._name(item.key)], size)
-        return _Ask([head, *item.pieces, b"\r\n"], size)
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
