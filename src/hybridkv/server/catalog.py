@@ -88,7 +88,7 @@ PLAIN: Mapping[str, Described] = {
     "leases": _gauge("Read leases."),
     "connections": _gauge("Connections to the socket."),
     "lookups_waiting": _gauge("Lookups that wait for tiers."),
-    "writes_waiting": _gauge("Objects that wait to be written to tiers."),
+    "writes_waiting": _gauge("Objects that wait to be written to tiers, or are being written."),
 }
 """By the names of Daemon.values."""
 

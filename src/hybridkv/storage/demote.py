@@ -40,8 +40,9 @@ class Demotion:
 
     @property
     def waiting(self) -> int:
-        """Objects in all queues, and those that are to be."""
-        return sum(len(queue) for queue in self._queues) + len(self._left)
+        """Objects in all queues, those that are to be, and those that are being written."""
+        leaving = sum(map(len, self._leaving)) + sum(len(job.items) for job in self._writing)
+        return sum(map(len, self._queues)) + len(self._left) + leaving
 
     def wakes_at(self) -> float:
         """When `pump` is due again, if it did not come to an end."""
