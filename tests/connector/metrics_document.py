@@ -3,45 +3,29 @@
 Prints the document as it should be, or writes it; what is between `<!-- table: NAME -->` and `<!-- end -->` is ours.
 """
 
-import argparse
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from hybridkv.connector.hybrid import SOURCES
 from hybridkv.connector.scheduler import DECLINES
 from hybridkv.connector.stats import EXACT, FAMILIES, PREFIX, PREFIXES, What
+from tests.documents import DOCS, filled, print_or_write, table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
-_BLOCK = re.compile(r"(<!-- table: (engine_\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+DOCUMENT = DOCS / "METRICS.md"
 
 
 def document(text: str) -> str:
     """The text with every table of the engine's made anew."""
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+    return filled(text, TABLES)
 
 
 def main() -> int:
     """Print or write the document."""
-    parser = argparse.ArgumentParser(prog="python -m tests.connector.metrics_document", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name} instead of printing it")
-    text = document(DOCUMENT.read_text())
-    if parser.parse_args().write:
-        DOCUMENT.write_text(text)
-    else:
-        print(text, end="")
-    return 0
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head), *(list(row) for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return print_or_write(DOCUMENT, document(DOCUMENT.read_text()), __doc__)
 
 
 def _metrics() -> str:
-    return _table(
+    return table(
         ["metric", "kind", "labels", "what"],
         [
             [
@@ -59,7 +43,7 @@ def _counters() -> str:
     rows = [[f"`{counter}`", f"`{family}`", _labels(family, labels)] for counter, (family, labels) in EXACT.items()]
     rows += [[f"`{prefix}*`", f"`{family}`", _labels(family, (*labels, "*"))] for prefix, family, labels in PREFIXES]
     rows.append(["any other", "`events`", _labels("events", ("*",))])
-    return _table(["counter", "metric", "labels"], rows)
+    return table(["counter", "metric", "labels"], rows)
 
 
 def _labels(family: str, values: tuple[str, ...]) -> str:
@@ -68,12 +52,12 @@ def _labels(family: str, values: tuple[str, ...]) -> str:
 
 def _declines() -> str:
     reasons = [(name.removeprefix("lookups_"), why) for name, why in DECLINES.items() if name.startswith("lookups_")]
-    return _table(["reason", "meaning"], [[f"`{reason}`", why] for reason, why in reasons])
+    return table(["reason", "meaning"], [[f"`{reason}`", why] for reason, why in reasons])
 
 
 def _sources() -> str:
     rows = [[f"`{tier}`", f"`{source.value}`"] for tier, source in SOURCES]
-    return _table(["tier", "source"], [*rows, ["any other", "`external_unspecified`"]])
+    return table(["tier", "source"], [*rows, ["any other", "`external_unspecified`"]])
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -10,6 +10,7 @@ import pytest
 
 from hybridkv.connector.supervise import FAULTS_MAX, Supervisor
 from hybridkv.testing.daemon import DaemonProcess
+from tests.connector import requests
 from tests.server.tierclient import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -82,18 +83,8 @@ IDLE = SimpleNamespace(
 
 
 def request(name: str, tokens: int = 600) -> Any:
-    """As far as the connector looks at it."""
-    return SimpleNamespace(
-        request_id=name,
-        prompt_embeds=None,
-        lora_request=None,
-        cache_salt=None,
-        num_tokens=tokens,
-        num_prompt_tokens=tokens,
-        num_computed_tokens=0,
-        num_preemptions=0,
-        block_hashes=[bytes([at % 256]) * 32 for at in range(tokens // 2)],
-    )
+    """With a hash for every second token."""
+    return requests.request(name, tokens, b"".join(bytes([at % 256]) * 32 for at in range(tokens // 2)))
 
 
 def test_it_serves_engines_with_several_groups() -> None:

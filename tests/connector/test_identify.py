@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +10,7 @@ from hybridkv.client.control import Control
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
 from tests.conftest import DEADLINE_SECONDS
+from tests.connector import requests
 from tests.layouts import LAYOUTS
 
 pytestmark = pytest.mark.engine
@@ -39,16 +39,8 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
     def asks() -> int | None:
         """What a new request is offered."""
         tokens = 3 * GEOMETRY.chunk_tokens
-        request = SimpleNamespace(
-            request_id=f"r{next(numbers)}",
-            prompt_embeds=None,
-            lora_request=None,
-            cache_salt=None,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_preemptions=0,
-            block_hashes=[bytes([at % 256]) * 32 for at in range(tokens // GEOMETRY.hash_tokens)],
-        )
+        named = b"".join(bytes([at % 256]) * 32 for at in range(tokens // GEOMETRY.hash_tokens))
+        request = requests.request(f"r{next(numbers)}", tokens, named)
         scheduler.arrived(request)
         offer = scheduler.matched(request, 0)
         scheduler.finished(request.request_id)

@@ -4,16 +4,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridkv.client.control import Control
-from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
+from tests.connector import requests
 from tests.server.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
 
 pytestmark = pytest.mark.engine
@@ -48,16 +47,7 @@ def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
     scheduler = SchedulerSide(settings, GEOMETRY, IDENTITY, "e", slow.socket_path, 2048, counters, 1000)
     tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
     names = b"".join(hashes(1, CHUNKS))
-    request = SimpleNamespace(
-        request_id="r",
-        prompt_embeds=None,
-        lora_request=None,
-        cache_salt=None,
-        num_tokens=tokens,
-        num_prompt_tokens=tokens,
-        num_preemptions=0,
-        block_hashes=[names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)],
-    )
+    request = requests.request("r", tokens, names)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while scheduler._link.welcome is None:
         scheduler._poll(time.monotonic())

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.requests import State
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.worth import Speed
 from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
+from tests.connector import requests
 from tests.server.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats, until
 
 pytestmark = pytest.mark.engine
@@ -50,17 +50,7 @@ class Rig:
     def request(self, prompt: int, tokens: int, name: str = "r", preemptions: int = 0) -> Any:
         """A prompt's first `tokens` tokens as vLLM knows them."""
         names = b"".join(hashes(prompt, tokens // CHUNK))
-        return SimpleNamespace(
-            request_id=name,
-            prompt_embeds=None,
-            lora_request=None,
-            cache_salt=None,
-            num_tokens=tokens,
-            num_prompt_tokens=tokens,
-            num_computed_tokens=0,
-            num_preemptions=preemptions,
-            block_hashes=[names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)],
-        )
+        return requests.request(name, tokens, names, preemptions)
 
     def offered(self, request: Any, local: int = 0) -> int:
         """The answer, once there is one."""

@@ -1,13 +1,12 @@
 """`python -m tests.server.describe_metrics [--write]`: docs/METRICS-daemon.md, made from server/catalog.py."""
 
-import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 from hybridkv.server.catalog import MADE, PARTS, PLAIN, PREFIX, TIER, Described, Kind
+from tests.documents import DOCS, print_or_write, table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS-daemon.md"
+DOCUMENT = DOCS / "METRICS-daemon.md"
 HEAD = """# The daemon's metrics
 
 `http://127.0.0.1:9477/metrics` (`--metrics-port`; the same server shows the status page at `/`), in Prometheus' text
@@ -47,32 +46,24 @@ hit, what a cache of unlimited size would have hit, and what was asked for. It i
 """
 
 
-def table(prefix: str, described: Iterable[tuple[str, Described]]) -> Iterable[str]:
-    """One row for each metric."""
-    yield "| metric | type | labels | meaning |"
-    yield "| --- | --- | --- | --- |"
+def _rows(prefix: str, described: Iterable[tuple[str, Described]]) -> Iterable[list[str]]:
+    """One for each metric."""
     for name, one in described:
         whole = f"{PREFIX}{prefix}{name}{'_total' if one.kind is Kind.COUNTER else ''}"
-        yield f"| `{whole}` | {one.kind} | {', '.join(one.labels)} | {one.help} |"
+        yield [f"`{whole}`", str(one.kind), ", ".join(one.labels), one.help]
 
 
 def document() -> str:
     """The whole page."""
     lines = [HEAD]
     for title, prefix, described in PARTS_OF_PAGE:
-        lines += [f"## {title}\n", *table(prefix, described()), ""]
+        lines += [f"## {title}\n", table(["metric", "type", "labels", "meaning"], _rows(prefix, described()))]
     return "\n".join(lines).rstrip("\n") + "\n" + TAIL
 
 
 def main() -> int:
     """Print it, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        DOCUMENT.write_text(document())
-    else:
-        print(document(), end="")
-    return 0
+    return print_or_write(DOCUMENT, document(), __doc__)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 Prints the document as it should be, or writes it; what is between `<!-- table: NAME -->` and `<!-- end -->` is ours.
 """
 
-import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from types import ModuleType, NoneType
 from typing import get_args
 
@@ -19,8 +17,9 @@ from hybridkv.server import daemon, history, loop, removals
 from hybridkv.wire import messages
 from hybridkv.wire.messages import Reply, Request, WireEngine, WireGeometry, WireGroup, WireModel
 from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
+from tests.documents import DOCS, filled, print_or_write, table
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "PROTOCOL.md"
+DOCUMENT = DOCS / "PROTOCOL.md"
 LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     messages: {
         "MESSAGE_BYTES_MAX": "bytes of one message, either way; a longer frame is refused before it is read",
@@ -73,30 +72,16 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "RECONNECT_SECONDS": "seconds before a client comes back after a loss",
     },
 }
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def document(text: str) -> str:
     """The text with every table made anew; raises KeyError for a table that we do not have."""
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+    return filled(text, TABLES)
 
 
 def main() -> int:
     """Print or write the document."""
-    parser = argparse.ArgumentParser(prog="python -m tests.wire.describe", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.name} instead of printing it")
-    text = document(DOCUMENT.read_text())
-    if parser.parse_args().write:
-        DOCUMENT.write_text(text)
-    else:
-        print(text, end="")
-    return 0
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(head), *(list(row) for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return print_or_write(DOCUMENT, document(DOCUMENT.read_text()), __doc__)
 
 
 def _tag(message: type) -> str:
@@ -108,7 +93,7 @@ def _sentences(documented: type) -> str:
 
 
 def _versions() -> str:
-    return _table(["", "version"], [["the protocol", str(messages.PROTOCOL_VERSION)]])
+    return table(["", "version"], [["the protocol", str(messages.PROTOCOL_VERSION)]])
 
 
 def _requests() -> str:
@@ -144,7 +129,7 @@ def _message(message: type, said: str) -> str:
     return (
         f"### {title}\n\n{_sentences(message)} {said}".rstrip()
         + "\n\n"
-        + _table(["item", "field", "type", "default"], [*first, *rows])
+        + table(["item", "field", "type", "default"], [*first, *rows])
     )
 
 
@@ -204,18 +189,18 @@ def _states() -> str:
     rows = [[_tag(message), *(cell(state, message) for state in State)] for message in RULES]
     closing = ", ".join(f"`{code}`" for code, refusal in REFUSALS.items() if refusal.closes)
     anything = ["anything else", *(["error `wire`, closed"] * len(State))]
-    return _table(["message", *State], [*rows, anything]) + f"\nErrors that close the connection: {closing}.\n"
+    return table(["message", *State], [*rows, anything]) + f"\nErrors that close the connection: {closing}.\n"
 
 
 def _errors() -> str:
     rows = [
         [f"`{code}`", REFUSALS[code].meaning, "is closed" if REFUSALS[code].closes else "goes on"] for code in ErrorCode
     ]
-    return _table(["code", "meaning", "the connection"], rows)
+    return table(["code", "meaning", "the connection"], rows)
 
 
 def _limits() -> str:
-    return _table(
+    return table(
         ["limit", "value", "of what"],
         [
             [f"`{module.__name__.removeprefix('hybridkv.')}.{name}`", str(getattr(module, name)), what]

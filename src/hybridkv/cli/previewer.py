@@ -22,7 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybridkv.cli.preview import Answer
-from hybridkv.connector.children import child_specs, parse_multi
+from hybridkv.connector.children import check_hma, child_specs, parse_multi
 from hybridkv.connector.identity import identity_facts
 from hybridkv.connector.preflight import (
     CONNECTOR,
@@ -92,10 +92,13 @@ def _as_children_see_it(config: Any, answer: Answer) -> list[tuple[Any, Callable
     def inside() -> list[Any]:
         try:
             parse_multi(config.kv_transfer_config.kv_connector_extra_config)
+            check_hma(config)
             return list(child_specs(config))
         except ConfigError as error:
             answer.findings.append(failure("connectors", error))
-            return []
+        except TypeError as error:
+            answer.findings.append(fail("connectors", str(error)))
+        return []
 
     specs = _guarded("connectors", answer, inside) or []
     if specs:

@@ -52,10 +52,11 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     if transfer is None or transfer.kv_connector is None:
         yield fail(check, "--kv-transfer-config names no connector, so vLLM serves without hybridkv", works)
         return
+    expected = {**CONNECTOR, "kv_connector": SEVERAL} if transfer.kv_connector == SEVERAL else CONNECTOR
     wrong = [
         (key, getattr(transfer, key))
         for key in ("kv_connector", "kv_connector_module_path")
-        if getattr(transfer, key) not in ((CONNECTOR[key], SEVERAL) if key == "kv_connector" else (CONNECTOR[key],))
+        if getattr(transfer, key) != expected[key]
     ]
     for key, value in wrong:
         yield fail(check, f"{key} of --kv-transfer-config is {value!r}", f'"{key}":"{CONNECTOR[key]}" works')
