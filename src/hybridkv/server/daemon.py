@@ -148,16 +148,17 @@ class Daemon:
         if not connection.process.pid:
             self.gone(connection.process)
         elif connection.engine_id:
-            self._retire(tag_of(connection.engine_id))
+            tag = tag_of(connection.engine_id)
+            known = self._workers.get(tag, {}).get(connection.process)
+            if known is not None and known.connection == connection_id and known.drained >= NEVER:
+                # It will not copy again, however long its process lives.
+                self._forget_worker(tag, connection.process)
+            self._retire(tag)
 
     def gone(self, process: Process) -> None:
         """A process has ended."""
         for tag in [tag for tag, workers in self._workers.items() if process in workers]:
-            del self._workers[tag][process]
-            if process.pid:
-                self.store.trailer.forget(WorkerProcess(tag, *process))
-            if not self._workers[tag]:
-                del self._workers[tag]
+            self._forget_worker(tag, process)
         for tag in sorted({*self.held, *(tag_of(session.engine_id) for session in self.sessions)}):
             self._retire(tag)
 
@@ -617,6 +618,13 @@ class Daemon:
         """Remember what people want to know of an identity; an engine that told no model's name takes none away."""
         _, model = self.geometries.get(session.namespace.identity, (None, ""))
         self.geometries[session.namespace.identity] = session.geometry, model_of(session) or model
+
+    def _forget_worker(self, tag: bytes, process: Process) -> None:
+        del self._workers[tag][process]
+        if process.pid:
+            self.store.trailer.forget(WorkerProcess(tag, *process))
+        if not self._workers[tag]:
+            del self._workers[tag]
 
     def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
