@@ -130,6 +130,7 @@ def test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once(rig: Rig) -> Non
     rig.side.arrived(other)
     assert rig.offered(other)
     rig.side.finished("aborted")
+    rig.step({})
     until(lambda: not rig.value("leases"), "it was aborted before it had blocks")
     assert "aborted" not in rig.side._requests
 
@@ -216,7 +217,7 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     assert rig.side.matched(request, 0) == 0
     until(lambda: not rig.value("leases"), "it is released")
     # Credits come with the daemon's answers.
-    until(lambda: _poll(rig) or not rig.side.awaits_slots, "there are write slots")
+    until(lambda: _poll(rig) or not rig.side.slots_fd, "there are write slots")
     plan = rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1))
     stored = {(run.span.group_index, run.span.first_chunk) for run in plan.stores.values()}
     assert stored == {(index, 0) for index in range(len(GEOMETRY.groups))}
@@ -225,7 +226,7 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
 def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
     request = loading(rig, local=CHUNK)
     rig.step({}, finished=("r",))
-    until(lambda: _poll(rig) or not rig.side.awaits_slots, "there are write slots")
+    until(lambda: _poll(rig) or not rig.side.slots_fd, "there are write slots")
     request.num_computed_tokens = STORED * CHUNK
     assert not rig.step({"r": 1}, tables(STORED * CHUNK + 1)).stores
     full, sliding, small = GEOMETRY.groups

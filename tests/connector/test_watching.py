@@ -61,6 +61,7 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
             side.arrived(make_request(f"r{life}"))
             until(lambda: hears(BlockStored, CHUNKS), "a lookup saw another engine's objects")
             side.finished(f"r{life}")
+            side._link.flush(time.monotonic())
             until(lambda: not control.stats().values["leases"], "its lease ended")
             assert control.stats().values["watching"] == 1
             if life == 1:

@@ -252,6 +252,12 @@ class SimSocket:
             self._system.wake_server(self._system.now)
         return received
 
+    def recv_into(self, buffer: memoryview) -> int:
+        """See socket.socket."""
+        received = self.recv(len(buffer))
+        buffer[: len(received)] = received
+        return len(received)
+
     def send(self, data: bytes | bytearray) -> int:
         """See socket.socket."""
         assert self.outward is not None

@@ -40,8 +40,8 @@ ROUNDS = 5
 HOOK_TOKENS = (32768, 131072)
 HOOK_STEP_TOKENS = 8192
 """Tokens of a prefill step, as on a large device."""
-HOOK_ROUNDS = 200
-"""Half of them for each clock."""
+HOOK_ROUNDS = 24
+"""Of each replay."""
 _BLOCK_TOKENS = 128
 
 

@@ -34,6 +34,8 @@ class Link:
         """How often the daemon was greeted; an engine tells it, see wire.messages.Hello."""
         self._sock: socket.socket | None = None
         self._frames = Frames()
+        self._in = memoryview(bytearray(RECEIVE_BYTES))
+        """Received into, so that no call to `poll` asks for memory."""
         self._out = bytearray()
         self._retry_at = 0.0
         self._hello_deadline = 0.0
@@ -56,7 +58,7 @@ class Link:
         replies: list[Reply] = []
         while self._sock is not None:
             try:
-                received = self._sock.recv(RECEIVE_BYTES)
+                received = self._sock.recv_into(self._in)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -68,10 +70,12 @@ class Link:
                     self._lose("connection closed by the daemon", now)
                 break
             try:
-                for body in self._frames.feed(received):
+                for body in self._frames.feed(self._in[:received]):
                     self._take(decode_reply(body), replies, now)
             except WireError as error:
                 self._lose(f"nonsense from the daemon: {error}", now)
+            if received < RECEIVE_BYTES:
+                break
         if self._sock is not None:
             if self.welcome is None and now > self._hello_deadline:
                 self._lose("the daemon does not greet", now)

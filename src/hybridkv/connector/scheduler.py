@@ -147,9 +147,9 @@ class SchedulerSide:
         self._poll(time.monotonic())
 
     @property
-    def awaits_slots(self) -> bool:
-        """Whether write slots that were asked for are still on their way."""
-        return self._stores.credits.awaited
+    def slots_fd(self) -> int | None:
+        """What to wait on, outside of hooks, while write slots that were asked for are on their way; else None."""
+        return self._link.fd if self._stores.credits.awaited else None
 
     # Hooks
 
@@ -303,11 +303,10 @@ class SchedulerSide:
         self._link.flush(now)
 
     def finished(self, request_id: str) -> None:
-        """The request ended or was aborted."""
+        """The request ended or was aborted. What the daemon is told of it leaves with the next step, which follows."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
-            self._link.flush(time.monotonic())
 
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """From here on bytes belong to another identity; what is being computed now belongs to neither."""

@@ -65,19 +65,24 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, received: bytes) -> list[bytes]:
+    def feed(self, received: bytes | memoryview) -> list[bytes]:
         """The bodies that `received` completes; raises WireError on a frame over the limit."""
-        self._buffer += received
+        if self._buffer:
+            self._buffer += received
         bodies: list[bytes] = []
         at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, at)
-            if size > MESSAGE_BYTES_MAX:
-                raise WireError(f"a frame of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
-            if len(self._buffer) - at - _LENGTH.size < size:
-                break
-            start = at + _LENGTH.size
-            bodies.append(bytes(self._buffer[start : start + size]))
-            at = start + size
-        del self._buffer[:at]
+        with memoryview(self._buffer or received) as data:
+            while len(data) - at >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(data, at)
+                if size > MESSAGE_BYTES_MAX:
+                    raise WireError(f"a frame of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+                start = at + _LENGTH.size
+                if len(data) - start < size:
+                    break
+                at = start + size
+                bodies.append(data[start:at].tobytes())
+        if self._buffer:
+            del self._buffer[:at]
+        else:
+            self._buffer += received[at:]
         return bodies
