@@ -4,7 +4,7 @@ import pytest
 
 from hybridkv.core.geometry import Kind
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.server.sessions import Process
+from hybridkv.server.sessions import Process, tag_of
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
     NEVER,
@@ -217,6 +217,23 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     assert daemon.showing.values()["bytes_writing"] == 2 * slot_bytes(PART, 1), "its worker may still write"
     daemon.handle(2, Drained(2))
     assert daemon.showing.values()["bytes_writing"] == 0
+
+
+def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None:
+    """A process that makes one engine after the other lives on; nobody needs to know of all its workers."""
+    daemon, process = make_daemon(), Process(7, 7)
+    for number, farewell in ((1, NEVER), (2, 5)):
+        daemon.connect(number, process)
+        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
+        daemon.handle(number, Drained(farewell))
+        assert daemon.processes() == {process}
+        assert [known.tag for known in daemon.store.trailer.processes()] == [tag_of(f"e{number}")]
+        daemon.disconnect(number)
+    assert daemon.processes() == {process}, "the second may still copy"
+    assert len(daemon.store.trailer.processes()) == 1
+    daemon.gone(process)
+    assert not daemon.processes()
+    assert not daemon.store.trailer.processes()
 
 
 def test_a_thousand_engines_come_and_go() -> None:
