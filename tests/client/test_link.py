@@ -1,14 +1,19 @@
 """A link and a socket whose other end the test holds."""
 
+import contextlib
 import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hybridkv.client.control import Control, DaemonUnreachableError
-from hybridkv.client.link import Link
+from hybridkv.client.link import SEND_QUEUE_BYTES_MAX, Link
 from hybridkv.wire.codec import Frames, decode_request, encode
-from hybridkv.wire.messages import PROTOCOL_VERSION, Granted, Hello, Release, Welcome
+from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Granted, Hello, Release, Tell, Welcome
 from tests.conftest import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
@@ -98,3 +103,58 @@ def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Pat
             accepted.settimeout(DEADLINE_SECONDS)
             while accepted.recv(4096):
                 pass
+
+
+@contextlib.contextmanager
+def daemon_end(tmp_path: Path, lost: list[str]) -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the other end of its connection, which has read the greeting and not answered it."""
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lost.append)
+        link.poll(0.0)
+        greeting(listener, opened)
+        with opened[0]:
+            yield link, opened[0]
+        link.close()
+
+
+def test_much_that_is_queued_in_one_go_is_no_sign_of_a_daemon_that_does_not_read(tmp_path: Path) -> None:
+    """Thousands of requests may be aborted in one call."""
+    lost: list[str] = []
+    with daemon_end(tmp_path, lost) as (link, far):
+        far.sendall(encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)))
+        link.poll(0.0)
+        far.setblocking(False)
+        tell = Tell("r" * 100, {"stored": "1 objects" * 100})
+        for _ in range(2 * SEND_QUEUE_BYTES_MAX // len(encode(tell))):
+            assert link.queue(tell, 0.0)
+            with contextlib.suppress(BlockingIOError):
+                while far.recv(1 << 20):
+                    pass
+    assert not lost
+
+
+def test_a_refusal_with_nonsense_behind_it_is_one_loss(tmp_path: Path) -> None:
+    lost: list[str] = []
+    with daemon_end(tmp_path, lost) as (link, far):
+        far.sendall(encode(Error(1, "version", "another version")) + struct.pack("<I", 3) + b"\xc1" * 3)
+        assert link.poll(0.0) == []
+        assert link.refusal == "another version"
+    assert lost == ["another version"]
+
+
+def test_no_descriptor_for_a_moment_is_no_fault(tmp_path: Path) -> None:
+    """Else a role would be switched off for good after twenty hooks."""
+    code = (
+        "import os, resource, sys\n"
+        "from hybridkv.client.link import Link\n"
+        "from hybridkv.wire.messages import PROTOCOL_VERSION, Hello\n"
+        "link = Link(sys.argv[1], Hello(1, PROTOCOL_VERSION, 'control'), print)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "sys.exit(0 if link.poll(0.0) == [] else 3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -78,3 +78,14 @@ def test_an_adapter_that_was_replaced_under_its_name_is_refused_for_ever(directo
     assert adapters.of(LoRARequest("a", 1, str(directory), load_inplace=True), 0.0).refused
     assert adapters.of(LoRARequest("a", 1, str(directory)), 0.0).refused
     assert settled(adapters, LoRARequest("b", 2, str(directory))).identity
+
+
+def test_an_adapter_that_is_replaced_in_place_names_nothing_any_more(directory: Path) -> None:
+    """A request that is under way goes on with the new weights."""
+    adapters = Adapters(LATER)
+    old, other = (settled(adapters, LoRARequest(name, number, str(directory))) for name, number in (("a", 1), ("b", 2)))
+    assert old.identity is not None
+    adapters.of(LoRARequest("a", 1, "/elsewhere", load_inplace=True), 0.0)
+    assert old.identity is None
+    assert "in place" in old.refused
+    assert other.identity is not None

@@ -171,3 +171,17 @@ def test_events_are_made_where_vllm_publishes_them(config: Any, wanted: bool) ->
     from hybridkv.connector.hybrid import wants_events
 
     assert wants_events(SimpleNamespace(kv_events_config=config)) is wanted
+
+
+def test_nothing_is_named_by_a_token_that_is_not_computed() -> None:
+    """A session takes back the last token that was sampled: a name that was made with it would be another prompt's."""
+    from hybridkv.connector.hashing import OwnChain
+
+    tracked = make_request("r", list(range(2 * CHUNK - 1)))
+    tracked.chain = OwnChain(tracked.request, CHUNK)
+    tracked.request.append_output_token_ids([7])
+    events, _ = make_events()
+    assert len(store(events, tracked, 0)) == 1
+    other = make_request("r", [*range(2 * CHUNK - 1), 8])
+    tracked.request._all_token_ids[-1] = 8
+    assert tracked.chunk_hashes(GEOMETRY, 1, 1) == OwnChain(other.request, CHUNK).names(1, 1)

@@ -19,10 +19,13 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 
 from hybridkv.connector.children import child_specs  # noqa: E402
+from hybridkv.connector.multimessages import MultiEvents, MultiReport  # noqa: E402
 from hybridkv.core.errors import ConfigError  # noqa: E402
 from tests.connector.multiengine import (  # noqa: E402
     BLOCK,
@@ -616,3 +619,84 @@ def test_shutdown_reaches_all(rng: random.Random) -> None:
     assert [script.calls["shutdown"] for script in scripts] == [1, 1]
     with pytest.raises(ScriptedError):
         engine.connector.sub_connectors[0].shutdown()
+
+
+# KV events
+
+
+def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Random) -> None:
+    """Once, and it may raise; a child that knows nothing of it is left alone."""
+    engine = MultiEngine([child(Script()), child(Script()), child(Script())], hybrid())
+    first, second, third = engine.connector._children
+    asked: list[str] = []
+
+    def withdraw() -> list[Any]:
+        asked.append("first")
+        return ["gone"]
+
+    def raising() -> list[Any]:
+        asked.append("second")
+        raise ScriptedError("withdraw")
+
+    first.connector.withdraw = withdraw
+    second.connector.withdraw = raising
+    assert engine.connector.take_events() == []
+    for dead in (first, second, third):
+        dead.supervisor.switch_off("the test says so")
+    assert engine.connector.take_events() == ["gone"]
+    assert engine.connector.take_events() == []
+    assert asked == ["first", "second"]
+
+
+class WorkerEvents(KVConnectorKVEvents):
+    """Of one child in one worker."""
+
+    def __init__(self, names: list[str], raises: str = "") -> None:
+        self.names, self.raises, self.workers = names, raises, 1
+
+    def _do(self, hook: str) -> None:
+        if hook == self.raises:
+            raise ScriptedError(hook)
+
+    def add_events(self, events: list[Any]) -> None:
+        """Of another worker."""
+        self._do("add_events")
+        self.names += events
+
+    def aggregate(self) -> "WorkerEvents":
+        """As it is."""
+        self._do("aggregate")
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        """One more."""
+        self._do("increment_workers")
+        self.workers += count
+
+    def get_all_events(self) -> list[Any]:
+        """Names."""
+        self._do("get_all_events")
+        return self.names
+
+    def get_number_of_workers(self) -> int:
+        """So many were put together."""
+        self._do("get_number_of_workers")
+        return self.workers
+
+    def clear_events(self) -> None:
+        """None are left."""
+        self._do("clear_events")
+        self.names = []
+
+
+@pytest.mark.parametrize("hook", ["", "add_events", "get_all_events", "increment_workers", "aggregate"])
+def test_events_that_cannot_be_put_together_end_nothing(hook: str) -> None:
+    """vLLM's aggregator of several ranks calls a child's code where nobody supervises it."""
+    outputs = []
+    for rank in range(2):
+        events = MultiEvents({0: WorkerEvents([f"bad{rank}"], hook), 1: WorkerEvents([f"good{rank}"])})
+        output = KVConnectorOutput(kv_cache_events=events, kv_connector_worker_meta=MultiReport((None, None)))
+        outputs.append(ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output))
+    together = KVOutputAggregator(2).aggregate(outputs, 0).kv_connector_output.kv_cache_events.aggregate()
+    assert sorted(together.children[1].names) == ["good0", "good1"]
+    assert (0 in together.children) == (not hook)

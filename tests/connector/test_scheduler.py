@@ -307,3 +307,42 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
     until(lambda: rig.value("lookups_hit") == late, "all are answered at last")
     until(lambda: _poll(rig) or not rig.value("leases"), "no lease is kept")
     rig.side.close()
+
+
+def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
+    """A second report of it, while the request runs, would end the engine; and it must not be remembered for ever."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    offer = rig.offered(request)
+    broken = rig.side._most_blocks
+    rig.side._most_blocks = lambda request: 1 // 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        rig.side.allocated(request, tables(STORED * CHUNK + 1), offer)
+    rig.side._most_blocks = broken  # type: ignore[method-assign]
+    rig.side.must_fail("r", offer)
+    assert rig.step({}, finished=("r",), failed=("r",)).failed == ["r"]
+    assert rig.side.emergency().failed == []
+    assert rig.side._requests["r"].state is State.BYPASS
+    rig.side.finished("r")
+    assert not rig.side._requests
+
+
+def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
+    """Its workers say that they are done with all its greetings: none is greeted with any more."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    assert rig.offered(request)
+    assert rig.value("leases") == 1
+    greeted = rig.side._link.greetings
+    plan = rig.side.quit()
+    assert plan.session == greeted + 1
+    until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
+    assert rig.side._link.welcome is None
+
+
+def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
+    request = rig.request(2, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    until(lambda: _poll(rig) or rig.side._requests["r"].found is not None, "it is answered")
+    rig.side._workers_on = {}
+    assert rig.side.matched(request, 0) == 0

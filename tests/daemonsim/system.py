@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import heapq
+import itertools
 import math
 import os
 import random
@@ -374,11 +375,13 @@ class Selector:
     def __init__(self, system: "System") -> None:
         self._system = system
         self._wanted: dict[Any, int] = {}
+        self._data: dict[Any, Any] = {}
 
-    def register(self, fileobj: Any, events: int) -> None:
+    def register(self, fileobj: Any, events: int, data: Any = None) -> None:
         """See selectors."""
         assert fileobj not in self._wanted
         self._wanted[fileobj] = events
+        self._data[fileobj] = data
 
     def modify(self, fileobj: Any, events: int) -> None:
         """See selectors."""
@@ -395,7 +398,10 @@ class Selector:
 
     def select(self, timeout: float | None = None) -> list[tuple[SimpleNamespace, int]]:
         """See selectors; never waits, whatever the `timeout`."""
-        ready = [(SimpleNamespace(fileobj=fileobj), events) for fileobj, events in self._ready()]
+        ready = [
+            (SimpleNamespace(fileobj=fileobj, fd=fileobj, data=self._data[fileobj]), events)
+            for fileobj, events in self._ready()
+        ]
         if len(ready) > 1:
             self._system.rng.shuffle(ready)
         return ready
@@ -499,7 +505,6 @@ class System:
         self.current = self.spawn()
         """Whose code runs."""
         self.pidfds: dict[int, SimProcess] = {}
-        self._last_fd = FIRST_FD
         self.files: list[ArenaFile] = []
         self.paths: dict[str, ArenaFile] = {}
         """Every arena there ever was, by its name."""
@@ -620,9 +625,10 @@ class System:
         """See os."""
         if pid not in self.processes:
             raise ProcessLookupError(errno.ESRCH, "No such process")
-        self._last_fd += 1
-        self.pidfds[self._last_fd] = self.processes[pid]
-        return self._last_fd
+        # The lowest that is free, as the kernel does: that of a process that was let go is soon another's.
+        fd = next(number for number in itertools.count(FIRST_FD) if number not in self.pidfds)
+        self.pidfds[fd] = self.processes[pid]
+        return fd
 
     def close_fd(self, fd: int) -> None:
         """See os."""

@@ -464,3 +464,16 @@ def test_who_may_say_what(state: State, message: type[Request]) -> None:
         expected = "hello_first" if state is State.NEW else "hello_twice" if message is Hello else "role"
         assert reply.code == expected
     daemon.check()
+
+
+def test_one_process_may_be_worker_twice() -> None:
+    """The older connection may still speak after the newer one has said farewell and was forgotten."""
+    daemon, process = make_daemon(), Process(7, 7)
+    for number in (1, 2):
+        daemon.connect(number, process)
+        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", "e"))
+    daemon.handle(2, Drained(NEVER))
+    daemon.disconnect(2)
+    assert daemon.handle(1, Drained(3)) is None
+    daemon.disconnect(1)
+    daemon.check()

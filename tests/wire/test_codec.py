@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
-from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
+from hybridkv.wire.codec import Frames, WireError, append, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
+    Explain,
     Found,
     Hello,
     geometry_from_wire,
@@ -81,3 +82,10 @@ def test_a_header_with_any_bit_flipped_is_no_header_or_the_same(at: int, bit: in
     assert unpack_header(bytes(raw)) in (None, header), "only padding may change unnoticed"
     assert unpack_header(bytes(raw[:-1])) is None
     assert slot_bytes(4096, 2) == 3 * 4096
+
+
+def test_what_cannot_be_encoded_leaves_nothing_behind() -> None:
+    out = bytearray(b"before")
+    with pytest.raises(UnicodeEncodeError):
+        append(out, Explain(1, "\ud800"))
+    assert out == b"before"

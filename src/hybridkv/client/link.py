@@ -15,6 +15,8 @@ from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Reques
 RECONNECT_SECONDS = 0.1
 SEND_QUEUE_BYTES_MAX = 8 << 20
 """A daemon that lets this much pile up is treated as gone."""
+FLUSH_BYTES = 1 << 18
+"""With more than that queued it is sent without waiting for `flush`."""
 RECEIVE_BYTES = 1 << 18
 HELLO_SECONDS = 2.0
 
@@ -72,6 +74,8 @@ class Link:
             try:
                 for body in self._frames.feed(self._in[:received]):
                     self._take(decode_reply(body), replies, now)
+                    if self._sock is None:
+                        break
             except WireError as error:
                 self._lose(f"nonsense from the daemon: {error}", now)
             if received < RECEIVE_BYTES:
@@ -92,10 +96,11 @@ class Link:
         if self._sock is None or self.welcome is None:
             return False
         append(self._out, request)
-        if len(self._out) > SEND_QUEUE_BYTES_MAX:
+        if len(self._out) > FLUSH_BYTES:
+            self._flush(now)
+        if len(self._out) > SEND_QUEUE_BYTES_MAX and self._sock is not None:
             self._lose("the daemon does not read", now)
-            return False
-        return True
+        return self._sock is not None
 
     def flush(self, now: float) -> bool:
         """Send what fits of what is queued; False where there is no connection (any more)."""
@@ -133,12 +138,15 @@ class Link:
             self._retry_at = now + HELLO_SECONDS
 
     def _connect(self, now: float) -> None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
             sock.connect(self._socket_path)
         except OSError:
-            # Also EAGAIN, a full backlog: a Unix socket has no connection in progress to wait for.
-            sock.close()
+            # Also EAGAIN, a full backlog: a Unix socket has no connection in progress to wait for. Without a socket,
+            # there is no descriptor left for a moment.
+            if sock is not None:
+                sock.close()
             self._retry_at = now + RECONNECT_SECONDS
             return
         if peer_uid(sock) != os.geteuid():

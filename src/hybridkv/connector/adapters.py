@@ -49,6 +49,10 @@ class Adapters:
         """The adapter of a vLLM LoRARequest, at `now` (monotonic seconds); begins to read a new one."""
         if request.load_inplace:
             self._replaced.add(request.lora_int_id)
+            for key, known in self._known.items():
+                if key[0] == request.lora_int_id:
+                    # Requests that are under way go on with the new weights.
+                    known.refuse("another adapter was loaded in place of it")
         if request.lora_int_id in self._replaced:
             return Adapter(refused="the adapter was loaded in place of another, so its name says nothing")
         key = (request.lora_int_id, request.lora_name, request.lora_path, request.is_3d_lora_weight)

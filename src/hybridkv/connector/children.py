@@ -71,6 +71,8 @@ class Child:
     """Open after answers that did not come in time."""
     dead_since: float | None = None
     """When it was known to be switched off, here or in a worker."""
+    withdrawn: bool = False
+    """Whether it was asked to withdraw what it announced, after it was switched off."""
     mute: bool = False
     """Whether it cannot even say any more what became of its transfers."""
 

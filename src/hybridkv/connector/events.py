@@ -52,7 +52,8 @@ class Events:
             by_request.setdefault(tracked, []).extend((chunk, group_index) for chunk in chunks)
         for tracked, objects in by_request.items():
             named = len(tracked.request.block_hashes) * self._geometry.hash_tokens
-            count = self._geometry.whole_chunks(min(tracked.request.num_tokens, named))
+            # What is stored was computed. The token behind it may yet be taken back, so nothing is named by it.
+            count = min(1 + max(chunk for chunk, _ in objects), self._geometry.whole_chunks(named))
             self._learn(tracked, _cut(tracked.chunk_hashes(self._geometry, 0, count)), objects)
 
     def found(self, tracked: Tracked, found: Found) -> None:

@@ -130,6 +130,9 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.report()
         # The scheduler role exports what this role's hooks counted as well.
         report.counters.update(self._uncounted.take())
+        if not self._supervisor.healthy:
+            # It loads nothing any more, so nothing may be offered.
+            report.boots = {}
         return report
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -199,8 +202,12 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return StepPlan()
+
+        def otherwise() -> StepPlan:
+            return scheduler.emergency() if self._supervisor.healthy else scheduler.quit()
+
         return self._supervisor.run(
-            "build_connector_meta", lambda: scheduler.planned(scheduler_output, self._tables), scheduler.emergency
+            "build_connector_meta", lambda: scheduler.planned(scheduler_output, self._tables), otherwise
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -257,6 +264,14 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             return ()
         return self._supervisor.run("take_events", scheduler.take_events, scheduler.withdraw)
 
+    def withdraw(self) -> Iterable[KVCacheEvent]:
+        """The last events where nobody will call the scheduler role again, as MultiConnector does; ends the session."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return ()
+        scheduler.quit()
+        return scheduler.withdraw() if self._has_events else ()
+
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """The statistics of a payload that has travelled."""
@@ -288,6 +303,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             return True
 
         def give_up() -> bool:
+            # What was found before is not this engine's any more, and nothing else keeps it from being loaded.
+            self._supervisor.switch_off("a fault in reset_cache")
             scheduler.close()
             return True
 

@@ -1,7 +1,8 @@
 """What MultiConnector's roles tell each other: each child's own message in its place, and what is ours."""
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,16 +67,19 @@ class MultiEvents(KVConnectorKVEvents):
     def add_events(self, events: list[Any]) -> None:
         """(place, events) pairs of another worker."""
         for place, more in events:
-            mine = self.children.get(place)
-            if mine is None:
-                self.children[place] = more
-            else:
-                mine.add_events(more.get_all_events())
-                mine.increment_workers(1)
+            mine = self.children.setdefault(place, more)
+            if mine is not more:
+                with self._of(place):
+                    mine.add_events(more.get_all_events())
+                    mine.increment_workers(1)
 
     def aggregate(self) -> "MultiEvents":
         """Each child's, as the child does."""
-        return MultiEvents({place: events.aggregate() for place, events in self.children.items()})
+        together: dict[int, KVConnectorKVEvents] = {}
+        for place, events in list(self.children.items()):
+            with self._of(place):
+                together[place] = events.aggregate()
+        return MultiEvents(together)
 
     def increment_workers(self, count: int = 1) -> None:
         """Done child by child in add_events."""
@@ -86,12 +90,26 @@ class MultiEvents(KVConnectorKVEvents):
 
     def get_number_of_workers(self) -> int:
         """Of the child that has the most."""
-        return max((events.get_number_of_workers() for events in self.children.values()), default=0)
+        numbers = [0]
+        for place, events in list(self.children.items()):
+            with self._of(place):
+                numbers.append(events.get_number_of_workers())
+        return max(numbers)
 
     def clear_events(self) -> None:
         """All of them."""
-        for events in self.children.values():
-            events.clear_events()
+        for place, events in list(self.children.items()):
+            with self._of(place):
+                events.clear_events()
+
+    @contextlib.contextmanager
+    def _of(self, place: int) -> Iterator[None]:
+        """Around a child's code, in the engine's loop: one that raises has no events."""
+        try:
+            yield
+        except Exception:
+            events = self.children.pop(place, None)
+            logger.exception("hybridkv: %s of several workers cannot be put together", type(events).__name__)
 
 
 def _aggregate(

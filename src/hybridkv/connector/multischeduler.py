@@ -318,8 +318,12 @@ class MultiScheduler:
     def events(self) -> list[Any]:
         """Every child's KV events."""
         taken: list[Any] = []
-        for child in self._living():
-            taken += child.run("take_events", partial(_events, child.connector), [])
+        for child in self._children:
+            if child.alive:
+                taken += child.run("take_events", partial(_events, child.connector), [])
+            elif not child.withdrawn:
+                child.withdrawn = True
+                taken += _last_events(child)
         return taken
 
     def any_pending(self, hook: str) -> bool:
@@ -456,6 +460,18 @@ def most_tokens(request: Any, local_tokens: int) -> int:
 
 def _events(connector: Any) -> list[Any]:
     return list(connector.take_events() or ())
+
+
+def _last_events(child: Child) -> list[Any]:
+    """Of a child that is switched off, if it has such: otherwise routers believe for ever what it announced."""
+    withdraw = getattr(child.connector, "withdraw", None)
+    if withdraw is None:
+        return []
+    try:
+        return list(withdraw())
+    except Exception:  # the supervised boundary of a child that is switched off already
+        logger.exception("hybridkv: %s failed to withdraw what it announced", child.name)
+        return []
 
 
 def child_stats(children: Sequence[Child]) -> MultiKVConnectorStats | None:

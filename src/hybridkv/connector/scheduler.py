@@ -195,11 +195,11 @@ class SchedulerSide:
             if tracked.state is not State.PREFETCHING:
                 return 0
             return self._unanswered(tracked, now, waiting_for="answer" if tracked.is_named() else "adapter")
-        if not self._workers_attached():
-            return self._unanswered(tracked, now, waiting_for="workers")
         tokens = tracked.found.chunks * self._geometry.chunk_tokens
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
+        if not self._workers_attached():
+            return self._unanswered(tracked, now, waiting_for="workers")
         if not self._has_room(request):
             return self._unanswered(tracked, now, waiting_for="room")
         tracked.local_tokens = local_tokens
@@ -236,6 +236,8 @@ class SchedulerSide:
         tracked = self._requests.get(request_id)
         if external_tokens and (tracked is None or tracked not in self._to_plan):
             self._to_fail.append(request_id)
+            if tracked is not None:
+                tracked.handed_over = True
 
     def planned(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         """This step's copies: loads that have blocks now, stores of what the step completes.
@@ -273,7 +275,7 @@ class SchedulerSide:
         failed, self._to_fail, self._to_plan = self._to_fail, [], []
         for tracked in lost:
             tracked.handed_over = True
-        return StepPlan(failed=[*failed, *(t.request.request_id for t in lost)])
+        return StepPlan(failed=[*failed, *(t.request.request_id for t in lost)], session=self._link.greetings)
 
     def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
         """What the workers did: loads end, stored objects are committed."""
@@ -348,6 +350,14 @@ class SchedulerSide:
         """The last events of a connector that is switched off: nothing of what was announced will be loaded."""
         self._announce(Events.lost)
         return self.take_events()
+
+    def quit(self) -> StepPlan:
+        """The plan of a side that is switched off: the daemon gets back all that it held, once no worker uses it."""
+        self._link.close()
+        plan = self.emergency()
+        # Of the greeting that will never come: with it the workers say that they are done with all others.
+        plan.session = self._link.greetings + 1
+        return plan
 
     def close(self) -> None:
         """End the session."""
@@ -519,6 +529,9 @@ class SchedulerSide:
     def _poll(self, now: float) -> None:
         for reply in self._link.poll(now):
             self._take(reply, now)
+            if self._link.welcome is None:
+                # It was lost over what was answered: the rest is of a session that has ended.
+                break
         welcome = self._link.welcome
         if self._events is not None and welcome is not None and self._watching != self._link.greetings:
             # Before anything else is said, so that nothing which is known goes untold.
@@ -532,9 +545,9 @@ class SchedulerSide:
             self._reserved_bytes = 0
             self._breaker = Breaker()
             self._counters["connects"] += 1
-            self._send(Describe(self._about), now)
             logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
-            self._refill(now)
+            if self._send(Describe(self._about), now):
+                self._refill(now)
         self._link.flush(now)
 
     def _take(self, reply: Reply, now: float) -> None:

@@ -115,6 +115,8 @@ class WorkerSide:
 
     def collect(self) -> tuple[set[str], set[str]]:
         """(finished, failed) requests since the last call; failed ones are in both."""
+        # The next step may be one of a side that is switched off, where nothing begins.
+        self._begun.clear()
         with self._lock:
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
@@ -124,8 +126,8 @@ class WorkerSide:
         """What else happened since the last call."""
         with self._lock:
             report, self._report = self._report, StepReport()
-        report.counters = dict(self._counters)
-        self._counters.clear()
+            report.counters = dict(self._counters)
+            self._counters.clear()
         if self._boot:
             report.boots[self._boot] = 1
         return report

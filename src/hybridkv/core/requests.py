@@ -65,6 +65,7 @@ TRANSITIONS: dict[tuple[State, Event], Step] = {
     (State.PREFETCHING, Event.FAILED): Step(State.BYPASS, _RELEASE),
     (State.PREFETCHING, Event.FINISHED): Step(State.DONE, _END),
     (State.WAITING_FOR_LOAD, Event.PLANNED): Step(State.LOADING),
+    (State.WAITING_FOR_LOAD, Event.FAILED): Step(State.BYPASS, _RELEASE),
     # The engine holds the request until the workers report it, whatever happened to the lease meanwhile.
     (State.WAITING_FOR_LOAD, Event.FINISHED): Step(State.DRAINING),
     (State.LOADING, Event.LOADED): Step(State.READY, _RELEASE),

@@ -628,9 +628,9 @@ class Daemon:
 
     def _drained(self, connection_id: int, connection: Connection, drained: Drained) -> None:
         tag = tag_of(connection.engine_id)
-        workers = self._workers[tag]
-        known = workers[connection.process]
-        if known.connection == connection_id:
+        workers = self._workers.get(tag, {})
+        known = workers.get(connection.process)
+        if known is not None and known.connection == connection_id:
             workers[connection.process] = Copying(connection_id, max(known.drained, drained.session))
             self._retire(tag)
 

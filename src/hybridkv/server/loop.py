@@ -185,7 +185,10 @@ class Server:
         behind = list(self._behind)
         ready = self._selector.select(self._patience())
         for key, events in ready:
-            self._serve(key.fileobj, events)
+            if isinstance(key.data, Process):
+                self._process_ended(key.data, key.fd)
+            else:
+                self._serve(key.fileobj, events)
         for peer in behind:
             self._answer(peer, TURN_SECONDS)
         self._adopt_reserved()
@@ -211,8 +214,6 @@ class Server:
             self._accept()
         elif fileobj is self._wake_read:
             self._heed()
-        elif isinstance(fileobj, int):
-            self._process_ended(fileobj)
         else:
             peer = self._peers.get(fileobj)  # type: ignore[call-overload]  # a socket, as registered
             if peer is None:
@@ -389,7 +390,7 @@ class Server:
             os.close(fd)
             return False
         self._pidfds[process] = fd
-        self._selector.register(fd, selectors.EVENT_READ)
+        self._selector.register(fd, selectors.EVENT_READ, process)
         return True
 
     def _unwatch(self, process: Process) -> None:
@@ -400,17 +401,19 @@ class Server:
             self._selector.unregister(fd)
             os.close(fd)
 
-    def _process_ended(self, fd: int) -> None:
-        for process in [process for process, known in self._pidfds.items() if known == fd]:
-            for peer in [peer for peer in self._peers.values() if peer.process == process]:
-                # Its last words, such as what it committed, may still be in the socket.
-                self._answer(peer, math.inf)
-                for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
-                    if peer.sock not in self._peers or not self._receive(peer, math.inf):
-                        break
-                self._drop(peer)
-            self.daemon.gone(process)
-            self._unwatch(process)
+    def _process_ended(self, process: Process, fd: int) -> None:
+        if self._pidfds.get(process) != fd:
+            # What was ready before it was served may have made it unwatched, and its descriptor another's.
+            return
+        for peer in [peer for peer in self._peers.values() if peer.process == process]:
+            # Its last words, such as what it committed, may still be in the socket.
+            self._answer(peer, math.inf)
+            for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
+                if peer.sock not in self._peers or not self._receive(peer, math.inf):
+                    break
+            self._drop(peer)
+        self.daemon.gone(process)
+        self._unwatch(process)
 
     # The tiers below RAM
 

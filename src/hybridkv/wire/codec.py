@@ -31,7 +31,11 @@ def append(out: bytearray, message: Request | Reply) -> None:
     start = len(out)
     body = start + _LENGTH.size
     out += bytes(_LENGTH.size)
-    _encoder.encode_into(message, out, body)
+    try:
+        _encoder.encode_into(message, out, body)
+    except BaseException:
+        del out[start:]
+        raise
     size = len(out) - body
     if size > MESSAGE_BYTES_MAX:
         del out[start:]
