@@ -1,14 +1,17 @@
 """The Mooncake tier over a real master; nothing here is simulated but the nodes, which are all this one."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -406,6 +409,46 @@ def test_a_port_that_never_answers_is_an_error_in_time() -> None:
             tier.open()
         with in_time():
             tier.close()
+
+
+class Started(subprocess.Popen[bytes]):
+    """Remembers all."""
+
+    all: ClassVar[list["Started"]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.all.append(self)
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("lacking", ["log", "memory", "interpreter", "thread"])
+def test_a_child_that_cannot_be_started_leaves_nothing_open(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "all", [])
+    options = "buffer=4MiB"
+    if lacking == "log":
+        options += "&log=/no/such/directory/log"
+    elif lacking == "memory":
+        options = "buffer=1000000TiB"
+    elif lacking == "interpreter":
+        monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tier = MooncakeTier(parse_tier(f"mooncake://127.0.0.1:{server.getsockname()[1]}?{options}", "tier"))
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TierError, match="does not start") as caught:
+                tier.tend()
+            assert caught.value.__cause__, "it holds on to the frames, so nothing is closed for being forgotten"
+            assert set(os.listdir("/proc/self/fd")) <= before
+    assert [process.returncode for process in Started.all] == [-signal.SIGKILL] * (3 if lacking == "thread" else 0)
 
 
 def test_a_library_that_is_not_there_is_a_setting_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

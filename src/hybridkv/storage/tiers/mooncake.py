@@ -258,7 +258,7 @@ class MooncakeTier(Tier):
         config = self._config | {"global_segment_size": str(segment_bytes)}
         try:
             child = Child(config, environment, self._log, lanes, lane_bytes)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise TierError(f"Mooncake's client does not start: {error}") from error
         self._starts += 1
         child.connect(self._timeout_seconds)
