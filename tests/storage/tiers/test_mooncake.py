@@ -18,7 +18,7 @@ import pytest
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, TierError
-from hybridkv.storage.tiers.mooncake import MooncakeTier
+from hybridkv.storage.tiers.mooncake import COPY_STEP_BYTES, MooncakeTier
 from hybridkv.storage.tiers.mooncake_calls import Put
 from hybridkv.storage.tiers.mooncake_process import Child
 from hybridkv.testing.tiers import Sample, TierSuite, pages, read, sample
@@ -246,6 +246,36 @@ def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
     assert items[3].pieces[0] == large.memory
 
 
+class Watched:
+    """Memory that remembers how much was copied into it and out of it at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.written: list[int] = []
+        self.read: list[int] = []
+
+    def __getitem__(self, part: slice) -> memoryview:
+        self.read.append(part.stop - part.start)
+        return self._memory[part]
+
+    def __setitem__(self, part: slice, value: memoryview) -> None:
+        self.written.append(part.stop - part.start)
+        self._memory[part] = value
+
+
+@needs_mooncake
+def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(tier: MooncakeTier) -> None:
+    (*_, first) = client(tier)._free
+    watched = Watched(first.memory)
+    first.memory = watched  # type: ignore[assignment]
+    one = sample(1, (5 << 20) + 4096)
+    assert put(tier, [one]) == [None]
+    assert read(tier, one) is None
+    for sizes in (watched.written, watched.read):
+        assert sum(sizes) == len(one.memory)
+        assert max(sizes) <= COPY_STEP_BYTES
+
+
 @needs_mooncake
 def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
     master = start("1h")  # so that nothing can be evicted
@@ -364,7 +394,7 @@ def test_a_keeper_that_ends_is_replaced(node: MooncakeTier) -> None:
 def test_the_children_end_with_their_parent(master: Master) -> None:
     code = (
         "import sys; from hybridkv.core.tiers import parse_tier;"
-        " from hybridkv.storage.tiers.mooncake import MooncakeTier;"
+        " from hybridkv.storage.tiers.mooncake import COPY_STEP_BYTES, MooncakeTier;"
         " tier = MooncakeTier(parse_tier(sys.argv[1], 'tier')); tier.open();"
         " print(tier._client.process.pid, tier._keeper.process.pid, flush=True); sys.stdin.read()"
     )

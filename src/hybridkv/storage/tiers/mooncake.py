@@ -61,6 +61,8 @@ BUFFER_BYTES_MIN = 4 << 20
 LANES = 4
 GROUP_BYTES = 8 << 20
 """Of records in one call to the client, unless a single one is larger."""
+COPY_STEP_BYTES = 1 << 20
+"""So that no other thread waits longer for the interpreter's lock than a copy of as much takes."""
 MASTER_PORT = 50051
 ADMIN_PORT = 9003
 DISCARDED_MAX = 1 << 16
@@ -322,9 +324,9 @@ class MooncakeTier(Tier):
             at, errors = 0, list[TierError | None]()
             for item, size, code in zip(items, sizes, codes, strict=True):
                 if code == size:
-                    for piece in item.pieces:
-                        piece[:] = lane.memory[at : at + len(piece)]
-                        at += len(piece)
+                    for part in _parts(item):
+                        part[:] = lane.memory[at : at + len(part)]
+                        at += len(part)
                     errors.append(None)
                     continue
                 at += size
@@ -339,9 +341,9 @@ class MooncakeTier(Tier):
         with self._lane(deadline) as lane:
             at = 0
             for item in items:
-                for piece in item.pieces:
-                    lane.memory[at : at + len(piece)] = piece
-                    at += len(piece)
+                for part in _parts(item):
+                    lane.memory[at : at + len(part)] = part
+                    at += len(part)
             codes = lane.call(Put(keys, _offsets(lane, sizes), sizes), deadline)
         return self._unless_nobody(codes, [None if code in (0, _EXISTS) else self._error(code) for code in codes])
 
@@ -403,6 +405,13 @@ def _name(key: bytes) -> str:
 
 def _size(item: Getting | Putting) -> int:
     return sum(len(piece) for piece in item.pieces)
+
+
+def _parts(item: Getting | Putting) -> Iterator[memoryview]:
+    """The pieces in order, so much at a time as is copied in one step."""
+    for piece in item.pieces:
+        for start in range(0, len(piece), COPY_STEP_BYTES):
+            yield piece[start : start + COPY_STEP_BYTES]
 
 
 def _groups(indices: Sequence[int], sizes: Sequence[int], bytes_max: int) -> Iterator[list[int]]:
