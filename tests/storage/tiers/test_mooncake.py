@@ -430,6 +430,25 @@ def test_no_master_is_an_error_in_time() -> None:
     tier.close()
 
 
+def test_a_resolver_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), list[threading.Thread]()
+
+    def hanging(*args: Any, flags: int = 0, **options: Any) -> Any:
+        if not flags & socket.AI_NUMERICHOST:
+            asked.append(threading.current_thread())
+            answers.wait(DEADLINE_SECONDS)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    tier = MooncakeTier(parse_tier("mooncake://master.invalid?timeout=0.1", "tier"))
+    with in_time(), pytest.raises(TierError, match="no Mooncake master"):
+        tier.open()
+    with in_time(), pytest.raises(TierError, match="does not list its keys"):
+        list(tier.keys())
+    answers.set()
+    assert [thread is threading.current_thread() for thread in asked] == [False] * 2
+
+
 @needs_mooncake
 def test_a_port_that_never_answers_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

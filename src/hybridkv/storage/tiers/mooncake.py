@@ -39,7 +39,6 @@ import http.client
 import itertools
 import math
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from hybridkv.storage.record import KEY_BYTES
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
 from hybridkv.storage.tiers.mooncake_calls import KEYS_MAX, Find, Get, Put, Remove
 from hybridkv.storage.tiers.mooncake_process import Child, DeadChildError, Lane
+from hybridkv.storage.tiers.remote import Deadline, dial
 
 SEGMENT_BYTES_MIN = 16 << 20
 BUFFER_BYTES = 512 << 20
@@ -244,7 +244,7 @@ class MooncakeTier(Tier):
     def _knock(self) -> None:
         """Raise TierError where no master listens: no reason to start a process."""
         try:
-            socket.create_connection(self._master, self._timeout_seconds * PATIENCE).close()
+            dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
         except OSError as error:
             raise TierError("no Mooncake master at {}:{}: {}".format(*self._master, error)) from error
 
@@ -381,6 +381,7 @@ class MooncakeTier(Tier):
         deadline = self._deadline()
         connection = http.client.HTTPConnection(*self._admin, timeout=self._timeout_seconds)
         try:
+            connection.sock = dial(*self._admin, Deadline(self._timeout_seconds))
             connection.request("GET", "/get_all_keys")
             response = connection.getresponse()
             if response.status != http.client.OK:
