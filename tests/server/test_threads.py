@@ -55,6 +55,49 @@ def test_where_no_thread_can_be_started_a_job_fails_or_waits(monkeypatch: pytest
     assert threads.close(SECONDS)
 
 
+def test_after_a_shortage_of_threads_no_job_waits_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+    tier = HangingTier()
+    threads = TierThreads(tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome)))
+
+    hung, waits, tend = find(), Job(Work.TEND, 0), Job(Work.TEND, 0)
+    threads.submit(hung)
+    assert tier.hangs.wait(SECONDS)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(threading.Thread, "start", no_more_threads)
+        threads.submit(waits)
+    tier.goes_on.set()
+    assert [done.get(timeout=SECONDS)[0] for _ in range(2)] == [hung, waits]
+    tier.hangs.clear()
+    tier.goes_on.clear()
+    threads.submit(hung)
+    assert tier.hangs.wait(SECONDS)
+    threads.submit(tend)
+    assert done.get(timeout=SECONDS)[0] is tend, "the one that waited had a thread that was counted as free"
+    tier.goes_on.set()
+    assert done.get(timeout=SECONDS)[0] is hung
+    assert threads.close(SECONDS)
+
+
+def test_the_first_job_after_a_shortage_of_threads_starts_those_that_were_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+    tier = HangingTier()
+    threads = TierThreads(tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome)))
+    tend = Job(Work.TEND, 0)
+    threads.submit(find())
+    assert tier.hangs.wait(SECONDS)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(threading.Thread, "start", no_more_threads)
+        threads.submit(find())
+    threads.submit(tend)
+    assert done.get(timeout=SECONDS)[0] is tend, "it was behind one that waited, and hangs"
+    tier.goes_on.set()
+    assert [done.get(timeout=SECONDS)[0].work for _ in range(2)] == [Work.FIND] * 2
+    assert threads.close(SECONDS)
+
+
 def find() -> Job:
     return Job(Work.FIND, 0, [Item(Record(RecordName(bytes(32), 0, bytes(32)), 0, 0, 0))])
 

@@ -19,19 +19,27 @@ class TierThreads:
         self._done = done
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._idle = 0
+        """Threads without a job; below 0, so many jobs wait for one."""
 
     def submit(self, job: Job) -> None:
         """Have a job done. Where no thread can be started it waits for another one's end, or fails."""
-        if not self._idle.acquire(blocking=False) and len(self._threads) < THREADS:
+        with self._lock:
+            self._idle -= 1
+            missing = -self._idle
+        for _ in range(min(missing, THREADS - len(self._threads))):
             thread = threading.Thread(target=self._work, name=f"tier-{self._tier.name}", daemon=True)
             try:
                 thread.start()
-                self._threads.append(thread)
             except RuntimeError:
-                if not self._threads:
-                    self._done(job, Outcome(error=TierError("no thread can be started")))
-                    return
+                break
+            self._threads.append(thread)
+            self._more_idle()
+        if not self._threads:
+            self._more_idle()
+            self._done(job, Outcome(error=TierError("no thread can be started")))
+            return
         self._jobs.put(job)
 
     def close(self, seconds: float) -> bool:
@@ -51,5 +59,9 @@ class TierThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             outcome = execute(self._tier, job, self._memory)
-            self._idle.release()
+            self._more_idle()
             self._done(job, outcome)
+
+    def _more_idle(self) -> None:
+        with self._lock:
+            self._idle += 1

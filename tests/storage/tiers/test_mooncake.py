@@ -1,21 +1,24 @@
 """The Mooncake tier over a real master; nothing here is simulated but the nodes, which are all this one."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, TierError
-from hybridkv.storage.tiers.mooncake import MooncakeTier
+from hybridkv.storage.tiers.mooncake import COPY_STEP_BYTES, MooncakeTier
 from hybridkv.storage.tiers.mooncake_calls import Put
 from hybridkv.storage.tiers.mooncake_process import Child
 from hybridkv.testing.tiers import Sample, TierSuite, pages, read, sample
@@ -243,6 +246,36 @@ def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
     assert items[3].pieces[0] == large.memory
 
 
+class Watched:
+    """Memory that remembers how much was copied into it and out of it at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.written: list[int] = []
+        self.read: list[int] = []
+
+    def __getitem__(self, part: slice) -> memoryview:
+        self.read.append(part.stop - part.start)
+        return self._memory[part]
+
+    def __setitem__(self, part: slice, value: memoryview) -> None:
+        self.written.append(part.stop - part.start)
+        self._memory[part] = value
+
+
+@needs_mooncake
+def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(tier: MooncakeTier) -> None:
+    (*_, first) = client(tier)._free
+    watched = Watched(first.memory)
+    first.memory = watched  # type: ignore[assignment]
+    one = sample(1, (5 << 20) + 4096)
+    assert put(tier, [one]) == [None]
+    assert read(tier, one) is None
+    for sizes in (watched.written, watched.read):
+        assert sum(sizes) == len(one.memory)
+        assert max(sizes) <= COPY_STEP_BYTES
+
+
 @needs_mooncake
 def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
     master = start("1h")  # so that nothing can be evicted
@@ -361,7 +394,7 @@ def test_a_keeper_that_ends_is_replaced(node: MooncakeTier) -> None:
 def test_the_children_end_with_their_parent(master: Master) -> None:
     code = (
         "import sys; from hybridkv.core.tiers import parse_tier;"
-        " from hybridkv.storage.tiers.mooncake import MooncakeTier;"
+        " from hybridkv.storage.tiers.mooncake import COPY_STEP_BYTES, MooncakeTier;"
         " tier = MooncakeTier(parse_tier(sys.argv[1], 'tier')); tier.open();"
         " print(tier._client.process.pid, tier._keeper.process.pid, flush=True); sys.stdin.read()"
     )
@@ -397,6 +430,25 @@ def test_no_master_is_an_error_in_time() -> None:
     tier.close()
 
 
+def test_a_resolver_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), list[threading.Thread]()
+
+    def hanging(*args: Any, flags: int = 0, **options: Any) -> Any:
+        if not flags & socket.AI_NUMERICHOST:
+            asked.append(threading.current_thread())
+            answers.wait(DEADLINE_SECONDS)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    tier = MooncakeTier(parse_tier("mooncake://master.invalid?timeout=0.1", "tier"))
+    with in_time(), pytest.raises(TierError, match="no Mooncake master"):
+        tier.open()
+    with in_time(), pytest.raises(TierError, match="does not list its keys"):
+        list(tier.keys())
+    answers.set()
+    assert [thread is threading.current_thread() for thread in asked] == [False] * 2
+
+
 @needs_mooncake
 def test_a_port_that_never_answers_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -406,6 +458,46 @@ def test_a_port_that_never_answers_is_an_error_in_time() -> None:
             tier.open()
         with in_time():
             tier.close()
+
+
+class Started(subprocess.Popen[bytes]):
+    """Remembers all."""
+
+    all: ClassVar[list["Started"]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.all.append(self)
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("lacking", ["log", "memory", "interpreter", "thread"])
+def test_a_child_that_cannot_be_started_leaves_nothing_open(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "all", [])
+    options = "buffer=4MiB"
+    if lacking == "log":
+        options += "&log=/no/such/directory/log"
+    elif lacking == "memory":
+        options = "buffer=1000000TiB"
+    elif lacking == "interpreter":
+        monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tier = MooncakeTier(parse_tier(f"mooncake://127.0.0.1:{server.getsockname()[1]}?{options}", "tier"))
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TierError, match="does not start") as caught:
+                tier.tend()
+            assert caught.value.__cause__, "it holds on to the frames, so nothing is closed for being forgotten"
+            assert set(os.listdir("/proc/self/fd")) <= before
+    assert [process.returncode for process in Started.all] == [-signal.SIGKILL] * (3 if lacking == "thread" else 0)
 
 
 def test_a_library_that_is_not_there_is_a_setting_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,14 @@
 """Batches and deadlines."""
 
+import socket
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.storage.tiers.remote import Deadline, batches, dial
+from hybridkv.storage.tiers import remote
+from hybridkv.storage.tiers.remote import NAME_LOOKUPS_MAX, Deadline, batches, dial
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60), st.integers(1, 5))
@@ -29,3 +33,20 @@ def test_a_name_that_nobody_knows_is_an_error_in_time() -> None:
     for host in ("no-such-name.invalid", "x" * 80 + ".invalid", "\udcff"):
         with pytest.raises(OSError):
             dial(host, 1, Deadline(5.0)).close()
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_names_are_found_again_after_a_shortage_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_lookups", threading.BoundedSemaphore(NAME_LOOKUPS_MAX))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with monkeypatch.context() as shortage:
+            shortage.setattr(threading.Thread, "start", no_more_threads)
+            for _ in range(NAME_LOOKUPS_MAX):
+                with pytest.raises(OSError, match="can't start new thread"):
+                    dial("localhost", port, Deadline(5.0))
+        dial("localhost", port, Deadline(5.0)).close()

@@ -1,16 +1,19 @@
 """Records in a real Valkey server."""
 
+import contextlib
 import itertools
 import re
 import selectors
 import signal
 import socket
+import socketserver
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import valkey as library
@@ -217,6 +220,51 @@ def test_what_is_put_while_the_server_says_how_much_it_uses_counts(own_server: V
         tier.close()
     assert meanwhile.count(None) == 16
     assert 0 < errors.count(None) < 9
+
+
+class Slow(socketserver.StreamRequestHandler):
+    """A server that uses nothing yet, and answers what it is let answer."""
+
+    answers: ClassVar[dict[bytes, threading.Event]]
+
+    def handle(self) -> None:
+        told = {b"INFO": b"$13\r\nused_memory:0\r\n", b"DBSIZE": b":0\r\n", b"EXISTS": b":0\r\n"}
+        with contextlib.suppress(OSError):
+            while head := self.rfile.readline():
+                words = [self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2] for _ in range(int(head[1:]))]
+                if words[0] not in self.answers or self.answers[words[0]].is_set():
+                    self.wfile.write(told.get(words[0], b"+OK\r\n"))
+
+
+def test_what_was_put_without_an_answer_counts_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [sample(number, 1 << 20, 1) for number in range(3)]
+    info, put = threading.Event(), threading.Event()
+    monkeypatch.setattr(Slow, "answers", {b"INFO": info, b"SET": put}, raising=False)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        tier = tier_of(f"valkey://127.0.0.1:{server.server_address[1]}/0?timeout=1&bytes=5MiB")
+
+        def kinds() -> list[type]:
+            return [type(error) for error in tier.put([one.putting() for one in samples])]
+
+        try:
+            info.set()
+            tier.open()
+            assert kinds() == [TierError] * 3
+            info.clear()
+            assert kinds() == [TierError] * 3, "as long as it does not answer, no time goes by for those before"
+            info.set()
+            put.set()
+            assert kinds() == [type(None), FullError, FullError]
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while kinds() != [type(None)] * 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            tier.close()
+            server.shutdown()
+            thread.join(DEADLINE_SECONDS)
 
 
 def test_a_value_longer_than_the_server_takes_is_refused_here(server: ValkeyServer, make: Make) -> None:

@@ -39,7 +39,6 @@ import http.client
 import itertools
 import math
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +53,7 @@ from hybridkv.storage.record import KEY_BYTES
 from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
 from hybridkv.storage.tiers.mooncake_calls import KEYS_MAX, Find, Get, Put, Remove
 from hybridkv.storage.tiers.mooncake_process import Child, DeadChildError, Lane
+from hybridkv.storage.tiers.remote import Deadline, dial
 
 SEGMENT_BYTES_MIN = 16 << 20
 BUFFER_BYTES = 512 << 20
@@ -61,6 +61,8 @@ BUFFER_BYTES_MIN = 4 << 20
 LANES = 4
 GROUP_BYTES = 8 << 20
 """Of records in one call to the client, unless a single one is larger."""
+COPY_STEP_BYTES = 1 << 20
+"""So that no other thread waits longer for the interpreter's lock than a copy of as much takes."""
 MASTER_PORT = 50051
 ADMIN_PORT = 9003
 DISCARDED_MAX = 1 << 16
@@ -242,7 +244,7 @@ class MooncakeTier(Tier):
     def _knock(self) -> None:
         """Raise TierError where no master listens: no reason to start a process."""
         try:
-            socket.create_connection(self._master, self._timeout_seconds * PATIENCE).close()
+            dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
         except OSError as error:
             raise TierError("no Mooncake master at {}:{}: {}".format(*self._master, error)) from error
 
@@ -258,7 +260,7 @@ class MooncakeTier(Tier):
         config = self._config | {"global_segment_size": str(segment_bytes)}
         try:
             child = Child(config, environment, self._log, lanes, lane_bytes)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise TierError(f"Mooncake's client does not start: {error}") from error
         self._starts += 1
         child.connect(self._timeout_seconds)
@@ -322,9 +324,9 @@ class MooncakeTier(Tier):
             at, errors = 0, list[TierError | None]()
             for item, size, code in zip(items, sizes, codes, strict=True):
                 if code == size:
-                    for piece in item.pieces:
-                        piece[:] = lane.memory[at : at + len(piece)]
-                        at += len(piece)
+                    for part in _parts(item):
+                        part[:] = lane.memory[at : at + len(part)]
+                        at += len(part)
                     errors.append(None)
                     continue
                 at += size
@@ -339,9 +341,9 @@ class MooncakeTier(Tier):
         with self._lane(deadline) as lane:
             at = 0
             for item in items:
-                for piece in item.pieces:
-                    lane.memory[at : at + len(piece)] = piece
-                    at += len(piece)
+                for part in _parts(item):
+                    lane.memory[at : at + len(part)] = part
+                    at += len(part)
             codes = lane.call(Put(keys, _offsets(lane, sizes), sizes), deadline)
         return self._unless_nobody(codes, [None if code in (0, _EXISTS) else self._error(code) for code in codes])
 
@@ -379,6 +381,7 @@ class MooncakeTier(Tier):
         deadline = self._deadline()
         connection = http.client.HTTPConnection(*self._admin, timeout=self._timeout_seconds)
         try:
+            connection.sock = dial(*self._admin, Deadline(self._timeout_seconds))
             connection.request("GET", "/get_all_keys")
             response = connection.getresponse()
             if response.status != http.client.OK:
@@ -403,6 +406,13 @@ def _name(key: bytes) -> str:
 
 def _size(item: Getting | Putting) -> int:
     return sum(len(piece) for piece in item.pieces)
+
+
+def _parts(item: Getting | Putting) -> Iterator[memoryview]:
+    """The pieces in order, so much at a time as is copied in one step."""
+    for piece in item.pieces:
+        for start in range(0, len(piece), COPY_STEP_BYTES):
+            yield piece[start : start + COPY_STEP_BYTES]
 
 
 def _groups(indices: Sequence[int], sizes: Sequence[int], bytes_max: int) -> Iterator[list[int]]:

@@ -69,25 +69,28 @@ class Child:
     def __init__(
         self, config: Mapping[str, str], environment: Mapping[str, str], log: str, lanes: int, lane_bytes: int
     ) -> None:
+        """Raises OSError, or RuntimeError where no thread can be started; nothing is left open then."""
         self._config = dict(config)
         self._changed = threading.Condition()
         self._free: list[Lane] = []
         self._busy: set[Lane] = set()
         self._dead = False
         size = lanes * lane_bytes
-        with contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             life, self._life = os.pipe()
             theirs.callback(os.close, life)
+            ours.callback(os.close, self._life)
             memory_fd = os.memfd_create("hybridkv-mooncake", os.MFD_CLOEXEC)
             theirs.callback(os.close, memory_fd)
             os.ftruncate(memory_fd, size)
-            memory = memoryview(mmap.mmap(memory_fd, size))
+            memory = ours.enter_context(memoryview(ours.enter_context(mmap.mmap(memory_fd, size))))
             passed = [life, memory_fd]
             for start in range(0, size, lane_bytes):
-                ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 theirs.callback(other.close)
+                ours.callback(sock.close)
                 passed.append(other.fileno())
-                self._free.append(Lane(self, ours, start, memory[start : start + lane_bytes]))
+                self._free.append(Lane(self, sock, start, ours.enter_context(memory[start : start + lane_bytes])))
             self._free.reverse()  # so that the first to be taken is the first lane, on which the child says hello
             output = theirs.enter_context(open(log or os.devnull, "ab"))
             self.process = subprocess.Popen(
@@ -100,7 +103,15 @@ class Child:
                 cwd="/",
                 process_group=0,
             )
-        threading.Thread(target=self.process.wait, name="hybridkv-mooncake-end", daemon=True).start()
+            ours.callback(self._end)
+            threading.Thread(target=self.process.wait, name="hybridkv-mooncake-end", daemon=True).start()
+            ours.pop_all()
+
+    def _end(self) -> None:
+        """End a process that nobody waits for yet."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LAST_WORDS_SECONDS)
 
     def connect(self, seconds: float) -> None:
         """Load the library and set it up. Raises ConfigError where it cannot be loaded, TierError; it is dead then."""

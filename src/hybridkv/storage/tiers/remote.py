@@ -82,7 +82,11 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[int, tupl
         finally:
             _lookups.release()
 
-    threading.Thread(target=ask, name="hybridkv-resolve", daemon=True).start()
+    try:
+        threading.Thread(target=ask, name="hybridkv-resolve", daemon=True).start()
+    except RuntimeError as error:
+        _lookups.release()
+        raise OSError(f"the resolver cannot be asked: {error}") from None
     try:
         answer = answers.get(timeout=deadline.left())
     except queue.Empty:

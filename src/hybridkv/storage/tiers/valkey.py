@@ -11,6 +11,7 @@ With `noeviction` puts are refused once it is full, and so they are with `bytes`
 """
 
 import contextlib
+import math
 import socket
 import ssl
 import threading
@@ -87,6 +88,15 @@ class _Idle(NamedTuple):
     since: float
 
 
+@dataclass(slots=True, eq=False)
+class _Doubt:
+    """Values that were sent, and whose answer did not come: the server may take them later."""
+
+    size: int
+    until: float = math.inf
+    """When it has taken them or never will: a timeout after it answers again."""
+
+
 class ValkeyTier(Tier):
     """A server's memory."""
 
@@ -107,6 +117,7 @@ class ValkeyTier(Tier):
         """Of all values ever let in, where there is a bound."""
         self._done_bytes = 0
         """Of those among them whose put has ended: what the server says that is asked now has them in it."""
+        self._doubts: list[_Doubt] = []
         self._gauges: dict[str, float] = {}
 
     # The contract
@@ -218,23 +229,31 @@ class ValkeyTier(Tier):
         """For each value None or why it is not put.
 
         What the server says it uses has the values whose puts had ended when it was asked. All others that were let
-        in count next to it, so that the bound holds whatever ends between its answer and what is decided here.
+        in count next to it, so that the bound holds whatever ends between its answer and what is decided here.  So do,
+        for a time, those whose answers did not come.
         """
         results: list[TierError | None] = [
             FullError(f"{self._server.place} takes no value of {size} bytes") if size > VALUE_BYTES_MAX else None
             for size in sizes
         ]
         used = done = 0
+        doubts: list[_Doubt] = []
         if self._max_bytes is not None and sizes:
             with self._lock:
-                done = self._done_bytes
+                now = time.monotonic()
+                self._done_bytes += sum(doubt.size for doubt in self._doubts if doubt.until <= now)
+                self._doubts = [doubt for doubt in self._doubts if doubt.until > now]
+                done, doubts = self._done_bytes, self._doubts
             try:
                 used = self._used_bytes(deadline)
             except TierError as error:
                 yield [error for _ in sizes]
                 return
-        mine = 0
+        let: list[int] = []
         with self._lock:
+            now = time.monotonic()
+            for doubt in doubts:
+                doubt.until = min(doubt.until, now + self._timeout_seconds)
             for at, size in enumerate(sizes):
                 if results[at] is not None:
                     continue
@@ -242,12 +261,16 @@ class ValkeyTier(Tier):
                     results[at] = FullError(f"{self._server.place} uses all of bytes={self._max_bytes}")
                 else:
                     self._let_bytes += size
-                    mine += size
+                    let.append(at)
         try:
             yield results
         finally:
+            told = sum(sizes[at] for at in let if results[at] is None or isinstance(results[at], FullError))
+            untold = sum(sizes[at] for at in let) - told
             with self._lock:
-                self._done_bytes += mine
+                self._done_bytes += told
+                if untold and self._max_bytes is not None:
+                    self._doubts = [*self._doubts, _Doubt(untold)]
 
     def _used_bytes(self, deadline: Deadline) -> int:
         (answer,) = self._ask([_Ask([command(b"INFO", b"memory")])], deadline)
