@@ -387,3 +387,25 @@ def test_a_directory_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a directory that you may write to works"):
         opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize("writer", ["here", "other"])
+def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, writer: str) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    opened(tmp_path, writer).put([one.putting()])
+    tier.open()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if not next(turns, False):
+            return real(*args)
+        tier.discard([one.key])
+        try:
+            return real(*args)
+        finally:
+            assert tier.put([one.putting()]) == [None]
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    tier.check()
+    assert read(tier, one) is None

@@ -234,7 +234,8 @@ class DiskTier(Tier):
     # Files
 
     def _get(self, item: Getting) -> TierError | None:
-        path = self._path(item.key)
+        file = self._mine.get(item.key)
+        path = file.path if file is not None else self._theirs.get(item.key)
         if path is None:
             return MissingError("it is not there")
         size = sum(len(piece) for piece in item.pieces)
@@ -253,7 +254,9 @@ class DiskTier(Tier):
                 os.close(fd)
         except FileNotFoundError:
             with self._lock:
-                self._forget(item.key)
+                # It may have been put again meanwhile.
+                if self._mine.get(item.key) is file and (file is not None or self._theirs.get(item.key) == path):
+                    self._forget(item.key)
             return MissingError("it is not there any more")
         except OSError as error:
             return _translated(error)
