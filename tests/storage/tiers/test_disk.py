@@ -409,3 +409,26 @@ def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, wr
         assert isinstance(read(tier, one), MissingError)
     tier.check()
     assert read(tier, one) is None
+
+
+def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    (tmp_path / "quarantine").rmdir()
+    tier.discard([sample(1).key], damaged=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with mock.patch("os.rename", side_effect=missing):
+        tier.discard([sample(1).key], damaged=True)
+    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
+    tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()

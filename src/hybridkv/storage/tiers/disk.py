@@ -175,10 +175,8 @@ class DiskTier(Tier):
                     set_aside(self.root, path)
                 else:
                     os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                if taken:
+            except OSError as error:
+                if taken and (not isinstance(error, FileNotFoundError) or os.path.lexists(path)):
                     self._stray(path, taken)
 
     def keys(self) -> Iterator[bytes]:

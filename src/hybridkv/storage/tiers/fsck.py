@@ -167,7 +167,6 @@ class _Home:
 
     def _set_aside(self, path: str) -> str:
         try:
-            os.makedirs(self._root / "quarantine", mode=0o700, exist_ok=True)
             set_aside(self._root, path)
         except FileNotFoundError:
             return "it is gone"
