@@ -432,3 +432,42 @@ def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_pat
     tier.tend()
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
     tier.check()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool) -> None:
+    """Whoever puts meanwhile must not be given its room."""
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(3)])
+    name = "rename" if damaged else "unlink"
+    real, spare = getattr(os, name), []
+
+    def watched(*args: Any) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        real(*args)
+
+    with mock.patch(f"os.{name}", watched):
+        tier.discard([sample(number).key for number in range(3)], damaged)
+    assert spare == [0, 0, 0]
+    assert tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    write, unlink, spare = tier._write, os.unlink, []
+
+    def slowly(*args: Any) -> int:
+        tier._write = write  # type: ignore[method-assign]
+        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
+        return write(*args)
+
+    def watched(path: str) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        unlink(path)
+
+    tier._write = slowly  # type: ignore[method-assign, assignment]
+    with mock.patch("os.unlink", watched):
+        assert tier.put([one.putting()]) == [None]
+    assert [bytes_ >= 0 for bytes_ in spare] == [True]
+    tier.check()

@@ -168,16 +168,16 @@ class DiskTier(Tier):
                 path = self._path(key)
                 if path is None:
                     continue
-                taken = self._mine[key].taken_bytes if key in self._mine else 0
+                try:
+                    if damaged:
+                        set_aside(self.root, path)
+                    else:
+                        os.unlink(path)
+                except OSError as error:
+                    if key in self._mine and (not isinstance(error, FileNotFoundError) or os.path.lexists(path)):
+                        self._stray(path, self._mine[key].taken_bytes)
+                # Not before: nobody may be given its room while it is there.
                 self._forget(key)
-            try:
-                if damaged:
-                    set_aside(self.root, path)
-                else:
-                    os.unlink(path)
-            except OSError as error:
-                if taken and (not isinstance(error, FileNotFoundError) or os.path.lexists(path)):
-                    self._stray(path, taken)
 
     def keys(self) -> Iterator[bytes]:
         with self._lock:
@@ -287,20 +287,20 @@ class DiskTier(Tier):
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 os.rename(temporary, path)
         except OSError as error:
-            self._remove(temporary, reserved)
             with self._lock, contextlib.suppress(OSError):
+                self._remove(temporary, reserved)
                 self._writing_bytes -= reserved
                 if error.errno in _FULL:
                     # The file system has less room than we may use: others need it more than the oldest of ours.
                     self._evict_bytes(reserved)
             return _translated(error)
         with self._lock:
-            self._writing_bytes -= reserved
             known = self._mine.get(item.key)
+            if known is not None and known.path != path:
+                self._remove(path, taken)
+            self._writing_bytes -= reserved
             if known is None:
                 self._enter(name, path, taken, time.time())
-        if known is not None and known.path != path:
-            self._remove(path, taken)
         return None
 
     def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
@@ -423,6 +423,7 @@ class DiskTier(Tier):
         self._forget(key)
 
     def _remove(self, path: str, taken: int) -> None:
+        """Remove a file of ours that is not in the index; the caller has the lock."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -431,10 +432,9 @@ class DiskTier(Tier):
             self._stray(path, taken)
 
     def _stray(self, path: str, taken: int) -> None:
-        """A file that could not be removed: it counts until it can."""
-        with self._lock:
-            self._stray_bytes += taken - self._strays.pop(path, 0)
-            self._strays[path] = taken
+        """A file that could not be removed: it counts until it can. The caller has the lock."""
+        self._stray_bytes += taken - self._strays.pop(path, 0)
+        self._strays[path] = taken
 
     def _sweep(self) -> None:
         """Try again to remove what could not be removed."""
