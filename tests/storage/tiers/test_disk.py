@@ -471,3 +471,29 @@ def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
         assert tier.put([one.putting()]) == [None]
     assert [bytes_ >= 0 for bytes_ in spare] == [True]
     tier.check()
+
+
+def failing(*paths: str) -> Any:
+    """os.unlink fails of these files, or of all."""
+    unlink = os.unlink
+
+    def fails(path: str) -> None:
+        if not paths or path in paths:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path)
+
+    return mock.patch("os.unlink", fails)
+
+
+def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+    tier.check()
+    assert tier.put([one.putting()]) == [None]
+    assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
+    tier.check()
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()

@@ -222,6 +222,7 @@ class DiskTier(Tier):
             assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes
             assert not self._writing_bytes
             assert self._stray_bytes == sum(self._strays.values())
+            assert not self._strays.keys() & {file.path for file in self._mine.values()}
             assert self._held_bytes <= self.max_bytes
             real = [
                 path.stat().st_blocks * BLOCK_BYTES for kind in ("??/*", "tmp/*/*") for path in self._home.glob(kind)
@@ -367,6 +368,8 @@ class DiskTier(Tier):
             before = b""
         self._mine[key] = _File(path, taken, before, touched)
         self._theirs.pop(key, None)
+        # It is in the place of what could not be removed.
+        self._stray_bytes -= self._strays.pop(path, 0)
         self._tags[own] = key
         self._taken_bytes += taken
         if before:
@@ -439,13 +442,15 @@ class DiskTier(Tier):
     def _sweep(self) -> None:
         """Try again to remove what could not be removed."""
         for path in list(self._strays):
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            except OSError:
-                return
             with self._lock:
-                self._stray_bytes -= self._strays.pop(path, 0)
+                if path not in self._strays:
+                    continue
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                except OSError:
+                    return
+                self._stray_bytes -= self._strays.pop(path)
 
     def _used(self, key: bytes) -> None:
         now = time.time()
