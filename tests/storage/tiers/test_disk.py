@@ -497,3 +497,19 @@ def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Pat
     tier.tend()
     assert read(tier, one) is None
     tier.check()
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(5)])
+    first = tier._mine[sample(0).key].path
+    with failing():
+        tier.discard([sample(number).key for number in range(5)])
+    with failing(first):
+        tier.tend()
+        assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
+        assert tier.gauges()["bytes"] == real_bytes(tmp_path)
+        tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()

@@ -449,7 +449,7 @@ class DiskTier(Tier):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
                 except OSError:
-                    return
+                    continue
                 self._stray_bytes -= self._strays.pop(path)
 
     def _used(self, key: bytes) -> None:
