@@ -15,7 +15,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.storage.tiers.disk import DiskTier
+from hybridkv.storage.tiers.disk import STUCK_MAX, DiskTier
 from hybridkv.storage.tiers.files import QUARANTINE_MAX
 from hybridkv.storage.tiers.make import make_tier
 from hybridkv.testing.tiers import Sample, TierSuite, read, sample
@@ -512,4 +512,35 @@ def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
         tier.check()
     tier.tend()
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    records = [sample(number, 9000) for number in range(12)]
+    tier.put([one.putting() for one in records])
+    bad = [tier._mine[one.key].path for one in records if one.key in tier._mine][: STUCK_MAX + 2]
+    with failing(*bad):
+        tier.put([sample(20, 9000).putting()])
+        tier.tend()
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert all(map(os.path.exists, bad))
+    tier.tend()
+    assert not any(map(os.path.exists, bad))
+    tier.check()
+
+
+def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    samples = [sample(number, 9000) for number in range(9)]
+    tier.put([one.putting() for one in samples])
+    with failing():
+        for number in range(20, 40):
+            tier.put([sample(number, 9000).putting()])
+        assert isinstance(tier.put([sample(50, 9000).putting()])[0], TierError)
+        assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
+        tier.check()
+    assert tier.put([sample(50, 9000).putting()]) == [None]
     tier.check()

@@ -60,6 +60,8 @@ LOOK_SHARE = 50
 """At most 1/50 of the time goes into looking for what others wrote."""
 TMP_DIRECTORIES = 8
 """Files are begun in turns in so many: threads that make files in one directory wait for each other."""
+STUCK_MAX = 3
+"""Files that cannot be removed are passed over, so many in a row; then it is more than those files."""
 _SLACK_BYTES = SLOT_ALIGN
 """What a file may take beside its bytes."""
 _NO_PARENT = bytes(TAG_BYTES)
@@ -116,6 +118,8 @@ class DiskTier(Tier):
         self._strays: dict[str, int] = {}
         """Files of ours that could not be removed yet, and the bytes that they take."""
         self._stray_bytes = 0
+        self._stuck = 0
+        """Victims in a row, since `tend` came by, that could not be removed."""
         self._numbers = count(1)
         self._token = uuid.uuid4().hex
         self._alive_at = 0.0
@@ -411,17 +415,27 @@ class DiskTier(Tier):
         return True
 
     def _evict_bytes(self, size: int) -> None:
-        goal = self._taken_bytes - size
-        while self._mine and self._taken_bytes > goal:
+        goal = self._taken_bytes + self._stray_bytes - size
+        while self._mine and self._taken_bytes + self._stray_bytes > goal:
             self._evict()
 
     def _evict(self) -> None:
+        """Remove the next victim; one that cannot be removed goes on counting. Raises OSError where nothing can be."""
         victim = self._order.victim(self._may_go)
         # Names may come from anywhere; that each waits for the other to go must not keep both for ever.
         key = victim if victim is not None else next(iter(self._mine))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._mine[key].path)
-        # Had that failed, the file would still be there, and count.
+        file = self._mine[key]
+        try:
+            os.unlink(file.path)
+            self._stuck = 0
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            # Where it is more than this file, nothing is to be evicted in vain.
+            if error.errno == errno.EROFS or error.errno in _FULL or self._stuck >= STUCK_MAX:
+                raise
+            self._stuck += 1
+            self._stray(file.path, file.taken_bytes)
         self._order.remember(key, key)
         self._forget(key)
 
@@ -441,6 +455,7 @@ class DiskTier(Tier):
 
     def _sweep(self) -> None:
         """Try again to remove what could not be removed."""
+        self._stuck = 0
         for path in list(self._strays):
             with self._lock:
                 if path not in self._strays:
@@ -485,6 +500,7 @@ class DiskTier(Tier):
             self._seen.clear()
             self._strays.clear()
             self._stray_bytes = 0
+            self._stuck = 0
             self._taken_bytes = 0
             if not self.max_bytes:
                 system = os.statvfs(self.root)
