@@ -4,7 +4,9 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.storage.tiers.disk import STUCK_MAX, DiskTier
-from hybridkv.storage.tiers.files import QUARANTINE_MAX
+from hybridkv.storage.tiers.files import QUARANTINE_MAX, FileName, records
 from hybridkv.storage.tiers.make import make_tier
 from hybridkv.testing.tiers import Sample, TierSuite, read, sample
 
@@ -543,4 +545,22 @@ def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) 
         assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
         tier.check()
     assert tier.put([sample(50, 9000).putting()]) == [None]
+    tier.check()
+
+
+def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path) -> None:
+    """As after a night in standby, in which others took over what was there."""
+    tier = opened(tmp_path)
+    shutil.rmtree(tmp_path / "objects/here")
+
+    def listed(home: Path) -> Iterator[tuple[str, FileName]]:
+        yield from records(home)
+        if not tier._lock.locked():
+            assert tier.put([sample(1).putting()]) == [None]
+
+    with mock.patch("hybridkv.storage.tiers.disk.records", listed):
+        tier.tend()
+    tier.check()
+    assert tier.put([sample(1).putting()]) == [None]
+    assert read(tier, sample(1)) is None
     tier.check()

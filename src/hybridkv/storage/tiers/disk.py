@@ -488,18 +488,17 @@ class DiskTier(Tier):
     def _scan(self) -> None:
         """Index our files, the oldest first, and evict what is too much."""
         found = []
-        for path, name in records(self._home):
-            with contextlib.suppress(FileNotFoundError):
-                status = os.stat(path, follow_symlinks=False)
-                found.append((status.st_mtime, name, path, taken_bytes(status)))
         with self._lock:
+            # Under the lock: what is put meanwhile is entered when this has ended.
+            for path, name in records(self._home):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(path, follow_symlinks=False)
+                    found.append((status.st_mtime, name, path, taken_bytes(status)))
             self._mine.clear()
             self._theirs.clear()
             self._kids.clear()
             self._tags.clear()
             self._seen.clear()
-            self._strays.clear()
-            self._stray_bytes = 0
             self._stuck = 0
             self._taken_bytes = 0
             if not self.max_bytes:
@@ -511,7 +510,9 @@ class DiskTier(Tier):
                 if name.key not in self._mine:
                     self._enter(name, path, taken, touched)
                 else:
-                    os.unlink(path)
+                    self._remove(path, taken)
+            for path in [path for path in self._strays if not os.path.lexists(path)]:
+                self._stray_bytes -= self._strays.pop(path)
             self._make_room(0)
         logger.info(
             "disk: %s has %d objects of ours, %s of at most %s%s",
