@@ -564,3 +564,40 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path
     assert tier.put([sample(1).putting()]) == [None]
     assert read(tier, sample(1)) is None
     tier.check()
+
+
+@pytest.mark.parametrize("remover", ["others", "we", "reader"])
+def test_what_two_others_have_is_known_when_one_has_removed_it(tmp_path: Path, remover: str) -> None:
+    one, tier = sample(1), opened(tmp_path)
+    others = [opened(tmp_path, name) for name in ("a", "b")]
+    for other in others:
+        other.put([one.putting()])
+    for shard in tmp_path.glob("objects/?/??"):
+        os.utime(shard, (1, 1))
+    for _ in range(4):
+        tier._look()
+    (home,) = [other for other in others if tier._theirs[one.key].startswith(str(other._home))]
+    if remover == "we":
+        tier.discard([one.key])
+    else:
+        home.discard([one.key])
+    if remover == "reader":
+        assert isinstance(read(tier, one), MissingError)
+    tier._look()
+    tier._look()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path) -> None:
+    one, tier, other = sample(1), opened(tmp_path), opened(tmp_path, "other")
+    for each in (tier, other):
+        each.put([one.putting()])
+    for shard in tmp_path.glob("objects/*/??"):
+        os.utime(shard, (1, 1))
+    for _ in range(4):
+        tier._look()
+    tier.discard([one.key])
+    tier._look()
+    assert read(tier, one) is None
+    tier.check()

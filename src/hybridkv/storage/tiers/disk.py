@@ -105,6 +105,10 @@ class DiskTier(Tier):
         self._mine: dict[bytes, _File] = {}
         self._theirs: dict[bytes, str] = {}
         """Path by key, of all other writers."""
+        self._doubled: set[bytes] = set()
+        """Of those and of ours: what was seen in another place as well."""
+        self._again: set[str] = set()
+        """Directories' names, two digits: another place of what is gone here is found by listing them again."""
         self._order: Order[bytes] = Order(Policy.TWO_QUEUES, 0)
         self._kids: Counter[bytes] = Counter()
         """By `_tag`: how many records need it to stay."""
@@ -226,6 +230,8 @@ class DiskTier(Tier):
             assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes
             assert not self._writing_bytes
             assert self._stray_bytes == sum(self._strays.values())
+            assert not self._mine.keys() & self._theirs.keys()
+            assert self._doubled <= self._mine.keys() | self._theirs.keys()
             assert not self._strays.keys() & {file.path for file in self._mine.values()}
             assert self._held_bytes <= self.max_bytes
             real = [
@@ -371,7 +377,8 @@ class DiskTier(Tier):
         if before == own:
             before = b""
         self._mine[key] = _File(path, taken, before, touched)
-        self._theirs.pop(key, None)
+        if self._theirs.pop(key, None) is not None:
+            self._doubled.add(key)
         # It is in the place of what could not be removed.
         self._stray_bytes -= self._strays.pop(path, 0)
         self._tags[own] = key
@@ -382,6 +389,7 @@ class DiskTier(Tier):
 
     def _forget(self, key: bytes) -> None:
         self._theirs.pop(key, None)
+        self._look_again(key)
         file = self._mine.pop(key, None)
         if file is None:
             return
@@ -397,6 +405,12 @@ class DiskTier(Tier):
                 parent = self._tags.get(file.parent)
                 if parent is not None:
                     self._order.offer(parent)
+
+    def _look_again(self, key: bytes) -> None:
+        """One place of the key is gone: see whether it is in another one."""
+        if key in self._doubled:
+            self._doubled.remove(key)
+            self._again.add(os.path.dirname(FileName(key).path))
 
     def _may_go(self, key: bytes) -> bool:
         return _tag(key) not in self._kids
@@ -496,6 +510,8 @@ class DiskTier(Tier):
                     found.append((status.st_mtime, name, path, taken_bytes(status)))
             self._mine.clear()
             self._theirs.clear()
+            self._doubled.clear()
+            self._again.clear()
             self._kids.clear()
             self._tags.clear()
             self._seen.clear()
@@ -528,6 +544,11 @@ class DiskTier(Tier):
 
     def _look(self) -> None:
         """See what other writers have put and removed since."""
+        with self._lock:
+            again, self._again = self._again, set()
+        for path in self._seen:
+            if os.path.basename(path) in again:
+                self._seen[path] = 0, 0
         gone = dict.fromkeys(self._seen)
         for home in self._others():
             try:
@@ -556,6 +577,10 @@ class DiskTier(Tier):
             here = shard + os.sep
             for key in [key for key, path in self._theirs.items() if path.startswith(here) and key not in found]:
                 del self._theirs[key]
+                self._look_again(key)
+            self._doubled.update(
+                key for key in found if key in self._mine or not self._theirs.get(key, here).startswith(here)
+            )
             self._theirs.update((key, path) for key, path in found.items() if key not in self._mine)
 
     def _show_alive(self) -> None:
