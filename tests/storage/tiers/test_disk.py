@@ -589,15 +589,95 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(tmp_path: Path, r
     tier.check()
 
 
-def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
+    """`first`: the other's was seen before ours was written."""
     one, tier, other = sample(1), opened(tmp_path), opened(tmp_path, "other")
-    for each in (tier, other):
-        each.put([one.putting()])
-    for shard in tmp_path.glob("objects/*/??"):
-        os.utime(shard, (1, 1))
-    for _ in range(4):
+    write = tier._write
+
+    def slowly(*args: Any) -> int:
+        other.put([one.putting()])
+        for shard in tmp_path.glob("objects/other/??"):
+            os.utime(shard, (1, 1))
+        for _ in range(4 * first):
+            tier._look()
+        return write(*args)
+
+    with mock.patch.object(tier, "_write", slowly):
+        tier.put([one.putting()])
+    for _ in range(4 * (not first)):
         tier._look()
     tier.discard([one.key])
     tier._look()
     assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(tmp_path: Path, elsewhere: bool) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    other, third = opened(tmp_path, "other"), opened(tmp_path, "third")
+    other.put([one.putting()])
+    tier._look()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if next(turns, False):
+            other.discard([one.key])
+            if elsewhere:
+                third.put([one.putting()])
+                os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
+                tier._look()
+        return real(*args)
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    assert tier.find([one.key]) == [elsewhere]
+    tier.check()
+
+
+def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+
+    class Listed(dict[str, int]):
+        def __iter__(self) -> Iterator[str]:
+            yield from list(super().__iter__())
+            assert tier.put([one.putting()]) == [None]
+
+    tier._strays = Listed(tier._strays)
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="384KiB")
+    samples = [sample(number, 9000) for number in range(4 * STUCK_MAX)]
+    tier.put([one.putting() for one in samples])
+    bad = [tier._mine[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
+    with failing(*bad):
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert len(tier._strays) == len(bad)
+
+
+def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    enter = tier._enter_directory
+
+    def then() -> None:
+        enter()
+        with failing(), mock.patch("os.rename", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+            assert isinstance(tier.put([sample(1).putting()])[0], TierError)
+
+    with mock.patch.object(tier, "_enter_directory", then):
+        tier.open()
+    assert list(tmp_path.glob("objects/here/tmp/*/*"))
+    tier.check()
+    tier.open()
+    assert tier.gauges()["bytes"] == 0
     tier.check()
