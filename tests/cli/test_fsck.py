@@ -1,5 +1,6 @@
 """`hybridkv fsck` over real files."""
 
+import errno
 import json
 import os
 import random
@@ -138,6 +139,45 @@ def test_a_misnamed_file_whose_name_is_taken_goes(tmp_path: Path, capsys: pytest
     assert (status, report["files"][0]["done"]) == (0, "removed, for it is there already")
     assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS - 1
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    def link(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    filled(tmp_path)
+    dead(tmp_path)
+    path = path_of(tmp_path, 1)
+    wrong = path.with_name(FileName(sample(50).key).text)
+    path.rename(wrong)
+    if is_taken:
+        path.write_bytes(wrong.read_bytes())
+    monkeypatch.setattr("os.link", link)
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["files"][0]["done"].partition(" ")[0]) == (0, "removed," if is_taken else "renamed")
+    assert not wrong.exists()
+    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
+    tier = opened(tmp_path)
+    assert read(tier, sample(1)) is None
+    tier.check()
+
+
+def test_a_misnamed_record_that_finds_no_place_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    dead(tmp_path)
+    path = path_of(tmp_path, 1)
+    path.rename(path_of(tmp_path, 2))
+    for left in path.parent.iterdir():
+        left.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("in the way")
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["files"][0]["done"], report["quarantined"]) == (0, "put aside", 1)
+    assert report["writers"][0]["leftovers"] == 0
+    opened(tmp_path).check()
 
 
 def test_a_file_in_another_files_place_is_misnamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +17,8 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.storage.tiers.base import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.storage.tiers.disk import DiskTier
-from hybridkv.storage.tiers.files import QUARANTINE_MAX
+from hybridkv.storage.tiers.disk import STUCK_MAX, DiskTier
+from hybridkv.storage.tiers.files import QUARANTINE_MAX, FileName, records
 from hybridkv.storage.tiers.make import make_tier
 from hybridkv.testing.tiers import Sample, TierSuite, read, sample
 
@@ -387,3 +389,295 @@ def test_a_directory_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a directory that you may write to works"):
         opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize("writer", ["here", "other"])
+def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, writer: str) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    opened(tmp_path, writer).put([one.putting()])
+    tier.open()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if not next(turns, False):
+            return real(*args)
+        tier.discard([one.key])
+        try:
+            return real(*args)
+        finally:
+            assert tier.put([one.putting()]) == [None]
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    tier.check()
+    assert read(tier, one) is None
+
+
+def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    (tmp_path / "quarantine").rmdir()
+    tier.discard([sample(1).key], damaged=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with mock.patch("os.rename", side_effect=missing):
+        tier.discard([sample(1).key], damaged=True)
+    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
+    tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool) -> None:
+    """Whoever puts meanwhile must not be given its room."""
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(3)])
+    name = "rename" if damaged else "unlink"
+    real, spare = getattr(os, name), []
+
+    def watched(*args: Any) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        real(*args)
+
+    with mock.patch(f"os.{name}", watched):
+        tier.discard([sample(number).key for number in range(3)], damaged)
+    assert spare == [0, 0, 0]
+    assert tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    write, unlink, spare = tier._write, os.unlink, []
+
+    def slowly(*args: Any) -> int:
+        tier._write = write  # type: ignore[method-assign]
+        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
+        return write(*args)
+
+    def watched(path: str) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        unlink(path)
+
+    tier._write = slowly  # type: ignore[method-assign, assignment]
+    with mock.patch("os.unlink", watched):
+        assert tier.put([one.putting()]) == [None]
+    assert [bytes_ >= 0 for bytes_ in spare] == [True]
+    tier.check()
+
+
+def failing(*paths: str) -> Any:
+    """os.unlink fails of these files, or of all."""
+    unlink = os.unlink
+
+    def fails(path: str) -> None:
+        if not paths or path in paths:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path)
+
+    return mock.patch("os.unlink", fails)
+
+
+def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+    tier.check()
+    assert tier.put([one.putting()]) == [None]
+    assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
+    tier.check()
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(5)])
+    first = tier._mine[sample(0).key].path
+    with failing():
+        tier.discard([sample(number).key for number in range(5)])
+    with failing(first):
+        tier.tend()
+        assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
+        assert tier.gauges()["bytes"] == real_bytes(tmp_path)
+        tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    records = [sample(number, 9000) for number in range(12)]
+    tier.put([one.putting() for one in records])
+    bad = [tier._mine[one.key].path for one in records if one.key in tier._mine][: STUCK_MAX + 2]
+    with failing(*bad):
+        tier.put([sample(20, 9000).putting()])
+        tier.tend()
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert all(map(os.path.exists, bad))
+    tier.tend()
+    assert not any(map(os.path.exists, bad))
+    tier.check()
+
+
+def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    samples = [sample(number, 9000) for number in range(9)]
+    tier.put([one.putting() for one in samples])
+    with failing():
+        for number in range(20, 40):
+            tier.put([sample(number, 9000).putting()])
+        assert isinstance(tier.put([sample(50, 9000).putting()])[0], TierError)
+        assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
+        tier.check()
+    assert tier.put([sample(50, 9000).putting()]) == [None]
+    tier.check()
+
+
+def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path) -> None:
+    """As after a night in standby, in which others took over what was there."""
+    tier = opened(tmp_path)
+    shutil.rmtree(tmp_path / "objects/here")
+
+    def listed(home: Path) -> Iterator[tuple[str, FileName]]:
+        yield from records(home)
+        if not tier._lock.locked():
+            assert tier.put([sample(1).putting()]) == [None]
+
+    with mock.patch("hybridkv.storage.tiers.disk.records", listed):
+        tier.tend()
+    tier.check()
+    assert tier.put([sample(1).putting()]) == [None]
+    assert read(tier, sample(1)) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("remover", ["others", "we", "reader"])
+def test_what_two_others_have_is_known_when_one_has_removed_it(tmp_path: Path, remover: str) -> None:
+    one, tier = sample(1), opened(tmp_path)
+    others = [opened(tmp_path, name) for name in ("a", "b")]
+    for other in others:
+        other.put([one.putting()])
+    for shard in tmp_path.glob("objects/?/??"):
+        os.utime(shard, (1, 1))
+    for _ in range(4):
+        tier._look()
+    (home,) = [other for other in others if tier._theirs[one.key].startswith(str(other._home))]
+    if remover == "we":
+        tier.discard([one.key])
+    else:
+        home.discard([one.key])
+    if remover == "reader":
+        assert isinstance(read(tier, one), MissingError)
+    tier._look()
+    tier._look()
+    assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
+    """`first`: the other's was seen before ours was written."""
+    one, tier, other = sample(1), opened(tmp_path), opened(tmp_path, "other")
+    write = tier._write
+
+    def slowly(*args: Any) -> int:
+        other.put([one.putting()])
+        for shard in tmp_path.glob("objects/other/??"):
+            os.utime(shard, (1, 1))
+        for _ in range(4 * first):
+            tier._look()
+        return write(*args)
+
+    with mock.patch.object(tier, "_write", slowly):
+        tier.put([one.putting()])
+    for _ in range(4 * (not first)):
+        tier._look()
+    tier.discard([one.key])
+    tier._look()
+    assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(tmp_path: Path, elsewhere: bool) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    other, third = opened(tmp_path, "other"), opened(tmp_path, "third")
+    other.put([one.putting()])
+    tier._look()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if next(turns, False):
+            other.discard([one.key])
+            if elsewhere:
+                third.put([one.putting()])
+                os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
+                tier._look()
+        return real(*args)
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    assert tier.find([one.key]) == [elsewhere]
+    tier.check()
+
+
+def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+
+    class Listed(dict[str, int]):
+        def __iter__(self) -> Iterator[str]:
+            yield from list(super().__iter__())
+            assert tier.put([one.putting()]) == [None]
+
+    tier._strays = Listed(tier._strays)
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="384KiB")
+    samples = [sample(number, 9000) for number in range(4 * STUCK_MAX)]
+    tier.put([one.putting() for one in samples])
+    bad = [tier._mine[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
+    with failing(*bad):
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert len(tier._strays) == len(bad)
+
+
+def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    enter = tier._enter_directory
+
+    def then() -> None:
+        enter()
+        with failing(), mock.patch("os.rename", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+            assert isinstance(tier.put([sample(1).putting()])[0], TierError)
+
+    with mock.patch.object(tier, "_enter_directory", then):
+        tier.open()
+    assert list(tmp_path.glob("objects/here/tmp/*/*"))
+    tier.check()
+    tier.open()
+    assert tier.gauges()["bytes"] == 0
+    tier.check()

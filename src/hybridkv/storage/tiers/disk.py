@@ -60,6 +60,8 @@ LOOK_SHARE = 50
 """At most 1/50 of the time goes into looking for what others wrote."""
 TMP_DIRECTORIES = 8
 """Files are begun in turns in so many: threads that make files in one directory wait for each other."""
+STUCK_MAX = 3
+"""Files that cannot be removed are passed over, so many in a row; then it is more than those files."""
 _SLACK_BYTES = SLOT_ALIGN
 """What a file may take beside its bytes."""
 _NO_PARENT = bytes(TAG_BYTES)
@@ -103,6 +105,10 @@ class DiskTier(Tier):
         self._mine: dict[bytes, _File] = {}
         self._theirs: dict[bytes, str] = {}
         """Path by key, of all other writers."""
+        self._doubled: set[bytes] = set()
+        """Of those and of ours: what was seen in another place as well."""
+        self._again: set[str] = set()
+        """Directories' names, two digits: another place of what is gone here is found by listing them again."""
         self._order: Order[bytes] = Order(Policy.TWO_QUEUES, 0)
         self._kids: Counter[bytes] = Counter()
         """By `_tag`: how many records need it to stay."""
@@ -116,6 +122,8 @@ class DiskTier(Tier):
         self._strays: dict[str, int] = {}
         """Files of ours that could not be removed yet, and the bytes that they take."""
         self._stray_bytes = 0
+        self._stuck = 0
+        """Victims in a row, since `tend` came by, that could not be removed."""
         self._numbers = count(1)
         self._token = uuid.uuid4().hex
         self._alive_at = 0.0
@@ -168,18 +176,16 @@ class DiskTier(Tier):
                 path = self._path(key)
                 if path is None:
                     continue
-                taken = self._mine[key].taken_bytes if key in self._mine else 0
+                try:
+                    if damaged:
+                        set_aside(self.root, path)
+                    else:
+                        os.unlink(path)
+                except OSError as error:
+                    if key in self._mine and (not isinstance(error, FileNotFoundError) or os.path.lexists(path)):
+                        self._stray(path, self._mine[key].taken_bytes)
+                # Not before: nobody may be given its room while it is there.
                 self._forget(key)
-            try:
-                if damaged:
-                    set_aside(self.root, path)
-                else:
-                    os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                if taken:
-                    self._stray(path, taken)
 
     def keys(self) -> Iterator[bytes]:
         with self._lock:
@@ -224,6 +230,9 @@ class DiskTier(Tier):
             assert sum(file.taken_bytes for file in self._mine.values()) == self._taken_bytes
             assert not self._writing_bytes
             assert self._stray_bytes == sum(self._strays.values())
+            assert not self._mine.keys() & self._theirs.keys()
+            assert self._doubled <= self._mine.keys() | self._theirs.keys()
+            assert not self._strays.keys() & {file.path for file in self._mine.values()}
             assert self._held_bytes <= self.max_bytes
             real = [
                 path.stat().st_blocks * BLOCK_BYTES for kind in ("??/*", "tmp/*/*") for path in self._home.glob(kind)
@@ -234,7 +243,8 @@ class DiskTier(Tier):
     # Files
 
     def _get(self, item: Getting) -> TierError | None:
-        path = self._path(item.key)
+        file = self._mine.get(item.key)
+        path = file.path if file is not None else self._theirs.get(item.key)
         if path is None:
             return MissingError("it is not there")
         size = sum(len(piece) for piece in item.pieces)
@@ -253,7 +263,9 @@ class DiskTier(Tier):
                 os.close(fd)
         except FileNotFoundError:
             with self._lock:
-                self._forget(item.key)
+                # It may have been put again meanwhile.
+                if self._mine.get(item.key) is file and (file is not None or self._theirs.get(item.key) == path):
+                    self._forget(item.key)
             return MissingError("it is not there any more")
         except OSError as error:
             return _translated(error)
@@ -286,20 +298,20 @@ class DiskTier(Tier):
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 os.rename(temporary, path)
         except OSError as error:
-            self._remove(temporary, reserved)
             with self._lock, contextlib.suppress(OSError):
+                self._remove(temporary, reserved)
                 self._writing_bytes -= reserved
                 if error.errno in _FULL:
                     # The file system has less room than we may use: others need it more than the oldest of ours.
                     self._evict_bytes(reserved)
             return _translated(error)
         with self._lock:
-            self._writing_bytes -= reserved
             known = self._mine.get(item.key)
+            if known is not None and known.path != path:
+                self._remove(path, taken)
+            self._writing_bytes -= reserved
             if known is None:
                 self._enter(name, path, taken, time.time())
-        if known is not None and known.path != path:
-            self._remove(path, taken)
         return None
 
     def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
@@ -365,7 +377,10 @@ class DiskTier(Tier):
         if before == own:
             before = b""
         self._mine[key] = _File(path, taken, before, touched)
-        self._theirs.pop(key, None)
+        if self._theirs.pop(key, None) is not None:
+            self._doubled.add(key)
+        # It is in the place of what could not be removed.
+        self._stray_bytes -= self._strays.pop(path, 0)
         self._tags[own] = key
         self._taken_bytes += taken
         if before:
@@ -374,6 +389,7 @@ class DiskTier(Tier):
 
     def _forget(self, key: bytes) -> None:
         self._theirs.pop(key, None)
+        self._look_again(key)
         file = self._mine.pop(key, None)
         if file is None:
             return
@@ -389,6 +405,12 @@ class DiskTier(Tier):
                 parent = self._tags.get(file.parent)
                 if parent is not None:
                     self._order.offer(parent)
+
+    def _look_again(self, key: bytes) -> None:
+        """One place of the key is gone: see whether it is in another one."""
+        if key in self._doubled:
+            self._doubled.remove(key)
+            self._again.add(os.path.dirname(FileName(key).path))
 
     def _may_go(self, key: bytes) -> bool:
         return _tag(key) not in self._kids
@@ -407,21 +429,32 @@ class DiskTier(Tier):
         return True
 
     def _evict_bytes(self, size: int) -> None:
-        goal = self._taken_bytes - size
-        while self._mine and self._taken_bytes > goal:
+        goal = self._taken_bytes + self._stray_bytes - size
+        while self._mine and self._taken_bytes + self._stray_bytes > goal:
             self._evict()
 
     def _evict(self) -> None:
+        """Remove the next victim; one that cannot be removed goes on counting. Raises OSError where nothing can be."""
         victim = self._order.victim(self._may_go)
         # Names may come from anywhere; that each waits for the other to go must not keep both for ever.
         key = victim if victim is not None else next(iter(self._mine))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._mine[key].path)
-        # Had that failed, the file would still be there, and count.
+        file = self._mine[key]
+        try:
+            os.unlink(file.path)
+            self._stuck = 0
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            # Where it is more than this file, nothing is to be evicted in vain.
+            if error.errno == errno.EROFS or error.errno in _FULL or self._stuck >= STUCK_MAX:
+                raise
+            self._stuck += 1
+            self._stray(file.path, file.taken_bytes)
         self._order.remember(key, key)
         self._forget(key)
 
     def _remove(self, path: str, taken: int) -> None:
+        """Remove a file of ours that is not in the index; the caller has the lock."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -430,21 +463,23 @@ class DiskTier(Tier):
             self._stray(path, taken)
 
     def _stray(self, path: str, taken: int) -> None:
-        """A file that could not be removed: it counts until it can."""
-        with self._lock:
-            self._stray_bytes += taken - self._strays.pop(path, 0)
-            self._strays[path] = taken
+        """A file that could not be removed: it counts until it can. The caller has the lock."""
+        self._stray_bytes += taken - self._strays.pop(path, 0)
+        self._strays[path] = taken
 
     def _sweep(self) -> None:
         """Try again to remove what could not be removed."""
+        self._stuck = 0
         for path in list(self._strays):
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            except OSError:
-                return
             with self._lock:
-                self._stray_bytes -= self._strays.pop(path, 0)
+                if path not in self._strays:
+                    continue
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                except OSError:
+                    continue
+                self._stray_bytes -= self._strays.pop(path)
 
     def _used(self, key: bytes) -> None:
         now = time.time()
@@ -467,18 +502,20 @@ class DiskTier(Tier):
     def _scan(self) -> None:
         """Index our files, the oldest first, and evict what is too much."""
         found = []
-        for path, name in records(self._home):
-            with contextlib.suppress(FileNotFoundError):
-                status = os.stat(path, follow_symlinks=False)
-                found.append((status.st_mtime, name, path, taken_bytes(status)))
         with self._lock:
+            # Under the lock: what is put meanwhile is entered when this has ended.
+            for path, name in records(self._home):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(path, follow_symlinks=False)
+                    found.append((status.st_mtime, name, path, taken_bytes(status)))
             self._mine.clear()
             self._theirs.clear()
+            self._doubled.clear()
+            self._again.clear()
             self._kids.clear()
             self._tags.clear()
             self._seen.clear()
-            self._strays.clear()
-            self._stray_bytes = 0
+            self._stuck = 0
             self._taken_bytes = 0
             if not self.max_bytes:
                 system = os.statvfs(self.root)
@@ -489,7 +526,9 @@ class DiskTier(Tier):
                 if name.key not in self._mine:
                     self._enter(name, path, taken, touched)
                 else:
-                    os.unlink(path)
+                    self._remove(path, taken)
+            for path in [path for path in self._strays if not os.path.lexists(path)]:
+                self._stray_bytes -= self._strays.pop(path)
             self._make_room(0)
         logger.info(
             "disk: %s has %d objects of ours, %s of at most %s%s",
@@ -505,6 +544,11 @@ class DiskTier(Tier):
 
     def _look(self) -> None:
         """See what other writers have put and removed since."""
+        with self._lock:
+            again, self._again = self._again, set()
+        for path in self._seen:
+            if os.path.basename(path) in again:
+                self._seen[path] = 0, 0
         gone = dict.fromkeys(self._seen)
         for home in self._others():
             try:
@@ -533,6 +577,10 @@ class DiskTier(Tier):
             here = shard + os.sep
             for key in [key for key, path in self._theirs.items() if path.startswith(here) and key not in found]:
                 del self._theirs[key]
+                self._look_again(key)
+            self._doubled.update(
+                key for key in found if key in self._mine or not self._theirs.get(key, here).startswith(here)
+            )
             self._theirs.update((key, path) for key, path in found.items() if key not in self._mine)
 
     def _show_alive(self) -> None:

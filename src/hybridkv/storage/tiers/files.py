@@ -124,6 +124,7 @@ def silent_seconds(home: Path, now: float) -> float | None:
 def set_aside(root: Path, path: str) -> None:
     """Keep a damaged file for whoever wants to look, and not many of them."""
     where = root / "quarantine"
+    where.mkdir(mode=0o700, exist_ok=True)
     os.utime(path)
     os.rename(path, where / f"{os.path.basename(path)}.{uuid.uuid4().hex[:8]}")
     kept = sorted(where.iterdir(), key=lambda one: one.stat().st_mtime)

@@ -167,7 +167,6 @@ class _Home:
 
     def _set_aside(self, path: str) -> str:
         try:
-            os.makedirs(self._root / "quarantine", mode=0o700, exist_ok=True)
             set_aside(self._root, path)
         except FileNotFoundError:
             return "it is gone"
@@ -182,12 +181,19 @@ class _Home:
             try:
                 os.link(aside, to)
             except FileExistsError:
-                return "removed, for it is there already"
-            finally:
+                pass
+            except OSError:
+                # A file system without hard links; nobody else makes files here, for the writer is silent.
+                if not os.path.lexists(to):
+                    os.rename(aside, to)
+                    return f"renamed to {name.text}"
+            else:
                 os.unlink(aside)
+                return f"renamed to {name.text}"
+            os.unlink(aside)
         except OSError:
-            return ""
-        return f"renamed to {name.text}"
+            return self._set_aside(aside)
+        return "removed, for it is there already"
 
     def _found(self, path: str, damage: Damage, done: str) -> None:
         self._writer.repaired += bool(done)
