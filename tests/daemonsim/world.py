@@ -295,6 +295,7 @@ class World:
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
             *(promotion._waiting, promotion._reading, promotion._slots, promotion._finding),
+            *promotion._turns.values(),
             *(+promotion._reading_bytes, demotion._writing, demotion._held_bytes, *demotion._leaving),
         )
         assert not any(held), f"LEAK: {held}"

@@ -1,6 +1,7 @@
 """Lookups and stores over tiers below RAM: the daemon's core with real directories, its threads' work done by hand."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,14 @@ import pytest
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import unpack_u64
-from hybridkv.core.tiers import parse_tier
+from hybridkv.core.tiers import TierSpec, parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.storage.demote import LOOKS_MAX
-from hybridkv.storage.line import Line
+from hybridkv.storage.line import FINDS_MAX, Line
 from hybridkv.storage.store import Store
-from hybridkv.storage.tiers.base import Getting, TierError
+from hybridkv.storage.tiers.base import Getting, Tier, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Lookup, Pending, Release, Reply
@@ -31,7 +32,13 @@ FULL = LAYOUTS["qwen3next"]
 class Node:
     """A daemon over tiers; `work` does what their threads would."""
 
-    def __init__(self, *urls: str, arena: int = ARENA, name: str = "here") -> None:
+    def __init__(
+        self,
+        *urls: str,
+        arena: int = ARENA,
+        name: str = "here",
+        make: Callable[[TierSpec, str], Tier] = DiskTier,
+    ) -> None:
         self.memory = memoryview(bytearray(arena))
         self.jobs: list[Job] = []
         self.now = 100.0
@@ -39,7 +46,7 @@ class Node:
         store = Store(self.memory, first_generation=random.randrange(1, 1 << 30))
         specs = [parse_tier(url, "tier") for url in urls]
         lines = [
-            Line(number, f"disk{number or ''}", DiskTier(spec, name), spec, self.jobs.append)
+            Line(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
             for number, spec in enumerate(specs)
         ]
         self.daemon = Daemon(store, "boot", "/nowhere", arena, 1, lines)
@@ -150,6 +157,74 @@ def test_what_was_stored_comes_back_after_the_arena_is_gone(geometry: Geometry, 
     again = is_found(second.ask(*numbers))
     assert again.chunks == len(numbers)
     assert not again.tiers, "it is in RAM now"
+
+
+def remote(records: dict[bytes, bytes], *urls: str, arena: int = ARENA) -> Node:
+    """A node over tiers that say what they have only when they are asked, which all have these records."""
+    node = Node(*urls, arena=arena, make=lambda spec, name: DictTier(records, is_remote=True))
+    engine(node.daemon, 1, FULL)
+    return node
+
+
+def crowd(*urls: str) -> tuple[Node, list[list[int]]]:
+    """More lookups at once than a tier has threads to look for what they want, and what they ask for."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    prompts = [[10 * first + 1, 10 * first + 2] for first in range(FINDS_MAX + 4)]
+    for prompt in prompts:
+        node.store(FULL, prompt)
+        node.work()
+    node = remote(records, *urls)
+    for lease, prompt in enumerate(prompts):
+        assert isinstance(node.ask(*prompt, lease=lease), Pending)
+    assert [job.work for job in node.jobs] == [Work.FIND] * FINDS_MAX * len(urls)
+    return node, prompts
+
+
+def test_a_tier_is_asked_about_everybody_in_turn() -> None:
+    node, prompts = crowd("sim://0")
+    node.work()
+    answers = {found.lease: found for _, found in node.daemon.later if isinstance(found, Found)}
+    assert [answers[lease].chunks for lease in range(len(prompts))] == [2] * len(prompts)
+    for lease, prompt in enumerate(prompts):
+        node.prove(FULL, answers[lease], prompt)
+
+
+def test_whose_turn_does_not_come_in_time_is_told_so() -> None:
+    node, prompts = crowd("sim://0")
+    node.tick(WAIT_MS / 1e3 + 0.001)
+    whys = [found.why for _, found in node.daemon.later if isinstance(found, Found)]
+    late = len(prompts) - FINDS_MAX
+    assert whys == ["it was not read in time"] * FINDS_MAX + ["no tier had a thread to look for it in time"] * late
+    assert node.daemon.showing.values()["deadlines_missed"] == len(prompts)
+    node.work((Work.FIND,))
+    assert not [job for job in node.jobs if job.work is Work.FIND], "nobody is asked for what nobody waits for"
+
+
+def test_who_leaves_loses_only_the_own_turn() -> None:
+    node, prompts = crowd("sim://0")
+    node.daemon.handle(1, Release(FINDS_MAX), node.now)
+    node.work()
+    leases = {found.lease for _, found in node.daemon.later if isinstance(found, Found) and found.chunks == 2}
+    assert leases == set(range(len(prompts))) - {FINDS_MAX}
+
+
+def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
+    """What the tier behind it has comes up meanwhile."""
+    node, prompts = crowd("sim://0?timeout=0.5", "sim://1")
+    hung = [job for job in node.jobs if job.line == 0]
+    node.jobs[:] = [job for job in node.jobs if job.line]
+    node.work()
+    assert not node.daemon.later
+    node.tick(0.6)
+    node.work()
+    answers = {found.lease: found for _, found in node.daemon.later if isinstance(found, Found)}
+    assert [answers[lease].chunks for lease in sorted(answers)] == [2] * (len(prompts) - FINDS_MAX)
+    assert node.daemon.showing.values()["promotions_tiers_away"] == len(prompts) - FINDS_MAX
+    node.tick(WAIT_MS / 1e3)
+    assert len(node.daemon.later) == len(prompts)
+    for job in hung:
+        node.finish(job, execute(node.daemon.lines[0].tier, job, node.memory))
 
 
 def test_without_patience_only_ram_is_looked_at(tmp_path: Path) -> None:

@@ -438,6 +438,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert not any(values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting"))
         assert all(not slot.pins for slot in self.daemon.store._slots.values())
         assert not self.daemon.promotion._reading
+        assert not any(self.daemon.promotion._turns.values())
         assert not self.daemon.demotion._held_bytes
 
 

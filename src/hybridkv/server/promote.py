@@ -65,7 +65,7 @@ class Waiting:
     asked: dict[tuple[int, int], None] = field(default_factory=dict)
     """Those of which some tier must say whether it has them."""
     finding: int = 0
-    """Jobs that look for some."""
+    """Tiers that look for some, or will when it is its turn."""
     todo: deque[Need] = field(default_factory=deque)
     reading: int = 0
     """Objects that are on their way up."""
@@ -128,6 +128,8 @@ class Promotion:
         self._reading: dict[bytes, Reading] = {}
         """By the object's key."""
         self._finding: dict[Job, tuple[Waiting, list[tuple[int, int]]]] = {}
+        self._turns: dict[Line, dict[Waiting, None]] = {line: {} for line in lines}
+        """Those of which a tier is asked as soon as it has a thread for it, in order."""
         self._slots: dict[bytes, Slot] = {}
         """Where it goes, by key."""
         self._reading_bytes: Counter[Line] = Counter()
@@ -147,8 +149,12 @@ class Promotion:
             return False
         waiting.target = waiting.chunks
         self._locate(waiting, masks, lines)
-        for line in lines:
-            self._find(waiting, line, now)
+        for line in lines if waiting.asked else ():
+            if self._turns[line] or not line.has_thread(Work.FIND):
+                self._turns[line][waiting] = None
+                waiting.finding += 1
+            else:
+                self._find(waiting, line, now)
         if not waiting.finding and not self._plan(waiting, now):
             self._let_go(waiting)
             return False
@@ -165,7 +171,7 @@ class Promotion:
         for key in keys:
             waiting = self._waiting.pop(key, None)
             if waiting is not None:
-                waiting.is_over = True
+                self._forget(waiting)
                 self._let_go(waiting)
 
     def found(self, job: Job, outcome: Outcome, now: float) -> None:
@@ -178,6 +184,7 @@ class Promotion:
                 waiting.located.setdefault(place, line)
         if not waiting.is_over and not waiting.finding and not self._plan(waiting, now):
             self._end(waiting, now)
+        self._take_turns(line, now)
 
     def read(self, job: Job, outcome: Outcome, now: float) -> None:
         """Objects came up, or will not come."""
@@ -227,10 +234,13 @@ class Promotion:
         for waiting in list(self._waiting.values()):
             if waiting.deadline <= now:
                 self.counters["deadlines_missed"] += 1
-                waiting.why = "it was not read in time"
+                asked = not any(waiting in turns for turns in self._turns.values())
+                waiting.why = "it was not read in time" if asked else "no tier had a thread to look for it in time"
                 self._end(waiting, now)
             elif waiting.todo:
                 self._go_on(waiting, now)
+        for line in self._lines:
+            self._take_turns(line, now)
 
     def wakes_at(self) -> float:
         """When the next answer is due."""
@@ -277,15 +287,35 @@ class Promotion:
         return maybe
 
     def _find(self, waiting: Waiting, line: Line, now: float) -> None:
-        if line.has_thread(Work.FIND):
-            places = sorted(waiting.asked, key=lambda place: (place[1], place[0]))[:FIND_KEYS_MAX]
-            names = [(place, waiting.name_of(*place)) for place in places]
-            wanted = [(place, name) for place, name in names if line.tier.peek(name.key) is None]
-            if wanted:
-                job = Job(Work.FIND, line.number, [Item(Record(name, 0, 0, 0)) for _, name in wanted])
-                self._finding[job] = waiting, [place for place, _ in wanted]
-                waiting.finding += 1
-                line.submit(job, now)
+        places = sorted(waiting.asked, key=lambda place: (place[1], place[0]))[:FIND_KEYS_MAX]
+        wanted: list[tuple[tuple[int, int], RecordName]] = []
+        for place in places:
+            name = waiting.name_of(*place)
+            there = line.tier.peek(name.key)
+            if there:
+                waiting.located.setdefault(place, line)
+            elif there is None:
+                wanted.append((place, name))
+        if wanted:
+            job = Job(Work.FIND, line.number, [Item(Record(name, 0, 0, 0)) for _, name in wanted])
+            self._finding[job] = waiting, [place for place, _ in wanted]
+            waiting.finding += 1
+            line.submit(job, now)
+
+    def _take_turns(self, line: Line, now: float) -> None:
+        """Ask `line` about those that wait for it, as long as it has threads; about none while it is not well."""
+        turns = self._turns[line]
+        while turns and (line.has_thread(Work.FIND) or not line.reads(now)):
+            waiting = next(iter(turns))
+            del turns[waiting]
+            waiting.finding -= 1
+            if line.reads(now):
+                self._find(waiting, line, now)
+            else:
+                self.counters["promotions_tiers_away"] += 1
+                waiting.why = f"{line.name} does not answer"
+            if not waiting.finding and not self._plan(waiting, now):
+                self._end(waiting, now)
 
     # Plan
 
@@ -462,7 +492,7 @@ class Promotion:
 
     def _end(self, waiting: Waiting, now: float) -> None:
         del self._waiting[waiting.connection_id, waiting.lease]
-        waiting.is_over = True
+        self._forget(waiting)
         waiting.todo.clear()
         for line, begun in waiting.begun_bytes.items():
             read = waiting.read_bytes[line]
@@ -471,6 +501,11 @@ class Promotion:
                 line.speed = line.speed.measured(read or begun / 2, now - waiting.started_at, now)
         self._answer(waiting)
         self._let_go(waiting)
+
+    def _forget(self, waiting: Waiting) -> None:
+        waiting.is_over = True
+        for turns in self._turns.values():
+            turns.pop(waiting, None)
 
     def _let_go(self, waiting: Waiting) -> None:
         held, waiting.held = waiting.held, []
