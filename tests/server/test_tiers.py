@@ -13,10 +13,10 @@ from hybridkv.core.tiers import TierSpec, parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.storage.demote import LOOKS_MAX
+from hybridkv.storage.demote import LOOKS_MAX, TRIES_MAX
 from hybridkv.storage.line import FINDS_MAX, Line
 from hybridkv.storage.store import Store
-from hybridkv.storage.tiers.base import Getting, Tier, TierError
+from hybridkv.storage.tiers.base import Getting, Putting, Tier, TierError
 from hybridkv.storage.tiers.disk import DiskTier
 from hybridkv.storage.transfer import Job, Outcome, Work, execute
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Lookup, Pending, Release, Reply
@@ -459,6 +459,88 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     assert turns >= 2 * store.objects // LOOKS_MAX
     assert not daemon.demotion.waiting
     assert not [job for job in jobs if job.work is Work.WRITE], "they are there already"
+
+
+@pytest.mark.parametrize("url", ["sim://0", "sim://0?hourly=4MiB"])
+def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, url, arena=8 << 20)
+    node.checks = False
+    line = node.daemon.lines[0]
+    assert isinstance(line.tier, DictTier)
+    line.tier.ill = TierError
+    prompts = range(1, 30, 3)
+    for number in prompts:
+        node.store(FULL, [number])
+    seconds = 100
+    for _ in range(seconds * 8):
+        node.work()
+        node.tick(0.125)
+    node.daemon.check()
+    objects = len(prompts) * len(FULL.groups)
+    assert node.daemon.demotion.waiting == node.daemon.store.objects == objects
+    assert line.counters["failures"] < objects + 3 * seconds, "twice a second one object is tried, once it is tended"
+    line.tier.ill = None
+    node.tick(1.0)
+    node.work()
+    assert not node.daemon.demotion.waiting
+    assert len(records) == objects
+    node.daemon.check()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("after_outage", [False, True])
+def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
+    raises: bool, after_outage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it says which one it is, or fails with all that are given to it at once."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0", arena=8 << 20)
+    node.checks = False
+    tier = node.daemon.lines[0].tier
+    assert isinstance(tier, DictTier)
+    real, tried, bad = tier.put, [0], [b""]
+
+    def broken(items: list[Putting]) -> list[TierError | None]:
+        bad[0] = bad[0] or items[0].key
+        tried[0] += any(item.key == bad[0] for item in items)
+        if raises and any(item.key == bad[0] for item in items):
+            raise OSError("Input/output error")
+        return [TierError("Input/output error") if item.key == bad[0] else real([item])[0] for item in items]
+
+    monkeypatch.setattr(tier, "put", broken)
+    tier.ill = TierError if after_outage else None
+    for _ in range(4):
+        node.tick(1.1)
+        node.work()
+    for number in range(1, 50, 3):
+        node.store(FULL, [number])
+    for _ in range(80):
+        node.work()
+        node.tick(0.125)
+    tier.ill = None
+    for _ in range(80):
+        node.work()
+        node.tick(0.125)
+    assert len(records) == node.daemon.store.objects - 1
+    assert bad[0] not in records
+    assert not node.daemon.demotion.waiting, "it is given up"
+    assert after_outage or tried[0] == TRIES_MAX
+    node.daemon.check()
+
+
+def test_what_is_gone_from_ram_is_not_tried_again() -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    tier = node.daemon.lines[0].tier
+    assert isinstance(tier, DictTier)
+    tier.ill = TierError
+    node.store(FULL, [1])
+    node.daemon.handle(1, Clear(9), node.now)
+    for job in list(node.jobs):
+        node.daemon.transferred(job, execute(tier, job, node.memory), node.now)
+    assert not node.daemon.demotion.waiting
+    assert not node.daemon.store.objects
 
 
 def test_written_back_when_it_goes(tmp_path: Path) -> None:

@@ -3,18 +3,35 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from hybridkv.core.tiers import Write
 from hybridkv.storage.line import JOB_ITEMS_MAX, Line
 from hybridkv.storage.store import Slot, Store
+from hybridkv.storage.tiers.base import FullError, MissingError
 from hybridkv.storage.transfer import Item, Job, Outcome, Work, WrongBytesError
 
 QUEUE_MAX = 1 << 16
 """Objects that wait to be written to one tier; more are not written."""
+TRIES_MAX = 3
+"""How often an object is tried that a tier fails with; while the tier fails with all that is not counted."""
 LOOKS_MAX = 256
 """Objects that are looked at in one turn of the loop."""
 HELD_SHARE = 8
 """At most 1/8 of the arena is held for writing, unless one object is more."""
+
+
+class Queued(NamedTuple):
+    """An object that waits for its turn."""
+
+    slot: Slot
+    generation: int
+    """Of the slot."""
+    is_read: bool
+    """Whether somebody read it."""
+    tries: int = 0
+    is_admitted: bool = False
+    """Whether the hourly bound has been charged with it."""
 
 
 class Demotion:
@@ -23,9 +40,9 @@ class Demotion:
     def __init__(self, store: Store, lines: Sequence[Line]) -> None:
         self._store = store
         self._lines = lines
-        self._writing: dict[Job, None] = {}
-        self._queues: list[deque[tuple[Slot, int, bool]]] = [deque() for _ in lines]
-        """Per tier (slot, its generation, whether somebody read it)."""
+        self._writing: dict[Job, Sequence[Queued]] = {}
+        """With what is queued again if the tier fails; empty for what leaves."""
+        self._queues: list[deque[Queued]] = [deque() for _ in lines]
         self._leaving: list[deque[Item]] = [deque() for _ in lines]
         """Per tier what would be evicted, and is held until it is written."""
         self._left: deque[Slot] = deque()
@@ -91,20 +108,22 @@ class Demotion:
                     self._let_go(line, item)
                 leaving.clear()
             while queue and self._looks and line.writes(now) and line.has_thread(Work.WRITE) and self._has_room(0):
-                items = self._batch(line, queue, now)
-                for item in items:
+                batch = self._batch(line, queue, now)
+                for item, _ in batch:
                     self._hold(item)
-                if items:
-                    self._write(line, items, now)
+                if batch:
+                    self._write(line, [item for item, _ in batch], now, [queued for _, queued in batch])
 
     def finished(self, line: Line, job: Job, outcome: Outcome) -> None:
         """A write came back."""
-        del self._writing[job]
+        queued = self._writing.pop(job)
         for at, item in enumerate(job.items):
             error = outcome.error or outcome.errors[at]
             if isinstance(error, WrongBytesError):
                 self._store.drop(_slot(item))
             self._let_go(line, item, is_there=error is None)
+            if queued and error is not None and not isinstance(error, (WrongBytesError, FullError, MissingError)):
+                self._queue_again(line, queued[at])
 
     def _queue(self, line: Line, slot: Slot, is_read: bool) -> None:
         if slot.kept & line.bit or slot.entry is None:
@@ -114,35 +133,52 @@ class Demotion:
             line.counters["objects_shed"] += 1
             return
         slot.kept |= line.bit
-        queue.append((slot, slot.generation, is_read))
+        queue.append(Queued(slot, slot.generation, is_read))
 
-    def _batch(self, line: Line, queue: "deque[tuple[Slot, int, bool]]", now: float) -> list[Item]:
-        items: list[Item] = []
+    def _queue_again(self, line: Line, queued: Queued) -> None:
+        """At the end, so that what always fails keeps nothing else waiting."""
+        slot, queue = queued.slot, self._queues[line.number]
+        if slot.generation != queued.generation or slot.entry is None or queued.tries >= TRIES_MAX:
+            return
+        if len(queue) >= QUEUE_MAX:
+            line.counters["objects_shed"] += 1
+            return
+        slot.kept |= line.bit
+        queue.append(queued)
+
+    def _batch(self, line: Line, queue: deque[Queued], now: float) -> list[tuple[Item, Queued]]:
+        """What is written next, and how it would be queued again. What has failed is tried alone."""
+        batch: list[tuple[Item, Queued]] = []
         size, most = 0, line.job_bytes(Work.WRITE, now)
-        while queue and len(items) < JOB_ITEMS_MAX and self._looks:
+        is_alone = False
+        while queue and len(batch) < JOB_ITEMS_MAX and self._looks:
             self._looks -= 1
-            slot, generation, is_read = queue[0]
-            if slot.generation == generation and slot.entry is not None:
-                if items and (size + slot.size_bytes > most or not self._has_room(size + slot.size_bytes)):
+            queued = queue[0]
+            slot = queued.slot
+            if slot.generation == queued.generation and slot.entry is not None:
+                is_full = size + slot.size_bytes > most or not self._has_room(size + slot.size_bytes)
+                if batch and (is_full or is_alone or queued.tries):
                     break
                 record = self._store.record_of(slot)
                 if line.tier.peek(record.name.key) is not True:
-                    if line.admits(slot.size_bytes, is_read, now):
-                        items.append(Item(record, slot))
+                    if queued.is_admitted or line.admits(slot.size_bytes, queued.is_read, now):
+                        is_alone = queued.tries > 0
+                        tries = queued.tries + (not line.is_probed)
+                        batch.append((Item(record, slot), queued._replace(tries=tries, is_admitted=True)))
                         size += slot.size_bytes
                     else:
                         slot.kept &= ~line.bit
             queue.popleft()
-        return items
+        return batch
 
     def held(self) -> Iterator[Slot]:
         """Slots that are held, once for each time."""
         for items in [*self._leaving, *(job.items for job in self._writing)]:
             yield from (_slot(item) for item in items)
 
-    def _write(self, line: Line, items: list[Item], now: float) -> None:
+    def _write(self, line: Line, items: list[Item], now: float, queued: Sequence[Queued] = ()) -> None:
         job = Job(Work.WRITE, line.number, items)
-        self._writing[job] = None
+        self._writing[job] = queued
         line.submit(job, now)
 
     def _hold(self, item: Item) -> None:

@@ -83,6 +83,11 @@ class Line:
         """Whether it failed so often that it is only asked now and then."""
         return self._reading.is_open or self._writing.is_open
 
+    @property
+    def is_probed(self) -> bool:
+        """Whether writes fail, and the next one, of one object, tells whether they still do."""
+        return self._writing.is_open
+
     def reads(self, now: float) -> bool:
         """Whether it may be asked for something that it may have."""
         return self.is_open and not self.is_hung and self._reading.allows(now)
@@ -98,6 +103,8 @@ class Line:
 
     def job_bytes(self, work: Work, now: float) -> int:
         """The most that a job should move, unless one object is more."""
+        if work is Work.WRITE and self.is_probed:
+            return 0
         speed = self.writing_speed if work is Work.WRITE else self.speed
         if not speed.per_second:
             return JOB_BYTES_FIRST
