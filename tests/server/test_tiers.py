@@ -410,6 +410,31 @@ def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
     assert is_found(node.ask(1, 2, 3, lease=4)).chunks == 3
 
 
+def test_a_tier_that_is_tended_for_long_is_read_and_written_meanwhile(tmp_path: Path) -> None:
+    """Taking over the files of a lost writer takes minutes, and says nothing of how the tier is."""
+    node = stored(tmp_path, [1, 2, 3])
+    node.tick(1.1)
+    (tend,) = node.jobs
+    assert tend.work is Work.TEND
+    others = tuple(work for work in Work if work is not Work.TEND)
+    for _ in range(100):
+        node.tick(6.0)
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work(others)
+    assert node.answer().chunks == 3
+    node.store(FULL, [4])
+    node.work(others)
+    assert len(list(tmp_path.glob("objects/*/??/*"))) == 4 * len(FULL.groups)
+    line = node.daemon.lines[0]
+    assert (line.is_hung, line.counters["jobs_late"]) == (False, 0)
+    assert node.jobs == [tend], "one at a time"
+    assert node.daemon.wakes_at() > node.now
+    hung = Job(Work.READ, 0)
+    line.submit(hung, node.now)
+    node.tick(line.spec.timeout_seconds + 1)
+    assert line.is_hung, "a read that does not come back"
+
+
 def test_what_a_hung_tier_was_asked_for_is_not_waited_for_again(tmp_path: Path) -> None:
     """Neither by lookups that a second tier could serve, nor by ever more of them for as long as it hangs."""
     for name in ("slow", "well"):
@@ -639,11 +664,12 @@ def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> Non
 
 
 def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> None:
+    stored(tmp_path, [1])
     node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back&timeout=0.5", arena=512 << 10)
     engine(node.daemon, 1, FULL)
-    node.tick(1.1)
-    assert [job.work for job in node.jobs] == [Work.TEND], "which nobody does"
-    for first in range(1, 100):
+    assert isinstance(node.ask(1), Pending)
+    assert [job.work for job in node.jobs] == [Work.READ], "which nobody does"
+    for first in range(2, 100):
         for index, group in enumerate(FULL.groups):
             slots = grant(node.daemon, 1, part_bytes(FULL, group, 0), 1, FULL.parts(group))
             commit(node.daemon, 1, slots, index, [first] * len(slots))

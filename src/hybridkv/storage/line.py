@@ -33,8 +33,8 @@ BURST_SHARE = 4
 COLD_SHARE = 2
 """What nobody has read is only written while more than half of that is left."""
 
-_LONG = frozenset((Work.OPEN, Work.CLEAR))
-"""Work on all that there is takes as long as it takes."""
+_LONG = frozenset((Work.OPEN, Work.TEND, Work.CLEAR))
+"""Work on all that there is takes as long as it takes; whether the tier hangs is seen by what is read and written."""
 _LIMITS = {Work.READ: READS_MAX, Work.WRITE: WRITES_MAX, Work.FIND: FINDS_MAX, Work.TEND: 1, Work.DISCARD: 1}
 
 
