@@ -296,7 +296,7 @@ class World:
         held = (
             *(promotion._waiting, promotion._reading, promotion._slots, promotion._finding),
             *promotion._turns.values(),
-            *(+promotion._reading_bytes, demotion._writing, demotion._held_bytes, *demotion._leaving),
+            *(+promotion._reading_bytes, demotion._writing, +demotion._held_bytes, *demotion._leaving),
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()

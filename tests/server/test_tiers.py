@@ -13,7 +13,7 @@ from hybridkv.core.tiers import TierSpec, parse_tier
 from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.storage.demote import LOOKS_MAX, TRIES_MAX
+from hybridkv.storage.demote import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
 from hybridkv.storage.line import FINDS_MAX, Line
 from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, Putting, Tier, TierError
@@ -552,6 +552,28 @@ def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
     assert not node.daemon.demotion.waiting, "it is given up"
     assert after_outage or tried[0] == TRIES_MAX
     node.daemon.check()
+
+
+@pytest.mark.parametrize("hung", [1, 2, 3])
+def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> None:
+    """However many: they hold a quarter of the arena, and an object each."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, *(f"sim://{number}" for number in range(hung + 1)), arena=ARENA // 4)
+    well = node.daemon.lines[hung]
+    done: list[bytes] = []
+    prompts = 18
+    for number in range(prompts):
+        node.store(FULL, [number])
+        for job in [job for job in node.jobs if job.line == hung]:
+            node.jobs.remove(job)
+            node.finish(job, Outcome(errors=[None] * len(job.items)))
+            done += (item.key for item in job.items)
+    objects = prompts * len(FULL.groups)
+    assert len(set(done)) == well.counters["objects_written"] == objects == node.daemon.store.objects
+    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    share = len(node.memory) // HELD_SHARE
+    assert share - max(held) < sum(held), "it was a limit"
+    assert sum(held) <= min(hung * share, len(node.memory) // HELD_SHARE_ALL + hung * max(held))
 
 
 def test_what_is_gone_from_ram_is_not_tried_again() -> None:

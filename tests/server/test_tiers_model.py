@@ -439,7 +439,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(not slot.pins for slot in self.daemon.store._slots.values())
         assert not self.daemon.promotion._reading
         assert not any(self.daemon.promotion._turns.values())
-        assert not self.daemon.demotion._held_bytes
+        assert not +self.daemon.demotion._held_bytes
 
 
 TiersMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,7 +1,7 @@
 """What goes down: objects that tiers below are to have as well, from the time they are stored until they are there."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +18,9 @@ TRIES_MAX = 3
 LOOKS_MAX = 256
 """Objects that are looked at in one turn of the loop."""
 HELD_SHARE = 8
-"""At most 1/8 of the arena is held for writing, unless one object is more."""
+"""At most 1/8 of the arena is held for writing to one tier, unless one object is more."""
+HELD_SHARE_ALL = 4
+"""At most 1/4 for all tiers; beyond that each of them has one object at a time."""
 
 
 class Queued(NamedTuple):
@@ -49,7 +51,7 @@ class Demotion:
         """What was there before a tier was open, and no queue has yet."""
         self._looks = LOOKS_MAX
         """How many more objects are looked at in this turn."""
-        self._held_bytes = 0
+        self._held_bytes: Counter[Line] = Counter()
         self._backs = [line for line in lines if line.spec.write is Write.BACK]
         self._now = 0.0
         if self._backs:
@@ -107,10 +109,12 @@ class Demotion:
                 for item in leaving:
                     self._let_go(line, item)
                 leaving.clear()
-            while queue and self._looks and line.writes(now) and line.has_thread(Work.WRITE) and self._has_room(0):
+            while queue and self._looks and line.writes(now) and line.has_thread(Work.WRITE):
+                if not self._has_room(line, queue[0].slot.size_bytes):
+                    break
                 batch = self._batch(line, queue, now)
                 for item, _ in batch:
-                    self._hold(item)
+                    self._hold(line, item)
                 if batch:
                     self._write(line, [item for item, _ in batch], now, [queued for _, queued in batch])
 
@@ -156,7 +160,7 @@ class Demotion:
             queued = queue[0]
             slot = queued.slot
             if slot.generation == queued.generation and slot.entry is not None:
-                is_full = size + slot.size_bytes > most or not self._has_room(size + slot.size_bytes)
+                is_full = size + slot.size_bytes > most or not self._has_room(line, size + slot.size_bytes)
                 if batch and (is_full or is_alone or queued.tries):
                     break
                 record = self._store.record_of(slot)
@@ -181,19 +185,21 @@ class Demotion:
         self._writing[job] = queued
         line.submit(job, now)
 
-    def _hold(self, item: Item) -> None:
-        self._held_bytes += item.record.size_bytes
+    def _hold(self, line: Line, item: Item) -> None:
+        self._held_bytes[line] += item.record.size_bytes
         self._store.hold((_slot(item),))
 
     def _let_go(self, line: Line, item: Item, is_there: bool = False) -> None:
         slot = _slot(item)
-        self._held_bytes -= item.record.size_bytes
+        self._held_bytes[line] -= item.record.size_bytes
         if not is_there:
             slot.kept &= ~line.bit
         self._store.unpin((slot,))
 
-    def _has_room(self, size: int) -> bool:
-        return not self._held_bytes or self._held_bytes + size <= len(self._store) // HELD_SHARE
+    def _has_room(self, line: Line, size: int) -> bool:
+        held, arena = self._held_bytes[line], len(self._store)
+        fits = held + size <= arena // HELD_SHARE and self._held_bytes.total() + size <= arena // HELD_SHARE_ALL
+        return not held or fits
 
     def _keep(self, victim: Slot) -> bool:
         """An object is about to be evicted, and with it those of its chunk: write them first, if a tier takes them."""
@@ -205,13 +211,13 @@ class Demotion:
         return victim.pins > 0
 
     def _offer(self, line: Line, slot: Slot) -> None:
-        if slot.kept & line.bit or not line.writes(self._now) or not self._has_room(slot.size_bytes):
+        if slot.kept & line.bit or not line.writes(self._now) or not self._has_room(line, slot.size_bytes):
             return
         record = self._store.record_of(slot)
         if line.tier.peek(record.name.key) is not True and line.admits(slot.size_bytes, True, self._now):
             slot.kept |= line.bit
             item = Item(record, slot)
-            self._hold(item)
+            self._hold(line, item)
             self._leaving[line.number].append(item)
 
 
