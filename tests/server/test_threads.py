@@ -7,6 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from hybridkv.server.threads import TierThreads
+from hybridkv.storage.line import THREADS
 from hybridkv.storage.record import Record, RecordName
 from hybridkv.storage.transfer import Item, Job, Outcome, Work
 from tests.server.dict_tier import DictTier
@@ -95,6 +96,33 @@ def test_the_first_job_after_a_shortage_of_threads_starts_those_that_were_missin
     assert done.get(timeout=SECONDS)[0] is tend, "it was behind one that waited, and hangs"
     tier.goes_on.set()
     assert [done.get(timeout=SECONDS)[0].work for _ in range(2)] == [Work.FIND] * 2
+    assert threads.close(SECONDS)
+
+
+class PanicError(BaseException):
+    """As the one that a library in another language raises."""
+
+
+class PanickingTier(DictTier):
+    """A call of `tend` does."""
+
+    def tend(self) -> None:
+        raise PanicError("index out of bounds")
+
+
+def test_a_panic_in_a_library_is_a_failure_and_ends_no_thread() -> None:
+    done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
+    tier = PanickingTier({}, is_remote=True)
+    threads = TierThreads(tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome)))
+    for _ in range(THREADS + 1):
+        tend = Job(Work.TEND, 0)
+        threads.submit(tend)
+        job, outcome = done.get(timeout=SECONDS)
+        assert job is tend
+        assert str(outcome.error) == "PanicError: index out of bounds"
+    well = find()
+    threads.submit(well)
+    assert done.get(timeout=SECONDS) == (well, Outcome(found=[False]))
     assert threads.close(SECONDS)
 
 

@@ -58,7 +58,10 @@ class TierThreads:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            outcome = execute(self._tier, job, self._memory)
+            try:
+                outcome = execute(self._tier, job, self._memory)
+            except BaseException as error:  # noqa: BLE001  # a panic in a library: a job must come to an end
+                outcome = Outcome(error=TierError(f"{type(error).__name__}: {error}"))
             self._more_idle()
             self._done(job, outcome)
 

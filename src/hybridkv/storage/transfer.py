@@ -87,7 +87,7 @@ class Outcome:
 
 
 def execute(tier: Tier, job: Job, memory: memoryview) -> Outcome:
-    """Do a job, with slots in `memory`. Never raises."""
+    """Do a job, with slots in `memory`. Never raises an Exception."""
     try:
         match job.work:
             case Work.OPEN:
