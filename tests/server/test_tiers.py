@@ -14,7 +14,7 @@ from hybridkv.server.daemon import Daemon
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.storage.demote import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
-from hybridkv.storage.line import FINDS_MAX, Line
+from hybridkv.storage.line import FINDS_MAX, READS_MAX, Line
 from hybridkv.storage.store import Store
 from hybridkv.storage.tiers.base import Getting, Putting, Tier, TierError
 from hybridkv.storage.tiers.disk import DiskTier
@@ -319,6 +319,26 @@ def test_a_damaged_object_is_a_miss_and_put_aside(tmp_path: Path, how: str) -> N
     assert list((tmp_path / "quarantine").iterdir())
     assert not node.daemon.lines[0].is_hung
     assert is_found(node.ask(1, 2, 3)).chunks == 0, "nobody asks for it again"
+
+
+def test_damaged_objects_are_put_aside_by_one_thread(tmp_path: Path) -> None:
+    """The others are for reading, also where putting aside takes long."""
+    prompts = [[10 * first + 1, 10 * first + 2] for first in range(READS_MAX)]
+    for prompt in prompts:
+        stored(tmp_path, prompt)
+    for path in tmp_path.glob("objects/*/??/*"):
+        damage(path, "flip")
+    there = len(list(tmp_path.glob("objects/*/??/*")))
+    node = stored(tmp_path, [])
+    for lease, prompt in enumerate(prompts):
+        assert isinstance(node.ask(*prompt, lease=lease), Pending)
+    node.work((Work.READ,))
+    assert len(node.daemon.later) == len(prompts)
+    assert [job.work for job in node.jobs if job.work is not Work.TEND] == [Work.DISCARD]
+    damaged = node.daemon.lines[0].counters["objects_damaged"]
+    assert damaged >= len(prompts)
+    node.work()
+    assert len(list(tmp_path.glob("objects/*/??/*"))) == there - damaged
 
 
 def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(not slot.pins for slot in self.daemon.store._slots.values())
         assert not self.daemon.promotion._reading
         assert not any(self.daemon.promotion._turns.values())
+        assert not any(self.daemon.promotion._damaged.values())
         assert not +self.daemon.demotion._held_bytes
 
 

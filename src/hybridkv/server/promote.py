@@ -31,6 +31,8 @@ READING_SHARE = 8
 """At most 1/8 of the arena is being read into from one tier."""
 FIND_KEYS_MAX = 4096
 """Objects that one lookup asks a tier about."""
+DAMAGED_MAX = 1024
+"""Damaged objects of one tier that wait to be put aside; of more the oldest are left for whoever reads them next."""
 CUTS = 8
 """Boundaries that are weighed against each other."""
 
@@ -130,6 +132,7 @@ class Promotion:
         self._finding: dict[Job, tuple[Waiting, list[tuple[int, int]]]] = {}
         self._turns: dict[Line, dict[Waiting, None]] = {line: {} for line in lines}
         """Those of which a tier is asked as soon as it has a thread for it, in order."""
+        self._damaged: dict[Line, deque[Item]] = {line: deque(maxlen=DAMAGED_MAX) for line in lines}
         self._slots: dict[bytes, Slot] = {}
         """Where it goes, by key."""
         self._reading_bytes: Counter[Line] = Counter()
@@ -190,7 +193,6 @@ class Promotion:
         """Objects came up, or will not come."""
         line = self._lines[job.line]
         touched: dict[Waiting, None] = {}
-        damaged: list[Item] = []
         for at, item in enumerate(job.items):
             assert item.slot is not None, "what is read has a slot"
             reading = self._reading.pop(item.key)
@@ -198,7 +200,7 @@ class Promotion:
             self._reading_bytes[line] -= item.record.size_bytes
             error = outcome.error or outcome.errors[at]
             if isinstance(error, DamagedError):
-                damaged.append(item._replace(slot=None))
+                self._damaged[line].append(item._replace(slot=None))
             slot = None
             if error is None:
                 slot = self._enter(reading, item.slot, line, outcome.tenants[at])
@@ -223,8 +225,7 @@ class Promotion:
         if touched and all(waiting.is_over for waiting in touched) and outcome.error is None:
             # Too late for anybody; but now it is known how slow the tier is.
             line.speed = line.speed.measured(job.size_bytes, now - job.submitted_at, now)
-        if damaged:
-            line.submit(Job(Work.DISCARD, line.number, damaged, damaged=True), now)
+        self._put_aside(line, now)
         for waiting in touched:
             if not waiting.is_over:
                 self._go_on(waiting, now)
@@ -241,6 +242,7 @@ class Promotion:
                 self._go_on(waiting, now)
         for line in self._lines:
             self._take_turns(line, now)
+            self._put_aside(line, now)
 
     def wakes_at(self) -> float:
         """When the next answer is due."""
@@ -465,6 +467,13 @@ class Promotion:
         if items:
             line.submit(Job(Work.READ, line.number, items), now)
         return bool(items)
+
+    def _put_aside(self, line: Line, now: float) -> None:
+        """Of what is damaged as much as one job takes, if none is on its way."""
+        damaged = self._damaged[line]
+        if damaged and line.has_thread(Work.DISCARD):
+            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
+            line.submit(Job(Work.DISCARD, line.number, items, damaged=True), now)
 
     def _enter(self, reading: Reading, slot: Slot, line: Line, tenant: int) -> Slot | None:
         """Make what was read an object; the slot that has it."""
