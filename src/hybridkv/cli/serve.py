@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
-from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.paths import check_node_name, check_socket_path, default_socket
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tiers import disk_url, parse_tier
 from hybridkv.server.loop import ServeOptions, serve
@@ -80,6 +80,7 @@ def _traces_url(url: str | None) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, after which the next daemon goes on with the cache, or SIGINT (Ctrl-C), which frees it."""
     socket_path = Path(check_socket_path(arguments.socket, "socket"))
+    node = check_node_name(node_name(socket_path) if arguments.node is None else arguments.node)
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     salt_quota_bytes = None if arguments.salt_quota is None else parse_size(arguments.salt_quota, "salt-quota")
     urls = list(arguments.tier)
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Policy(arguments.eviction),
                 salt_quota_bytes,
                 tiers,
-                arguments.node or node_name(socket_path),
+                node,
                 _traces_url(arguments.traces),
             )
         )

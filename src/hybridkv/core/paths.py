@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from hybridkv.core.errors import ConfigError
 
+_NODE_NAME_MAX = 200
+"""Bytes of a name that becomes a directory's, with room for what is put behind it."""
 _SOCKET_PATH_MAX = 107
 """Bytes that the kernel allows in the path of a Unix socket."""
 
@@ -29,3 +31,17 @@ def check_socket_path(path: str, setting: str) -> str:
             '"/tmp/hybridkv/daemon.sock" works'
         )
     return path
+
+
+def check_node_name(name: str) -> str:
+    """`name`, unless no directory can have it; raises ConfigError."""
+    if name in ("", ".", "..") or "/" in name or not is_writable(name) or len(name.encode()) > _NODE_NAME_MAX:
+        raise ConfigError(
+            f'node={name!r} must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"; "gpu7" works'
+        )
+    return name
+
+
+def is_writable(text: str) -> bool:
+    """Whether `text` is UTF-8, which not all words of a command line are, and has no NUL."""
+    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -24,6 +25,8 @@ from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 logger = logging.getLogger("hybridkv.daemon")
 
 _BACKLOG = 128
+_HOST_NAME_MAX = 64
+"""Characters, as Linux has it."""
 
 
 class AlreadyServedError(HybridKVError):
@@ -141,7 +144,8 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
 
 def node_name(socket_path: Path) -> str:
     """What tells the daemon of this socket from all others that use the same storage, also after a reboot."""
-    return f"{socket.gethostname()}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:_HOST_NAME_MAX]
+    return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
 def _aligned(ram_bytes: int) -> int:
