@@ -29,7 +29,7 @@ def test_a_node_is_one_component_of_a_path(name: str, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("host", ["gpu7", "rack1/gpu7", "..", "", "\udcff\0 ü", "h" * 255])
 def test_the_node_that_is_not_named_can_be_used(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place.socket, "gethostname", lambda: host)
+    monkeypatch.setattr("socket.gethostname", lambda: host)
     assert check_node_name(place.node_name(Path("/run/d.sock"))).startswith("gpu7-" if host == "gpu7" else "")
     assert place.node_name(Path("/run/d.sock")) != place.node_name(Path("/run/e.sock"))
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 
+from hybridkv.cli.plain import plain
 from hybridkv.client.control import Control
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.paths import check_socket_path, default_socket
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Control(check_socket_path(arguments.socket, "socket")) as control:
         explained = control.explain(arguments.request_id)
     if not explained.facts:
-        latest = ", ".join(explained.latest) or "none"
+        latest = ", ".join(map(plain, explained.latest)) or "none"
         raise UnknownRequestError(
             f"no request {arguments.request_id!r} ended lately (an engine tells of a request when it ends); "
             f"the latest are: {latest}"
@@ -35,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"request": arguments.request_id, **explained.facts}, indent=2))
         return 0
-    width = max(map(len, explained.facts))
-    for name, fact in explained.facts.items():
+    facts = {plain(name): plain(fact) for name, fact in explained.facts.items()}
+    width = max(map(len, facts))
+    for name, fact in facts.items():
         print(f"{name:<{width}}  {fact}")
     return 0

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
+from hybridkv.cli.plain import plain
 from hybridkv.core.sizes import format_size
 
 WIDTH_MIN = 40
@@ -48,11 +49,11 @@ def _title(told: dict[str, Any], place: str) -> Text:
     if problems:
         state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0]["level"]]
     up = _time(told["uptime_seconds"])
-    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (_plain(place), "dim"))
+    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (plain(place), "dim"))
 
 
 def _problems(told: dict[str, Any], most: int) -> list[Text]:
-    return [Text(f"• {_plain(one['text'])}", COLOURS[one["level"]]) for one in told["health"][:most]]
+    return [Text(f"• {plain(one['text'])}", COLOURS[one["level"]]) for one in told["health"][:most]]
 
 
 def _levels(told: dict[str, Any]) -> Iterable[Text]:
@@ -151,7 +152,7 @@ def _decisions(told: dict[str, Any], width: int) -> list[Text]:
         line.append(f"{_cut(facts.get('prompt', ''), 13):<14}")
         lines.append(
             line.append(
-                f"loaded {_plain(loaded)}" if loaded else f"computed: {_plain(why)}", "green" if loaded else "dim"
+                f"loaded {plain(loaded)}" if loaded else f"computed: {plain(why)}", "green" if loaded else "dim"
             )
         )
     return lines
@@ -214,14 +215,9 @@ def _rate(value: float) -> str:
     return f"{value:.3g}/s"
 
 
-def _plain(text: str) -> str:
-    """What clients named may have anything in it that a terminal obeys."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
-
-
 def _cut(text: str, width: int) -> str:
-    plain = _plain(text)
-    return plain if len(plain) <= width else f"{plain[: max(width - 1, 0)]}…"
+    shown = plain(text)
+    return shown if len(shown) <= width else f"{shown[: max(width - 1, 0)]}…"
 
 
 def _time(seconds: float) -> str:
