@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.diskbench import measure_disk
+from hybridkv.cli.plain import plain_console
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
@@ -103,7 +103,7 @@ def _print_columns(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name == "hook" else "right")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    plain_console(120).print(table)
 
 
 def _lookup(socket_path: str) -> list[dict[str, Any]]:

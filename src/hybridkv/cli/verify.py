@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.engine import Engine
+from hybridkv.cli.plain import plain_console
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
@@ -511,6 +511,6 @@ def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
             arm.oracle,
             style=None if arm.ok else "bold red",
         )
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
+    plain_console(160).print(table)
     verdict = "every answer and every byte is right" if all(arm.ok for arm in arms) else "DIFFERENT: see the red rows"
     print(f"{verdict} ({proof.seconds:.0f} s)")
