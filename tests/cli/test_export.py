@@ -300,3 +300,22 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
             monkeypatch.setattr(export, "committed_slots", changing)
             status, told = command(capsys, "export", tmp_path / "a.tar", "--socket", daemon.socket_path)
             assert (status, told["objects"], told[why]) == (int(why == "damaged"), CHUNKS * 3 - 1, 1)
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory", "link"])
+def test_only_a_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    filled(tmp_path / "from", 1)
+    file = tmp_path / "file"
+    match what:
+        case "fifo":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+        case _:
+            file.symlink_to(tmp_path / "from")
+    before = file.lstat()
+    capsys.readouterr()
+    assert main(["export", str(file), "--disk", str(tmp_path / "from")]) == 2
+    assert f"export: {file} is no file that could be replaced; the name of a new one works" in capsys.readouterr().err
+    assert (file.lstat().st_mode, file.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert not file.with_name("file.part").exists()
