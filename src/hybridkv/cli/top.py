@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hybridkv.cli.frame import frame
+from hybridkv.cli.plain import PlainConsole
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         raise ConfigError(f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s; 1 works")
     socket_path = check_socket_path(arguments.socket, "socket")
-    console = Console(highlight=False)
+    console = PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with Control(socket_path) as control:
             told = ask(control)
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(told, indent=2))
         else:
             # Where there is no terminal the whole of it is wanted.
-            console.print(frame(told, socket_path, console.width, 0), soft_wrap=True)
+            console.print(frame(told, socket_path, console.width, 0), soft_wrap=True, highlight=False)
         return 0
     with contextlib.suppress(KeyboardInterrupt), _keys():
         _watch(console, socket_path, arguments.interval)
