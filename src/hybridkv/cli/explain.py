@@ -6,8 +6,8 @@ import os
 
 from hybridkv.cli.plain import plain
 from hybridkv.client.control import Control
-from hybridkv.core.errors import HybridKVError
-from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.paths import check_socket_path, default_socket, is_writable
 
 
 class UnknownRequestError(HybridKVError):
@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon and print."""
+    if not is_writable(arguments.request_id):
+        raise ConfigError(
+            f"request {arguments.request_id!r} is not UTF-8, and no engine names one so; "
+            "a name as the engine's log has it works"
+        )
     with Control(check_socket_path(arguments.socket, "socket")) as control:
         explained = control.explain(arguments.request_id)
     if not explained.facts:

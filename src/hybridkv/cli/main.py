@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,9 @@ def _write_no_more() -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal's encoding does not have must not end a command.
+        sys.stdout.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hybridkv", description="A KV cache outside the LLM engine.")
     parser.add_argument("--version", action="version", version=__version__)

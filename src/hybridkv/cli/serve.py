@@ -15,6 +15,7 @@ from hybridkv.server.loop import ServeOptions, serve
 from hybridkv.server.place import AlreadyServedError, make_private_directory, node_name
 
 METRICS_PORT = 9477
+_PORT_MAX = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,11 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.disk_bytes is not None:
         raise ConfigError("disk-bytes: it needs a directory; --disk /var/cache/hybridkv works")
     tiers = tuple(parse_tier(url, "tier") for url in urls)
+    if not -1 <= arguments.metrics_port <= _PORT_MAX:
+        raise ConfigError(
+            f"metrics-port={arguments.metrics_port} must be from 0 to {_PORT_MAX}, or -1 for none; {METRICS_PORT} works"
+        )
     log_file = arguments.log_file
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")
         log_file = str(socket_path.with_suffix(".log"))
-    logging.basicConfig(level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    try:
+        logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
+    except OSError as error:
+        raise ConfigError(
+            f"log-file: {log_file} cannot be written ({error.strerror}); a file in a directory of yours works"
+        ) from error
     try:
         serve(
             ServeOptions(

@@ -25,9 +25,10 @@ def socket_of_server(server: str, environ: Mapping[str, str], uid: int) -> str:
 
 def check_socket_path(path: str, setting: str) -> str:
     """`path`, unless no Unix socket can have it; raises ConfigError."""
-    if not path.startswith("/") or len(path.encode()) > _SOCKET_PATH_MAX:
+    is_absolute = path.startswith("/") and is_writable(path)
+    if not is_absolute or len(path.encode()) > _SOCKET_PATH_MAX or path.rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(
-            f"{setting}: {path!r} must be an absolute path of at most {_SOCKET_PATH_MAX} bytes; "
+            f"{setting}: {path!r} must be the absolute path of a file, of at most {_SOCKET_PATH_MAX} bytes; "
             '"/tmp/hybridkv/daemon.sock" works'
         )
     return path
