@@ -19,6 +19,7 @@ from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.shm.arena import RAM_BYTES_MIN
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -205,6 +206,8 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
             f"bench path needs the engine side ({error.name}); it works where vLLM is installed"
         ) from error
     block_bytes = parse_size(arguments.block, "--block")
+    if arguments.layers < 1:
+        raise ConfigError(f"--layers {arguments.layers} is no number of layers; 32 works")
     if arguments.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--device {arguments.device}: this machine has no CUDA device; cpu works")
     part_bytes = block_bytes * arguments.layers
@@ -214,7 +217,7 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
     group = Group(0, Kind.FULL, _BLOCK_TOKENS, (block_bytes,) * arguments.layers)
     geometry = Geometry((group,), _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS)
     hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
-    ram_bytes = (objects + 1) * (part_bytes + 8192) * 4
+    ram_bytes = max(RAM_BYTES_MIN, (objects + 1) * (part_bytes + 8192) * 4)
     with DaemonProcess(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
         slots: list[tuple[int, int]] = []
         while len(slots) < objects:
