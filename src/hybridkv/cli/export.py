@@ -137,8 +137,9 @@ def _from_memory(socket_path: str, bundle: Bundle, wanted: Wanted, counts: Count
         }
         arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
         try:
-            memory = arena.memory[: control.welcome.slots_bytes]
-            with progress("exporting", int(control.stats().values["objects"])) as step:
+            values = control.stats().values
+            memory = arena.memory[: int(values["bytes_reserved"])]
+            with progress("exporting", int(values["objects"])) as step:
                 for offset, header in committed_slots(memory):
                     if wanted(header.namespace):
                         is_prefix = (header.namespace, header.gid) in prefixes

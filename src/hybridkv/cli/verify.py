@@ -437,8 +437,9 @@ class Proof:
 
     def _slots(self) -> dict[int, SlotHeader]:
         """Header of every committed slot by offset, read from the arena itself."""
+        reserved = int(self._stats()["bytes_reserved"])
         with self._arena() as arena:
-            return dict(committed_slots(arena.memory))
+            return dict(committed_slots(arena.memory[:reserved]))
 
     def _flip_one_byte(self, others: set[int]) -> None:
         """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it.
