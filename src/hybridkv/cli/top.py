@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -29,6 +30,8 @@ LOOK_SECONDS = 0.1
 """So soon a key or another size of the terminal is seen."""
 ANSWER_SECONDS = 5.0
 QUIT = frozenset("qQ\x03\x1b")
+_SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
+"""What a terminal says for arrows, function keys, and keys with Alt."""
 
 
 class OldDaemonError(DaemonUnreachableError):
@@ -127,5 +130,12 @@ def _pressed() -> set[str]:
     ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
     if not ready:
         return set()
-    # The end of the terminal is as good as a key.
-    return set(os.read(sys.stdin.fileno(), 64).decode(errors="replace")) or {"q"}
+    return heard(os.read(sys.stdin.fileno(), 64))
+
+
+def heard(said: bytes) -> set[str]:
+    """The keys in what a terminal said. Escape is one where it begins no other key's sequence."""
+    if not said:
+        # The end of the terminal is as good as a key.
+        return {"q"}
+    return set(_SEQUENCE.sub("", said.decode(errors="replace")))
