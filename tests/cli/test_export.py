@@ -12,6 +12,7 @@ import pytest
 
 from hybridkv.cli import export
 from hybridkv.cli.main import main
+from hybridkv.client.control import Control
 from hybridkv.core.tiers import parse_tier
 from hybridkv.shm.inspect import committed_slots
 from hybridkv.shm.slots import HEADER_BYTES
@@ -300,3 +301,36 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
             monkeypatch.setattr(export, "committed_slots", changing)
             status, told = command(capsys, "export", tmp_path / "a.tar", "--socket", daemon.socket_path)
             assert (status, told["objects"], told[why]) == (int(why == "damaged"), CHUNKS * 3 - 1, 1)
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory", "link"])
+def test_only_a_file_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    filled(tmp_path / "from", 1)
+    file = tmp_path / "file"
+    match what:
+        case "fifo":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+        case _:
+            file.symlink_to(tmp_path / "from")
+    before = file.lstat()
+    capsys.readouterr()
+    assert main(["export", str(file), "--disk", str(tmp_path / "from")]) == 2
+    assert f"export: {file} is no file that could be replaced; the name of a new one works" in capsys.readouterr().err
+    assert (file.lstat().st_mode, file.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert not file.with_name("file.part").exists()
+
+
+def test_an_export_takes_no_memory_of_the_arena(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who reads a page of shared memory that does not exist yet makes it exist."""
+    with DaemonProcess(str(tmp_path / "a.sock"), "320MiB") as daemon, Client(daemon.socket_path) as client:
+        client.store(1, CHUNKS)
+        # The rest is reserved when it is soon needed, and that is not now.
+        until(lambda: stats(daemon.socket_path)["bytes_reserved"] >= 288 << 20, "the daemon has reserved what it does")
+        with Control(daemon.socket_path) as control:
+            arena = Path(control.welcome.arena_path)
+        before = arena.stat().st_blocks
+        status, told = command(capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path)
+        assert (status, told["objects"]) == (0, CHUNKS * 3)
+        assert arena.stat().st_blocks == before

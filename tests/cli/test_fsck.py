@@ -279,3 +279,13 @@ def test_names_are_read_as_they_are_written() -> None:
         assert parse_name(name.text) == name
     for text in ("", "ab.cd", FileName(sample(1).key).text.upper(), FileName(sample(1).key).text + "ii", "é" * 70):
         assert parse_name(text) is None
+
+
+def test_a_writers_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path, "gpu[bold]7[\x1b[2J")
+    (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(sample(3).key).path).write_bytes(b"damaged")
+    capsys.readouterr()
+    assert main(["fsck", "--disk", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("gpu[bold]7[\ufffd[2J") == 2, "in the table and below"
+    assert "\x1b" not in said

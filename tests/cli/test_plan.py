@@ -61,3 +61,17 @@ def test_what_vllm_refuses_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(plan, "look", lambda arguments, environment: answer)
     assert main.main(["plan", "--model", "some/model"]) == 2
     assert capsys.readouterr().err == "hybridkv: vLLM says: no such model\n"
+
+
+def test_a_models_name_is_no_markup(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "/models/llama[/v2][bold]:smile:\x1b[2J"
+    model = WireModel(name, 8192, "auto[/red]", [36, 12], 0, 2048)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(LLAMA4), model)
+    with Control(daemon.socket_path, hello=hello):
+        assert main.main(["plan", "--socket", daemon.socket_path]) == 0
+        said = capsys.readouterr().out
+        assert main.main(["plan", "--socket", daemon.socket_path, "--json"]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["plans"]
+    assert "/models/llama[/v2][bold]:smile:\ufffd[2J" in said
+    assert "auto[/red]" in said
+    assert planned["model"] == name

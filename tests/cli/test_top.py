@@ -19,7 +19,9 @@ import pytest
 
 from hybridkv.cli.frame import frame
 from hybridkv.cli.main import main
+from hybridkv.cli.top import QUIT, heard
 from hybridkv.client.control import Control
+from hybridkv.core.sizes import format_size
 from hybridkv.server.status import Status
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Release, Tell, WireModel, geometry_to_wire
@@ -187,3 +189,25 @@ def test_a_client_with_the_status_is_told_it_is_brief(daemon: DaemonProcess) -> 
         assert "status" not in control.stats().info
         text = control.stats(status=True).info["status"]
     assert "day" not in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [b"\x1b[A", b"\x1bOB", b"\x1b[1;5C", b"\x1b[3~", b"\x1b\x1b[D", b"\x1bq", b"\x1b[A\x1b[A", b"x", b"\xff"],
+)
+def test_keys_that_end_nothing(sequence: bytes) -> None:
+    assert not heard(sequence) & QUIT
+
+
+@pytest.mark.parametrize("sequence", [b"q", b"Q", b"\x03", b"\x1b", b"\x1b\x1b", b"\x1b[Aq", b"\x1b[A\x1b", b""])
+def test_keys_that_end_it(sequence: bytes) -> None:
+    assert heard(sequence) & QUIT
+
+
+def test_a_narrow_terminal_has_the_figures(told: dict[str, Any]) -> None:
+    lines = frame(told, "/run/daemon.sock", 40, 0).plain.split("\n")
+    ram = next(line for line in lines if line.startswith("ram "))
+    assert re.search(rf" {format_size(told['values']['bytes_committed'])} of \d", ram), ram
+    assert any(re.search(r"^hit rate .* \d+\.\d%( |…|$)", line) for line in lines)
+    first = lines.index("in ram, by group") + 1
+    assert re.search(rf" {format_size(told['groups'][0]['held_bytes'])}( |…|$)", lines[first]), lines[first]

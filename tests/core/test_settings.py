@@ -135,6 +135,12 @@ def test_sockets() -> None:
     assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == "/run/user/7/hybridkv/daemon.sock"
     assert default_socket({}, 7) == "/tmp/hybridkv-7/daemon.sock"
     assert socket_of_server("unix:///a/b.sock", {}, 7) == "/a/b.sock"
-    for bad in ("relative.sock", "/" + "x" * 107):
+    for bad in ("relative.sock", "/" + "x" * 107, "/", "/a/..", "/a\0", "/\udcff"):
         with pytest.raises(ConfigError, match=r'socket: .* "/tmp/hybridkv/daemon.sock" works'):
             check_socket_path(bad, "socket")
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GiB", "9" * 30, "9000000TiB"])
+def test_no_size_is_larger_than_a_file_can_be(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'larger than any memory; "1GiB" works'):
+        parse_size(text, "ram")

@@ -99,3 +99,9 @@ def test_anything_is_a_tier_or_one_sentence(url: str) -> None:
         assert spec.max_bytes is None or spec.max_bytes > 0
         assert spec.location == url.partition("?")[0]
         assert "timeout" in url or spec.timeout_seconds == TIMEOUT_SECONDS
+
+
+@pytest.mark.parametrize("url", ["disk:///var/\udcff", "disk:///var/\0", "s3://bucket?endpoint=\udcff"])
+def test_a_url_is_text(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"tier: .* is not UTF-8; .* works"):
+        parse_tier(url, "tier")

@@ -1,24 +1,31 @@
 """The daemon's pages answer this machine's loopback, read only, and hold nothing that they should not."""
 
+import contextlib
 import http.client
 import json
 import re
 import socket
 import threading
+import time
 import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIServer, make_server
 
 import pytest
 
 from hybridkv.client.control import Control
 from hybridkv.core.tiers import parse_tier
+from hybridkv.server import web
 from hybridkv.server.snapshot import Snapshot, TierFacts
 from hybridkv.server.web import HEADERS, PAGES, REQUESTS_MAX, Pages
 from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
 from tests.server.harness import make_daemon
+from tests.server.tierclient import until
 
 ALL = (*PAGES, "/status.json", "/metrics")
 PAGES_FOLDER = Path(__file__).parents[2] / "src" / "hybridkv" / "server" / "pages"
@@ -175,3 +182,63 @@ def listens_only_on_loopback(port: int) -> bool:
     return {socket.inet_ntoa(bytes.fromhex(host)[::-1]) for host, number in local if int(number, 16) == port} == {
         "127.0.0.1"
     }
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.socket]]:
+    """Connections to a server of two clients at a time."""
+    servers: list[WSGIServer] = []
+
+    def made(*words: Any) -> WSGIServer:
+        servers.append(make_server(*words))
+        return servers[-1]
+
+    monkeypatch.setattr(web, "make_server", made)
+    monkeypatch.setattr(web, "CONNECTIONS_MAX", 2)
+    port = urlsplit(web.serve_web(answered, 0)).port
+    yield lambda: socket.create_connection(("127.0.0.1", port or 0), DEADLINE_SECONDS)
+    servers[0].shutdown()
+    servers[0].server_close()
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """What there is until the other side closes; nothing where it did so at once."""
+    with contextlib.suppress(ConnectionError):
+        client.sendall(b"GET /status.css HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        return b"".join(iter(lambda: client.recv(4096), b""))
+    return b""
+
+
+def test_clients_that_say_nothing_are_counted(served: Callable[[], socket.socket]) -> None:
+    with served(), served() as second:
+        with served() as third:
+            assert answer_of(third) == b""
+        assert answer_of(second).startswith(b"HTTP/1.0 200")
+        # Its place is free a moment after it has its answer.
+        until(lambda: _is_answered(served), "its place is free")
+
+
+def _is_answered(served: Callable[[], socket.socket]) -> bool:
+    with served() as client:
+        return answer_of(client).startswith(b"HTTP/1.0 200")
+
+
+def test_a_client_that_drips_has_no_more_time_than_another(
+    served: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its bytes comes in time, its request never."""
+    monkeypatch.setattr(web, "REQUEST_SECONDS", 0.3)
+    with served() as client:
+        client.settimeout(0.05)
+        deadline = time.monotonic() + DEADLINE_SECONDS / 2
+        ended = False
+        while not ended:
+            assert time.monotonic() < deadline, "it is let go"
+            try:
+                client.sendall(b"G")
+                ended = client.recv(4096) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                ended = True
+    until(lambda: _is_answered(served), "its place is free")

@@ -9,16 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.diskbench import measure_disk
+from hybridkv.cli.plain import plain_console
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.shm.arena import RAM_BYTES_MIN
 from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -103,7 +104,7 @@ def _print_columns(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name == "hook" else "right")
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    plain_console(120).print(table)
 
 
 def _lookup(socket_path: str) -> list[dict[str, Any]]:
@@ -205,6 +206,8 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
             f"bench path needs the engine side ({error.name}); it works where vLLM is installed"
         ) from error
     block_bytes = parse_size(arguments.block, "--block")
+    if arguments.layers < 1:
+        raise ConfigError(f"--layers {arguments.layers} is no number of layers; 32 works")
     if arguments.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--device {arguments.device}: this machine has no CUDA device; cpu works")
     part_bytes = block_bytes * arguments.layers
@@ -214,7 +217,7 @@ def _path(arguments: argparse.Namespace, socket_path: str) -> list[dict[str, Any
     group = Group(0, Kind.FULL, _BLOCK_TOKENS, (block_bytes,) * arguments.layers)
     geometry = Geometry((group,), _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS)
     hello = Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry_to_wire(geometry))
-    ram_bytes = (objects + 1) * (part_bytes + 8192) * 4
+    ram_bytes = max(RAM_BYTES_MIN, (objects + 1) * (part_bytes + 8192) * 4)
     with DaemonProcess(socket_path, str(ram_bytes)), Control(socket_path, 60.0, hello=hello) as control:
         slots: list[tuple[int, int]] = []
         while len(slots) < objects:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 
+from hybridkv.cli.plain import plain
 from hybridkv.client.control import Control
 from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import format_size
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**report.info, **report.values}, indent=2, sort_keys=True))
         return 0
     rows = [
-        *sorted(report.info.items()),
+        *((plain(name), plain(text)) for name, text in sorted(report.info.items())),
         *((name, _show(name, value)) for name, value in sorted(report.values.items())),
     ]
     width = max(len(name) for name, _ in rows)

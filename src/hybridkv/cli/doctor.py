@@ -3,14 +3,13 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from hybridkv.cli.plain import plain_console
 from hybridkv.cli.preview import Answer, look, serve_arguments
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
@@ -143,11 +142,11 @@ def _print_table(findings: list[Finding], answer: Answer) -> None:
             finding.remedy.removesuffix(" works"),
             style=style,
         )
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
-    console.print(table, markup=False)
+    console = plain_console(160)
+    console.print(table)
     if answer.identity:
-        console.print(f"identity {answer.identity}", highlight=False, markup=False)
+        console.print(f"identity {answer.identity}", highlight=False)
         for name, value in answer.facts.items():
-            console.print(f"  {name}: {value}", highlight=False, markup=False)
+            console.print(f"  {name}: {value}", highlight=False)
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
     print(f"{counts[Verdict.FAIL]} failed, {counts[Verdict.WARN]} warnings, {counts[Verdict.OK]} ok")

@@ -1,5 +1,6 @@
 """A real engine as a child process: start, ask, end. See hybridkv.cli.runner for the other side."""
 
+import contextlib
 import json
 import os
 import select
@@ -91,8 +92,11 @@ class Engine:
     def begin(self, command: Mapping[str, object]) -> None:
         """Send a command without waiting for its answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EngineError(f"the engine ended with status {self._process.wait()}{self._tail()}") from error
 
     def end(self) -> Any:
         """The answer to the oldest command begun."""
@@ -106,7 +110,8 @@ class Engine:
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 
+from hybridkv.cli.plain import plain
 from hybridkv.client.control import Control
-from hybridkv.core.errors import HybridKVError
-from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.paths import check_socket_path, default_socket, is_writable
 
 
 class UnknownRequestError(HybridKVError):
@@ -24,10 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon and print."""
+    if not is_writable(arguments.request_id):
+        raise ConfigError(
+            f"request {arguments.request_id!r} is not UTF-8, and no engine names one so; "
+            "a name as the engine's log has it works"
+        )
     with Control(check_socket_path(arguments.socket, "socket")) as control:
         explained = control.explain(arguments.request_id)
     if not explained.facts:
-        latest = ", ".join(explained.latest) or "none"
+        latest = ", ".join(map(plain, explained.latest)) or "none"
         raise UnknownRequestError(
             f"no request {arguments.request_id!r} ended lately (an engine tells of a request when it ends); "
             f"the latest are: {latest}"
@@ -35,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"request": arguments.request_id, **explained.facts}, indent=2))
         return 0
-    width = max(map(len, explained.facts))
-    for name, fact in explained.facts.items():
+    facts = {plain(name): plain(fact) for name, fact in explained.facts.items()}
+    width = max(map(len, facts))
+    for name, fact in facts.items():
         print(f"{name:<{width}}  {fact}")
     return 0

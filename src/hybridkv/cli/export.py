@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _appears(path: Path) -> Iterator[BinaryIO]:
     """A file that is there as a whole or not at all."""
+    with contextlib.suppress(OSError):
+        # A pipe or a device is not what somebody else has under that name afterwards.
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ConfigError(f"export: {path} is no file that could be replaced; the name of a new one works")
     part = path.with_name(f"{path.name}.part")
     try:
         try:
@@ -132,8 +137,9 @@ def _from_memory(socket_path: str, bundle: Bundle, wanted: Wanted, counts: Count
         }
         arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
         try:
-            memory = arena.memory[: control.welcome.slots_bytes]
-            with progress("exporting", int(control.stats().values["objects"])) as step:
+            values = control.stats().values
+            memory = arena.memory[: int(values["bytes_reserved"])]
+            with progress("exporting", int(values["objects"])) as step:
                 for offset, header in committed_slots(memory):
                     if wanted(header.namespace):
                         is_prefix = (header.namespace, header.gid) in prefixes

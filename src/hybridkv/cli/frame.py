@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
+from hybridkv.cli.plain import plain
 from hybridkv.core.sizes import format_size
 
 WIDTH_MIN = 40
@@ -17,7 +18,7 @@ COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
 def frame(told: dict[str, Any], place: str, width: int, height: int) -> Text:
     """At most `height` lines (0: as many as there are) of `width` columns."""
     width = max(width, WIDTH_MIN)
-    head = [_title(told, place), *_problems(told, 3 if height else 100), Text(), *_levels(told), Text()]
+    head = [_title(told, place), *_problems(told, 3 if height else 100), Text(), *_levels(told, width), Text()]
     parts = [_past(told, width), _groups(told, width), _engines(told, width), _decisions(told, width)]
     lines = [*head, *_fitted(parts, height - len(head) if height else None)]
     for line in lines:
@@ -48,31 +49,32 @@ def _title(told: dict[str, Any], place: str) -> Text:
     if problems:
         state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0]["level"]]
     up = _time(told["uptime_seconds"])
-    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (_plain(place), "dim"))
+    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (plain(place), "dim"))
 
 
 def _problems(told: dict[str, Any], most: int) -> list[Text]:
-    return [Text(f"• {_plain(one['text'])}", COLOURS[one["level"]]) for one in told["health"][:most]]
+    return [Text(f"• {plain(one['text'])}", COLOURS[one["level"]]) for one in told["health"][:most]]
 
 
-def _levels(told: dict[str, Any]) -> Iterable[Text]:
+def _levels(told: dict[str, Any], width: int) -> Iterable[Text]:
+    meter = _meter_columns(width)
     values, recent, minute = told["values"], told["recent"], told["minute"]
     hit, ceiling = recent["hit"], recent["ceiling"]
     line = _label("hit rate")
     if hit is None:
         yield line.append("nothing was looked up in the last hour", "dim")
     else:
-        line.append(_meter(hit, "blue", ceiling))
+        line.append(_meter(hit, "blue", meter, ceiling))
         more = f" of {ceiling:.1%} that a cache of unlimited size had"
         yield line.append(f" {hit:.1%}").append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
     used = values["bytes_committed"] + values["bytes_writing"]
-    yield _held("ram", used, values["bytes_arena"], f"  {values['objects']:,.0f} objects")
+    yield _held("ram", used, values["bytes_arena"], meter, f"  {values['objects']:,.0f} objects")
     for tier in told["tiers"]:
         level, state = _state(tier)
         own = tier["values"]
         speed = own.get("bytes_per_second", 0.0)
         note = f", reads {format_size(speed)}/s" if speed else ""
-        line = _held(tier["name"], own.get("bytes"), own.get("bytes_max"), "")
+        line = _held(tier["name"], own.get("bytes"), own.get("bytes_max"), meter, "")
         yield line.append("  ").append(state, level).append(note, "dim")
     rates = minute["per_second"]
     waiting = values.get("lookups_waiting", 0.0)
@@ -116,13 +118,13 @@ def _groups(told: dict[str, Any], width: int) -> list[Text]:
         return []
     most = max(group["held_bytes"] for group in groups)
     lines = [_head("in ram, by group")]
-    meter = METER if width >= 100 else METER // 2
+    meter = METER if width >= 100 else _meter_columns(width) // 2
     room = width - meter - 46
     for group in groups:
         owner = _name_of(group["model"]) or group["identity"] or "all others"
         kind = f"{group['gid']} {group['kind'].replace('_', ' ')}" if group["identity"] else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
-        line.append(_meter(group["held_bytes"] / most, "blue", size=meter))
+        line.append(_meter(group["held_bytes"] / most, "blue", meter))
         lines.append(line.append(f" {format_size(group['held_bytes']):>9}  {group['objects']:>7,} objects"))
     return lines
 
@@ -151,7 +153,7 @@ def _decisions(told: dict[str, Any], width: int) -> list[Text]:
         line.append(f"{_cut(facts.get('prompt', ''), 13):<14}")
         lines.append(
             line.append(
-                f"loaded {_plain(loaded)}" if loaded else f"computed: {_plain(why)}", "green" if loaded else "dim"
+                f"loaded {plain(loaded)}" if loaded else f"computed: {plain(why)}", "green" if loaded else "dim"
             )
         )
     return lines
@@ -165,11 +167,11 @@ def _state(tier: dict[str, Any]) -> tuple[str, str]:
     return (COLOURS["bad"], "breaker open") if tier["is_shut"] else ("green", "well")
 
 
-def _held(name: str, used: float | None, most: float | None, note: str) -> Text:
+def _held(name: str, used: float | None, most: float | None, meter: int, note: str) -> Text:
     line = _label(name)
     if used is None:
         return line.append("not known", "dim")
-    line.append(_meter(used / most if most else 0.0, "blue"))
+    line.append(_meter(used / most if most else 0.0, "blue", meter))
     line.append(f" {format_size(used)}").append(f" of {format_size(most)}" if most else "", "dim")
     return line.append(note, "dim")
 
@@ -182,7 +184,12 @@ def _head(name: str) -> Text:
     return Text(name, "dim")
 
 
-def _meter(share: float, colour: str, beyond: float | None = None, size: int = METER) -> Text:
+def _meter_columns(width: int) -> int:
+    """A narrow terminal needs its columns for the figures: 8 of 40, METER of 80."""
+    return min(METER, (width - 20) * 2 // 5)
+
+
+def _meter(share: float, colour: str, size: int, beyond: float | None = None) -> Text:
     share = min(1.0, max(0.0, share))
     full = round(share * size)
     more = max(full, round(min(1.0, beyond or 0.0) * size))
@@ -214,14 +221,9 @@ def _rate(value: float) -> str:
     return f"{value:.3g}/s"
 
 
-def _plain(text: str) -> str:
-    """What clients named may have anything in it that a terminal obeys."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
-
-
 def _cut(text: str, width: int) -> str:
-    plain = _plain(text)
-    return plain if len(plain) <= width else f"{plain[: max(width - 1, 0)]}…"
+    shown = plain(text)
+    return shown if len(shown) <= width else f"{shown[: max(width - 1, 0)]}…"
 
 
 def _time(seconds: float) -> str:

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from hybridkv.cli.plain import plain, plain_console
 from hybridkv.cli.progress import progress
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import format_size
@@ -82,12 +81,12 @@ def _print(report: Report) -> None:
     for writer in report.writers:
         damaged = ", ".join(f"{count} {damage}" for damage, count in sorted(writer.damaged.items()))
         table.add_row(
-            writer.name,
+            plain(writer.name),
             "yes" if writer.is_alive else "no",
             *(str(writer.whole), format_size(writer.whole_bytes), damaged or "0", str(writer.repaired)),
             *(str(writer.foreign), str(writer.leftovers), str(writer.leftovers_removed)),
         )
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    plain_console(120).print(table)
     for finding in report.findings:
-        print(f"{finding.path}: {finding.damage}{f'; {finding.done}' if finding.done else ''}")
+        print(f"{plain(finding.path)}: {finding.damage}{f'; {finding.done}' if finding.done else ''}")
     print(f"quarantine: {report.quarantined} files, {format_size(report.quarantined_bytes)}")

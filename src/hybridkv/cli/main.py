@@ -1,7 +1,10 @@
 """The `hybridkv` command. Each subcommand imports what it needs when it runs, so that `serve` starts fast."""
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +12,8 @@ from hybridkv import __version__
 from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
+EXIT_NOBODY_READS = 141
+"""As of a program that SIGPIPE ended."""
 COMMANDS = {
     "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
     "stats": ("hybridkv.cli.control", "print the daemon's counters"),
@@ -27,6 +32,33 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for bad input, with one line that says what works)."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _write_no_more()
+        return EXIT_NOBODY_READS
+
+
+def _write_no_more() -> None:
+    """What is still to be written would be an error again when the interpreter ends."""
+    with open(os.devnull, "wb") as nowhere:
+        for stream in (sys.stdout, sys.stderr):
+            # A stream without a descriptor is nobody's pipe.
+            with contextlib.suppress(AttributeError, OSError):
+                try:
+                    stream.flush()
+                except BrokenPipeError:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the terminal's encoding does not have must not end a command.
+        sys.stdout.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hybridkv", description="A KV cache outside the LLM engine.")
     parser.add_argument("--version", action="version", version=__version__)

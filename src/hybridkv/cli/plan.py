@@ -3,13 +3,13 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
 
+from hybridkv.cli.plain import plain, plain_console
 from hybridkv.cli.preview import look, serve_arguments
 from hybridkv.client.control import Control
 from hybridkv.core.errors import HybridKVError
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         shown = [{**asdict(plan), "findings": [asdict(finding) for finding in found]} for plan, found in planned]
         print(json.dumps({"ok": not refused, "plans": shown}, indent=2))
     else:
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140)
+        console = plain_console(140)
         for plan, findings in planned:
             print_plan(console, plan, findings)
     return int(refused)
@@ -131,7 +131,7 @@ def preview_of(engine: WireEngine) -> Preview:
 def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
     """One engine's plan as a table, its totals, and what to do."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
-    table = Table(title=f"hybridkv plan {plan.model}: tensor parallel size {plan.ranks}", title_justify="left")
+    table = Table(title=f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}", title_justify="left")
     for column in ("group", "kind", "tokens/block", "layers", "window", f"block{rank}", "bytes/token", "stored/token"):
         table.add_column(column, justify="left" if column == "kind" else "right")
     for group in plan.groups:
@@ -148,19 +148,17 @@ def print_plan(console: Console, plan: Plan, findings: list[Finding]) -> None:
         )
     console.print(table)
     rows = [
-        ("KV dtype", plan.kv_dtype),
+        ("KV dtype", plain(plan.kv_dtype)),
         ("max_model_len", f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"),
     ]
     if plan.totals:
         rows += _total_rows(plan, plan.totals)
     width = max(len(name) for name, _ in rows)
     for name, shown in rows:
-        console.print(f"{name:<{width}}  {shown}", highlight=False, markup=False)
+        console.print(f"{name:<{width}}  {shown}", highlight=False)
     for finding in findings:
         style = {Verdict.OK: None, Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}[finding.verdict]
-        console.print(
-            f"{finding.verdict} {finding.check}: {finding.sentence}", style=style, highlight=False, markup=False
-        )
+        console.print(f"{finding.verdict} {finding.check}: {finding.sentence}", style=style, highlight=False)
 
 
 def _total_rows(plan: Plan, totals: Totals) -> list[tuple[str, str]]:

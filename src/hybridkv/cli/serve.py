@@ -8,13 +8,14 @@ from pathlib import Path
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction import Policy
-from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.paths import check_node_name, check_socket_path, default_socket
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tiers import disk_url, parse_tier
 from hybridkv.server.loop import ServeOptions, serve
 from hybridkv.server.place import AlreadyServedError, make_private_directory, node_name
 
 METRICS_PORT = 9477
+_PORT_MAX = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,7 @@ def _traces_url(url: str | None) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, after which the next daemon goes on with the cache, or SIGINT (Ctrl-C), which frees it."""
     socket_path = Path(check_socket_path(arguments.socket, "socket"))
+    node = check_node_name(node_name(socket_path) if arguments.node is None else arguments.node)
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     salt_quota_bytes = None if arguments.salt_quota is None else parse_size(arguments.salt_quota, "salt-quota")
     urls = list(arguments.tier)
@@ -88,11 +90,21 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.disk_bytes is not None:
         raise ConfigError("disk-bytes: it needs a directory; --disk /var/cache/hybridkv works")
     tiers = tuple(parse_tier(url, "tier") for url in urls)
+    if not -1 <= arguments.metrics_port <= _PORT_MAX:
+        raise ConfigError(
+            f"metrics-port={arguments.metrics_port} must be from 0 to {_PORT_MAX}, or -1 for none; {METRICS_PORT} works"
+        )
     log_file = arguments.log_file
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")
         log_file = str(socket_path.with_suffix(".log"))
-    logging.basicConfig(level=logging.INFO, filename=log_file, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    try:
+        logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
+    except OSError as error:
+        raise ConfigError(
+            f"log-file: {log_file} cannot be written ({error.strerror}); a file in a directory of yours works"
+        ) from error
     try:
         serve(
             ServeOptions(
@@ -103,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Policy(arguments.eviction),
                 salt_quota_bytes,
                 tiers,
-                arguments.node or node_name(socket_path),
+                node,
                 _traces_url(arguments.traces),
             )
         )

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -18,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hybridkv.cli.frame import frame
+from hybridkv.cli.plain import PlainConsole
 from hybridkv.client.control import Control, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
@@ -28,6 +30,8 @@ LOOK_SECONDS = 0.1
 """So soon a key or another size of the terminal is seen."""
 ANSWER_SECONDS = 5.0
 QUIT = frozenset("qQ\x03\x1b")
+_SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
+"""What a terminal says for arrows, function keys, and keys with Alt."""
 
 
 class OldDaemonError(DaemonUnreachableError):
@@ -49,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         raise ConfigError(f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s; 1 works")
     socket_path = check_socket_path(arguments.socket, "socket")
-    console = Console(highlight=False)
+    console = PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with Control(socket_path) as control:
             told = ask(control)
@@ -57,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps(told, indent=2))
         else:
             # Where there is no terminal the whole of it is wanted.
-            console.print(frame(told, socket_path, console.width, 0), soft_wrap=True)
+            console.print(frame(told, socket_path, console.width, 0), soft_wrap=True, highlight=False)
         return 0
     with contextlib.suppress(KeyboardInterrupt), _keys():
         _watch(console, socket_path, arguments.interval)
@@ -126,5 +130,12 @@ def _pressed() -> set[str]:
     ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
     if not ready:
         return set()
-    # The end of the terminal is as good as a key.
-    return set(os.read(sys.stdin.fileno(), 64).decode(errors="replace")) or {"q"}
+    return heard(os.read(sys.stdin.fileno(), 64))
+
+
+def heard(said: bytes) -> set[str]:
+    """The keys in what a terminal said. Escape is one where it begins no other key's sequence."""
+    if not said:
+        # The end of the terminal is as good as a key.
+        return {"q"}
+    return set(_SEQUENCE.sub("", said.decode(errors="replace")))

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.engine import Engine
+from hybridkv.cli.plain import plain_console
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
@@ -437,8 +437,9 @@ class Proof:
 
     def _slots(self) -> dict[int, SlotHeader]:
         """Header of every committed slot by offset, read from the arena itself."""
+        reserved = int(self._stats()["bytes_reserved"])
         with self._arena() as arena:
-            return dict(committed_slots(arena.memory))
+            return dict(committed_slots(arena.memory[:reserved]))
 
     def _flip_one_byte(self, others: set[int]) -> None:
         """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it.
@@ -511,6 +512,6 @@ def _print_table(model: str, arms: list[Arm], proof: Proof) -> None:
             arm.oracle,
             style=None if arm.ok else "bold red",
         )
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(table)
+    plain_console(160).print(table)
     verdict = "every answer and every byte is right" if all(arm.ok for arm in arms) else "DIFFERENT: see the red rows"
     print(f"{verdict} ({proof.seconds:.0f} s)")

@@ -4,6 +4,8 @@ import re
 
 from hybridkv.core.errors import ConfigError
 
+SIZE_BYTES_MAX = 1 << 62
+"""More than any file can have."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -29,7 +31,10 @@ def parse_size(text: str | int, setting: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f'{setting}={text!r} is not a size; write it like "1GiB" or "512MiB"')
-    size = int(float(match[1]) * unit)
+    amount = float(match[1]) * unit
+    if amount > SIZE_BYTES_MAX:
+        raise ConfigError(f'{setting}={text!r} is larger than any memory; "1GiB" works')
+    size = int(amount)
     if size <= 0:
         raise ConfigError(f'{setting}={text!r} must be larger than zero; "1GiB" works')
     return size

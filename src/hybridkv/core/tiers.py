@@ -14,6 +14,7 @@ from enum import StrEnum
 from urllib.parse import parse_qsl, urlsplit
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import parse_size
 
 TIMEOUT_SECONDS = 5.0
@@ -74,6 +75,8 @@ _COMMON = ("bytes", "write", "hourly", "timeout")
 
 def parse_tier(url: str, where: str) -> TierSpec:
     """A tier's URL; raises ConfigError that says what in it is wrong, and what works."""
+    if not is_writable(url):
+        raise ConfigError(f'{where}: what is given is not UTF-8; "disk:///var/cache/hybridkv?bytes=100GiB" works')
     location, _, query = url.partition("?")
     try:
         parts = urlsplit(location)

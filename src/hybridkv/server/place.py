@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -24,6 +25,8 @@ from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 logger = logging.getLogger("hybridkv.daemon")
 
 _BACKLOG = 128
+_HOST_NAME_MAX = 64
+"""Characters, as Linux has it."""
 
 
 class AlreadyServedError(HybridKVError):
@@ -64,9 +67,15 @@ def _works() -> str:
 
 
 def take_lock(socket_path: Path) -> int:
-    """A descriptor whose lock makes this process the only daemon of `socket_path`; raises AlreadyServedError."""
+    """A descriptor whose lock makes this process the only daemon of `socket_path`.
+
+    Raises AlreadyServedError, ConfigError.
+    """
     lock_path = socket_path.with_name(socket_path.name + ".lock")
-    fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"socket: {lock_path} cannot be opened ({error.strerror}); {_works()}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -118,8 +127,9 @@ def open_arena(socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str)
         path.unlink(missing_ok=True)
     if taken is not None:
         return *taken, True
-    slots_bytes = _aligned(default_ram_bytes() if ram_bytes is None else ram_bytes)
-    check_ram(slots_bytes, "ram")
+    wanted_bytes = default_ram_bytes() if ram_bytes is None else ram_bytes
+    check_ram(wanted_bytes, "ram")
+    slots_bytes = _aligned(wanted_bytes)
     arena = create_arena(arena_path(socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()
@@ -141,7 +151,8 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
 
 def node_name(socket_path: Path) -> str:
     """What tells the daemon of this socket from all others that use the same storage, also after a reboot."""
-    return f"{socket.gethostname()}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:_HOST_NAME_MAX]
+    return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
 def _aligned(ram_bytes: int) -> int:

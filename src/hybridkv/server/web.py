@@ -4,6 +4,7 @@ A page of another site must not read this through a browser, whatever name it gi
 name this machine's loopback.  The page loads nothing from elsewhere and runs no script but its own.
 """
 
+import contextlib
 import logging
 import re
 import socket
@@ -29,9 +30,11 @@ logger = logging.getLogger("hybridkv.daemon")
 ANSWER_SECONDS = 5.0
 """The loop has so long to say what there is to show."""
 REQUEST_SECONDS = 10.0
-"""A client that is slower to ask or to read is let go."""
+"""A client has so long, from when it is accepted to the last byte that it reads."""
 REQUESTS_MAX = 16
 """At the same time; more are told to come again."""
+CONNECTIONS_MAX = 64
+"""At the same time, whether they ask or not; more are closed."""
 SHORTAGE_SECONDS = 0.2
 """After a client could not be accepted."""
 LOOPBACK = re.compile(r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
@@ -128,6 +131,12 @@ def serve_web(ask: Callable[[], Future[Snapshot]], port: int) -> str:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def __init__(self, *words: Any) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[socket.socket, float] = {}
+        """When each client is let go, by the monotonic clock."""
+        super().__init__(*words)
+
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
@@ -135,6 +144,28 @@ class _Server(ThreadingMixIn, WSGIServer):
             # No descriptor is left; who waits stays in the queue, and would be offered again at once.
             time.sleep(SHORTAGE_SECONDS)
             raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for one more."""
+        with self._lock:
+            has_room = len(self._until) < CONNECTIONS_MAX
+            if has_room:
+                self._until[request] = time.monotonic() + REQUEST_SECONDS
+        return has_room
+
+    def service_actions(self) -> None:
+        """Several times a second: whoever had its time is let go, which wakes the thread that waits for it."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [request for request, until in self._until.items() if until < now]:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        # Before its descriptor is another one's.
+        with self._lock:
+            self._until.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is not worth a line."""

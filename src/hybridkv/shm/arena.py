@@ -13,6 +13,8 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
 
 SHM_DIR = Path("/dev/shm")
+RAM_BYTES_MIN = 512 << 10
+"""With less a cache holds next to nothing."""
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 8 << 20
 
@@ -131,6 +133,11 @@ def check_ram(ram_bytes: int, setting: str) -> None:
     """Raise ConfigError where an arena of `ram_bytes` cannot be had on this machine, with a size that can."""
     machine, shm = machine_memory_bytes(), shm_free_bytes()
     works = format_size(default_ram_bytes())
+    if ram_bytes < RAM_BYTES_MIN:
+        raise ConfigError(
+            f"{setting}={format_size(ram_bytes)} is less than {format_size(RAM_BYTES_MIN)}, the least that a cache can "
+            f'be (was a unit forgotten?); "{works}" works'
+        )
     if ram_bytes > machine:
         raise ConfigError(
             f"{setting}={format_size(ram_bytes)} is larger than this machine's memory of {format_size(machine)}; "

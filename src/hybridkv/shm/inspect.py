@@ -6,7 +6,11 @@ from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotHeader, SlotState, 
 
 
 def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
-    """(offset, header) of every committed slot, by walking the pages of the arena."""
+    """(offset, header) of every committed slot, by walking the pages of `memory`.
+
+    Of an arena that is what is reserved: to read a page that does not exist is to make it, or SIGBUS where there is
+    no room for it.
+    """
     at = 0
     while at + HEADER_BYTES <= len(memory):
         header = unpack_header(bytes(memory[at : at + HEADER_BYTES]))
