@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from collections.abc import Mapping
 
 from hybridkv.cli.plain import plain
 from hybridkv.client.control import Control
@@ -23,10 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon and print."""
     with Control(check_socket_path(arguments.socket, "socket")) as control:
         if arguments.command == "clear":
-            dropped = control.clear(arguments.tiers)
-            more = "; the tiers are removing theirs" if arguments.tiers else ""
-            print(json.dumps({"dropped": dropped}) if arguments.json else f"dropped {dropped} objects{more}")
-            return 0
+            return _clear(control, arguments)
         report = control.stats()
     if arguments.json:
         print(json.dumps({**report.info, **report.values}, indent=2, sort_keys=True))
@@ -44,3 +42,29 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(name: str, value: float) -> str:
     is_size = name.startswith("bytes_") or "_bytes" in name
     return format_size(round(value)) if is_size else f"{value:,.0f}"
+
+
+def _clear(control: Control, arguments: argparse.Namespace) -> int:
+    """1 where a tier was to be emptied that cannot be reached."""
+    dropped = control.clear(arguments.tiers)
+    said: dict[str, object] = {"dropped": dropped}
+    sentences = [f"dropped {dropped} objects"]
+    tiers = _tiers(control.stats().values) if arguments.tiers else {}
+    if arguments.tiers:
+        said["tiers"] = {name: "removing" if well else "out of reach" for name, well in tiers.items()}
+        sentences += [
+            f"{name} is removing its own" if well else f"{name} is out of reach: what it has comes back with it"
+            for name, well in tiers.items()
+        ] or ["there is no tier below RAM"]
+    print(json.dumps(said) if arguments.json else "; ".join(sentences))
+    return int(not all(tiers.values()))
+
+
+def _tiers(values: Mapping[str, float]) -> dict[str, bool]:
+    """Every tier below RAM, and whether it can be asked for something."""
+    names = [name.removeprefix("tier_").removesuffix("_is_open") for name in values if name.endswith("_is_open")]
+    return {
+        name: bool(values[f"tier_{name}_is_open"] and not values[f"tier_{name}_breaker_open"])
+        for name in names
+        if f"tier_{name}_is_open" in values
+    }
