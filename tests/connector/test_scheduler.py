@@ -346,3 +346,51 @@ def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
     until(lambda: _poll(rig) or rig.side._requests["r"].found is not None, "it is answered")
     rig.side._workers_on = {}
     assert rig.side.matched(request, 0) == 0
+
+
+def connector_of(rig: Rig) -> Any:
+    """The connector as vLLM calls it, over the rig's scheduler role."""
+    from hybridkv.connector.hybrid import HybridKVConnector
+    from hybridkv.connector.supervise import Supervisor
+
+    connector: Any = HybridKVConnector.__new__(HybridKVConnector)
+    connector._supervisor, connector._scheduler, connector._worker = Supervisor("scheduler"), rig.side, None
+    connector._has_events, connector._facts = False, {}
+    return connector
+
+
+def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
+    connector = connector_of(rig)
+    request = rig.request(1, STORED * CHUNK + 1)
+    connector.on_new_request(request)
+    until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
+    connector._supervisor.switch_off("the test says so")
+    greeted = rig.side._link.greetings
+    assert [connector.build_connector_meta(None).session for _ in range(2)] == [greeted + 1] * 2
+    assert rig.side._link.welcome is None
+    until(lambda: not rig.value("leases"), "no worker copies")
+
+
+def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -> None:
+    """What was found before is of other weights."""
+    connector = connector_of(rig)
+    request = rig.request(1, STORED * CHUNK + 1)
+    connector.on_new_request(request)
+    until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
+    rig.side.identify = None  # type: ignore[method-assign,assignment]
+    assert connector.reset_cache()
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_what_is_said_behind_the_loss_of_a_connection_is_not_taken(rig: Rig) -> None:
+    """Slots of a session that has ended are somebody else's."""
+    taken: list[Any] = []
+
+    def take(reply: Any, now: float) -> None:
+        taken.append(reply)
+        rig.side._link._lose("the test says so", now)
+
+    rig.side._link.poll = lambda now: ["what loses it", "what comes behind"]  # type: ignore[method-assign,list-item]
+    rig.side._take = take  # type: ignore[method-assign]
+    rig.side._poll(time.monotonic())
+    assert taken == ["what loses it"]

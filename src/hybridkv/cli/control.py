@@ -62,9 +62,8 @@ def _clear(control: Control, arguments: argparse.Namespace) -> int:
 
 def _tiers(values: Mapping[str, float]) -> dict[str, bool]:
     """Every tier below RAM, and whether it can be asked for something."""
-    names = [name.removeprefix("tier_").removesuffix("_is_open") for name in values if name.endswith("_is_open")]
+    names = [name.removesuffix("_is_open") for name in values if name.startswith("tier_") and name.endswith("_is_open")]
     return {
-        name: bool(values[f"tier_{name}_is_open"] and not values[f"tier_{name}_breaker_open"])
+        name.removeprefix("tier_"): bool(values[f"{name}_is_open"] and not values[f"{name}_breaker_open"])
         for name in names
-        if f"tier_{name}_is_open" in values
     }

@@ -269,7 +269,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler
         if scheduler is None:
             return ()
-        scheduler.quit()
+        scheduler.close()
         return scheduler.withdraw() if self._has_events else ()
 
     @classmethod

@@ -64,7 +64,9 @@ PLAIN: Mapping[str, Described] = {
     "removals_overflowed": _counter("Times that an engine was told to forget all, because too much had gone at once."),
     "spans_dropped": _counter("Spans that were not exported because too many waited; see `serve --traces`."),
     "sessions_ended": _counter("Sessions whose engine is gone."),
-    "deadlines_missed": _counter("Lookups answered at their deadline, before all that was read or looked for had come."),
+    "deadlines_missed": _counter(
+        "Lookups answered at their deadline, before all that was read or looked for had come."
+    ),
     "ceiling_lookups": _counter("Lookups that the three sums of tokens below are made of."),
     "ceiling_lookups_left_out": _counter("Lookups in none of the three sums, because too many waited to be counted."),
     "ceiling_asked_tokens": _counter("Tokens asked for, over the lookups counted for the ceiling."),
