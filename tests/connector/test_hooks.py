@@ -43,6 +43,7 @@ class Roles:
             kv_connector_worker_meta=report,
         )
         self.scheduler.update_connector_output(done)
+        assert not self.scheduler.take_events()
         return done
 
     def faults(self) -> dict[str, int]:

@@ -75,6 +75,7 @@ class Rig:
         )
         plan = self.side.planned(output, lambda _: tables)
         self.side.reported(set(finished), set(failed), self.report(boots={self.side._boot: 1}))
+        assert not self.side.step_ended()
         return plan
 
     def value(self, name: str) -> float:
@@ -270,9 +271,8 @@ def test_the_speed_of_prefill_is_measured_step_by_step(rig: Rig) -> None:
     assert rig.side._prefill == Speed(), "a step of a few tokens says nothing"
     began = time.monotonic()
     rig.step({"r": 4 * CHUNK}, tables(9 * CHUNK))
-    rate = rig.side._prefill.per_second
-    assert rate >= 4 * CHUNK / (time.monotonic() - began)
-    assert rate <= 4 * CHUNK / 1e-4
+    rate, most = rig.side._prefill.per_second, 4 * CHUNK / 1e-4
+    assert min(most, 4 * CHUNK / (time.monotonic() - began)) <= rate <= most
 
 
 def _poll(rig: Rig) -> bool:

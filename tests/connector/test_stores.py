@@ -93,12 +93,14 @@ def test_a_commit_says_what_is_before_whose_it_is_and_what_only_a_shorter_hit_ne
     seen = set()
     for commit in stores.reported(report):
         assert isinstance(commit, Commit)
-        count = len(commit.interior)
-        assert unpack_u64(commit.tenants).tolist() == [77] * count
-        for at, index in enumerate(unpack_u64(commit.groups)):
-            group, cut = geometry.groups[index], slice(at * HASH_BYTES, (at + 1) * HASH_BYTES)
-            chunk = hashes.index(commit.hashes[cut])
-            assert commit.parents[cut] == (hashes[chunk - 1] if chunk else bytes(HASH_BYTES))
+        assert unpack_u64(commit.tenants).tolist() == [77]
+        (index,) = unpack_u64(commit.groups)
+        group, before = geometry.groups[index], commit.parents
+        assert len(commit.hashes) == len(commit.interior) * HASH_BYTES
+        for at in range(len(commit.interior)):
+            chunk = hashes.index(commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
+            assert before == (hashes[chunk - 1] if chunk else bytes(HASH_BYTES))
+            before = hashes[chunk]
             ends = (prompt_chunks, max(0, prompt_chunks - 1))
             wanted = chunk >= prompt_chunks or any(chunk in needed_chunks(geometry, group, end) for end in ends)
             if group.kind is Kind.FULL or wanted:

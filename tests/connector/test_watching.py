@@ -48,8 +48,7 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
     heard: list[Any] = []
 
     def hears(kind: Any, names: int) -> bool:
-        side._poll(time.monotonic())
-        heard.extend(side.take_events())
+        heard.extend(side.step_ended())
         return len([name for event in heard if isinstance(event, kind) for name in event.block_hashes]) >= names
 
     with Client(daemon.socket_path, name="other") as other, Control(daemon.socket_path) as control:

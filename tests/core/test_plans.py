@@ -71,6 +71,13 @@ def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
         plan_load(geometry, 2, 0, [[5]], slots, slots)
 
 
+def test_a_null_block_among_others_is_found_before_anything_is_copied() -> None:
+    slots = pack_u64([0, 1, 2])
+    (run,) = plan_load(LAYOUTS["qwen3"], 3, 0, [[5, NULL_BLOCK, 7]], slots, slots)
+    with pytest.raises(PlanError, match="null block"):
+        next(run.ops())
+
+
 def test_slots_must_match_what_the_hit_needs() -> None:
     with pytest.raises(PlanError, match="1 slots for the 2 objects"):
         plan_load(LAYOUTS["qwen3"], 2, 0, [[5, 6]], pack_u64([0]), pack_u64([0]))

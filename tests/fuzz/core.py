@@ -329,7 +329,10 @@ class CoreFuzz:
 
     def _committed(self, account: Account, commit: Commit) -> None:
         """A slot that was ours is now the object it was said to be, or free again; no other slot has changed."""
-        for at, (name, group) in enumerate(zip(_names(commit), unpack_u64(commit.groups), strict=True)):
+        groups = unpack_u64(commit.groups)
+        if len(groups) == 1:
+            groups *= len(_names(commit))
+        for at, (name, group) in enumerate(zip(_names(commit), groups, strict=True)):
             if name not in account.writing:
                 continue
             header = unpack_header(bytes(self._memory[name[0] : name[0] + HEADER_BYTES]))

@@ -290,14 +290,16 @@ class Liar:
         hashes = b"".join(HASHES[start : start + len(taken)])
         if rng.random() < 0.02:
             hashes = hashes[: rng.randrange(len(hashes) + 1)]
+        if rng.random() < 0.3:
+            groups = groups[:1]
         commit = Commit(self._packed(taken, 0), self._packed(taken, 1), pack_u64(groups), hashes, rng.randrange(999))
         if rng.random() < 0.3:
             return commit
-        size = len(taken) if rng.random() < 0.98 else rng.randrange(20)
+        size = rng.choice((1, len(taken))) if rng.random() < 0.98 else rng.randrange(20)
         return msgspec.structs.replace(
             commit,
             parents=b"".join(rng.choice((bytes(32), *HASHES[:16])) for _ in range(size)),
-            interior=rng.randbytes(size),
+            interior=rng.randbytes(size if rng.random() < 0.02 else len(taken)),
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),
         )
 

@@ -3,6 +3,7 @@
 import pytest
 
 from hybridkv.core.geometry import Kind
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.server.sessions import Process, tag_of
 from hybridkv.shm.slots import slot_bytes
@@ -406,6 +407,49 @@ def test_a_refused_commit_stores_nothing() -> None:
     assert daemon.showing.values()["objects"] == 0
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
     assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
+    daemon.check()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) -> None:
+    """One group, one tenant, and the hash before the first: as if it were said for each."""
+    groups, tenants = pack_u64([0]), pack_u64([9])
+    names, before = hashes(5, 6, 7), hashes(first)
+    known = []
+    for parents, times in ((before, 1), (before + names[:-HASH_BYTES], 3)):
+        daemon = make_daemon()
+        engine(daemon, 1, QWEN3)
+        slots = grant(daemon, 1, PART, 3)
+        places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+        said = Commit(*places, groups * times, names, 0, parents, b"\0\1\0", tenants * times)
+        assert daemon.handle(1, said) is None
+        objects = [daemon.store.get(*slot) for slot in slots]
+        known.append([daemon.store.record_of(one) for one in objects if one is not None])
+        assert daemon.handle(1, Commit(b"", b"", groups, b"", 0, before, b"", tenants)) is None, "of nothing"
+        daemon.check()
+    assert known[0] == known[1]
+    assert [record.tenant for record in known[0]] == [9] * 3
+    assert len({record.parent for record in known[0]}) == 3
+
+
+def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 3)
+    places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+    names = hashes(1, 2, 3)
+    for wrong in (
+        Commit(*places, pack_u64([0, 0]), names),
+        Commit(*places, b"", names),
+        Commit(*places, pack_u64([0]), names, 0, names[: 2 * HASH_BYTES]),
+        Commit(*places, pack_u64([0]), names, 0, names + b"\0"),
+        Commit(*places, pack_u64([0]), names, 0, b"", b"\0"),
+        Commit(*places, pack_u64([0]), names, 0, b"", b"", pack_u64([1, 2])),
+    ):
+        refused = daemon.handle(1, wrong)
+        assert isinstance(refused, Error), wrong
+        assert refused.code == "commit"
+    assert daemon.showing.values()["objects"] == 0
     daemon.check()
 
 

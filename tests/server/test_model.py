@@ -358,12 +358,17 @@ class DaemonMachine(RuleBasedStateMachine):
         """The first of a batch is the first to be an object; one wrong group, and nothing of it is done."""
         parents = [mix.choice((PARENTS[chunk],) * 60 + tuple(PARENTS)) for _, _, chunk in batch]
         tenants = [mix.choice((0, 0, 1, 2)) for _ in batch]
+        indices = [group for _, group, _ in batch]
+        if len(set(indices)) == 1 and mix.random() < 0.5:
+            # As a connector says it: what they have in common once.
+            indices, tenants = indices[:1], tenants[:1]
+            parents = parents[:1]
         reply = self.daemon.handle(
             number,
             Commit(
                 pack_u64([ref[0] for ref, _, _ in batch]),
                 pack_u64([ref[1] for ref, _, _ in batch]),
-                pack_u64([group for _, group, _ in batch]),
+                pack_u64(indices),
                 b"".join(chunk for _, _, chunk in batch),
                 0,
                 b"".join(parents) if mix.random() < 0.9 else b"",

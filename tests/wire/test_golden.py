@@ -261,7 +261,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 4, "another version has other examples"
+    assert PROTOCOL_VERSION == 5, "another version has other examples"
 
 
 @pytest.mark.parametrize(("message", "frame"), [*REQUESTS, *REPLIES], ids=lambda value: type(value).__name__)

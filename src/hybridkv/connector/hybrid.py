@@ -32,7 +32,7 @@ from hybridkv.connector.preflight import config_findings, group_findings, settin
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.stats import Deltas, HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.supervise import Supervisor
-from hybridkv.connector.tracked import block_tables
+from hybridkv.connector.tracked import LateBlockTable, block_tables
 from hybridkv.connector.worker import WorkerSide
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
@@ -193,7 +193,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run(
                 "update_state_after_alloc",
-                lambda: scheduler.allocated(request, block_tables(blocks), num_external_tokens),
+                lambda: scheduler.allocated(request, block_tables(blocks, LateBlockTable), num_external_tokens),
                 lambda: scheduler.must_fail(request.request_id, num_external_tokens),
             )
 
@@ -258,11 +258,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._supervisor.run("get_kv_connector_stats", scheduler.take_stats, lambda: None, tells=True)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What routers are to hear of the daemon's RAM; nothing where vLLM's KV events are off."""
+        """The last call of every step; what routers are to hear of the daemon's RAM where vLLM's KV events are on."""
         scheduler = self._scheduler
-        if scheduler is None or not self._has_events:
+        if scheduler is None:
             return ()
-        return self._supervisor.run("take_events", scheduler.take_events, scheduler.withdraw)
+        return self._supervisor.run("take_events", scheduler.step_ended, scheduler.withdraw)
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
         """The last events where nobody will call the scheduler role again, as MultiConnector does; ends the session."""

@@ -1,7 +1,8 @@
 """The scheduler role: asks the daemon about each request and plans its load; stores.py plans the stores.
 
 Nothing here waits. The daemon's answers are picked up by whichever hook comes next. What a hook has to say is queued;
-it leaves at the end of the hook, or with `planned`, which ends the engine's scheduling.
+it leaves at the end of the hook where the daemon's answer is waited for, or else with `planned`, which ends the
+engine's scheduling, or with `step_ended`, which ends the step.
 """
 
 import logging
@@ -245,7 +246,6 @@ class SchedulerSide:
         `tables` gives a request's block tables as they are now, one for each of the engine's groups.
         """
         now = time.monotonic()
-        self._poll(now)
         plan = StepPlan(failed=list(self._to_fail))
         for tracked in self._to_plan:
             if tracked.load.runs and tracked.state is not State.DRAINING:
@@ -284,7 +284,6 @@ class SchedulerSide:
         if tokens:
             self._prefill = self._prefill.measured(tokens, now - since, now)
             self._step = 0, now
-        self._poll(now)
         for request_id in finished:
             tracked = self._requests.get(request_id)
             if tracked is not None:
@@ -302,10 +301,9 @@ class SchedulerSide:
                 self._send(message, now)
             if self._link.welcome is not None:
                 self._announce(lambda events: events.stored(self._stores.committed))
-        self._link.flush(now)
 
     def finished(self, request_id: str) -> None:
-        """The request ended or was aborted. What the daemon is told of it leaves with the next step, which follows."""
+        """The request ended or was aborted."""
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._advance(tracked, Event.FINISHED)
@@ -341,6 +339,11 @@ class SchedulerSide:
             "loads_pending": len(self._held),
         }
         return self._meter.take(gauges)
+
+    def step_ended(self) -> list[KVCacheEvent]:
+        """After everything else of a step: what it has to say leaves, write slots come in; what routers are to hear."""
+        self._poll(time.monotonic())
+        return self.take_events()
 
     def take_events(self) -> list[KVCacheEvent]:
         """What routers are to hear since the last time."""

@@ -3,10 +3,9 @@
 Decisions only: what must be sent to the daemon is returned.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,25 +19,21 @@ from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.plans import NULL_BLOCK, CopyRun, Span, storable_spans
 from hybridkv.wire.messages import CHANGES_MAX, Abandon, Commit
 
+# What a step does here it does with cold caches: what matters is how much of different code and data it touches.
+
 
 @dataclass(slots=True)
 class _Storing:
     """A run that workers are writing."""
 
     run: CopyRun
-    hashes: bytes
-    shape: SlotShape
-    parents: bytes
-    """The hashes of the chunks before them; zeros: there is none."""
-    interior: bytes
-    """For each object 1 where only a hit short of the prompt's end needs it."""
+    names: bytes
+    """The hash of the chunk before the run (zeros: there is none), then those of its chunks."""
     tracked: Tracked
-    ranks_done: set[int] = field(default_factory=set)
-    unstored: set[int] = field(default_factory=set)
+    ranks_done: frozenset[int] = frozenset()
+    unstored: frozenset[int] = frozenset()
     """Places in the run of objects that some rank did not write."""
     spoilt: bool = False
-    chunks: Sequence[int] = ()
-    """Of the objects in the run."""
 
 
 class Stored(NamedTuple):
@@ -60,6 +55,9 @@ class Stores:
         self._recurrent_groups = {
             group.gid: i for i, group in enumerate(geometry.groups) if group.kind is Kind.RECURRENT
         }
+        self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
+        self._block_bytes = [group.block_bytes for group in geometry.groups]
+        self._parts = [geometry.parts(group) for group in geometry.groups]
         self.credits = Credits(_slot_targets(geometry, tokens_per_step))
         self._numbers = count(1)
         self._storing: dict[int, _Storing] = {}
@@ -97,7 +95,8 @@ class Stores:
                 completed += self._attention(tracked, chunks, tables(request_id))
             for gid, block, boundary in offers.get(request_id, ()):
                 completed += self._state(tracked, gid, block, boundary, tokens)
-            runs.update(self._begin(tracked, completed))
+            if completed:
+                runs.update(self._begin(tracked, completed))
         return runs
 
     def reported(self, report: StepReport) -> list[Commit | Abandon]:
@@ -105,9 +104,8 @@ class Stores:
         for number, places in report.unstored.items():
             if number in self._storing:
                 self._storing[number].unstored |= places
-        ready: list[_Storing] = []
         self.committed = []
-        spoilt: list[CopyRun] = []
+        messages: list[Commit | Abandon] = []
         for number, ranks in report.done.items():
             storing = self._storing.get(number)
             if storing is None:
@@ -116,42 +114,53 @@ class Stores:
             if len(storing.ranks_done) < self._geometry.ranks:
                 continue
             del self._storing[number]
-            everything = range(storing.run.objects)
-            bad = everything if storing.spoilt else sorted(storing.unstored)
-            good = [place for place in everything if place not in bad] if bad else everything
-            if bad:
-                spoilt.append(_pick(storing, bad).run)
-            if good:
-                ready.append(_pick(storing, good) if bad else storing)
-                self.committed.append(Stored(storing.tracked, storing.run.span.group_index, ready[-1].chunks))
-        return [*self._abandons(spoilt), *self._commits(ready)]
+            if storing.unstored or storing.spoilt:
+                messages += self._partly(storing)
+            else:
+                messages += self._commits(storing, 0, storing.run.objects)
+        return messages
 
-    def _abandons(self, runs: list[CopyRun]) -> Iterator[Abandon]:
-        if runs:
-            self._counters["stores_failed"] += sum(run.objects for run in runs)
-            for offsets, generations in batches(
-                CHANGES_MAX,
-                (b"".join(run.offsets for run in runs), U64),
-                (b"".join(run.generations for run in runs), U64),
-            ):
-                yield Abandon(offsets, generations)
+    def _partly(self, storing: _Storing) -> Iterator[Commit | Abandon]:
+        """Of a run whose objects were not all written, or are not to be committed."""
+        run = storing.run
+        bad = range(run.objects) if storing.spoilt else sorted(storing.unstored)
+        self._counters["stores_failed"] += len(bad)
+        slots = (_cut(run.offsets, U64, bad), U64), (_cut(run.generations, U64, bad), U64)
+        for offsets, generations in batches(CHANGES_MAX, *slots):
+            yield Abandon(offsets, generations)
+        good = 0
+        for place in (*bad, run.objects):
+            if good < place:
+                yield from self._commits(storing, good, place)
+            good = place + 1
 
-    def _commits(self, ready: list[_Storing]) -> Iterator[Commit]:
-        if ready:
-            runs = [storing.run for storing in ready]
-            self._counters["objects_stored"] += sum(run.objects for run in runs)
-            self._counters["bytes_stored"] += sum(math.prod(storing.shape) * storing.run.objects for storing in ready)
-            for offsets, generations, groups, hashes, parents, interior, tenants in batches(
-                CHANGES_MAX,
-                (b"".join(run.offsets for run in runs), U64),
-                (b"".join(run.generations for run in runs), U64),
-                (b"".join(pack_u64([run.span.group_index]) * run.objects for run in runs), U64),
-                (b"".join(storing.hashes for storing in ready), HASH_BYTES),
-                (b"".join(storing.parents for storing in ready), HASH_BYTES),
-                (b"".join(storing.interior for storing in ready), 1),
-                (b"".join(pack_u64([storing.tracked.tenant]) * storing.run.objects for storing in ready), U64),
-            ):
-                yield Commit(offsets, generations, groups, hashes, 0, parents, interior, tenants)
+    def _commits(self, storing: _Storing, start: int, stop: int) -> list[Commit]:
+        """Of a run's objects from `start` on, before `stop`."""
+        run, tracked, names = storing.run, storing.tracked, storing.names
+        span, objects = run.span, stop - start
+        chunks = range(span.first_chunk + start, span.first_chunk + stop)
+        self.committed.append(Stored(tracked, span.group_index, chunks))
+        self._counters["objects_stored"] += objects
+        part_bytes, parts = self._shape(span)
+        self._counters["bytes_stored"] += part_bytes * parts * objects
+        inner = self._interior(tracked, span)
+        interior = b"\1" * inner + bytes(run.objects - inner)
+        group = self._packed_indices[span.group_index]
+        tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
+        return [
+            Commit(
+                run.offsets[at * U64 : end * U64],
+                run.generations[at * U64 : end * U64],
+                group,
+                names[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
+                0,
+                names[at * HASH_BYTES : (1 + at) * HASH_BYTES],
+                interior[at:end],
+                tenant,
+            )
+            for at in range(start, stop, CHANGES_MAX)
+            for end in (min(stop, at + CHANGES_MAX),)
+        ]
 
     def _attention(self, tracked: Tracked, chunks: int, tables: Sequence[Sequence[int]]) -> Iterator[CopyRun]:
         """Objects of attention groups in the first `chunks` chunks that are not settled yet, prefix first."""
@@ -195,61 +204,41 @@ class Stores:
         tracked.offered.add((index, chunk))
         yield CopyRun(span, offsets, generations)
 
-    def _begin(self, tracked: Tracked, runs: list[CopyRun]) -> Iterator[tuple[int, CopyRun]]:
-        names: dict[tuple[int, int], bytes] = {}
-        for run in runs:
-            span = run.span
-            first = max(0, span.first_chunk - 1)
-            chunks = first, span.first_chunk + run.objects - first
-            if chunks not in names:
-                names[chunks] = tracked.chunk_hashes(self._geometry, *chunks)
-            with_parent = names[chunks] if span.first_chunk else bytes(HASH_BYTES) + names[chunks]
+    def _begin(self, tracked: Tracked, completed: list[CopyRun]) -> dict[int, CopyRun]:
+        """From now on workers write them; by the numbers under which they report them."""
+        runs: dict[int, CopyRun] = {}
+        first = objects = -1
+        names = b""
+        for run in completed:
+            if first != run.span.first_chunk or objects != run.objects:
+                first, objects = run.span.first_chunk, run.objects
+                names = self._names(tracked, first, objects)
             number = next(self._numbers)
-            self._storing[number] = _Storing(
-                run,
-                with_parent[HASH_BYTES:],
-                self._shape(span),
-                with_parent[:-HASH_BYTES],
-                self._interior(tracked, span),
-                tracked,
-                chunks=range(span.first_chunk, span.first_chunk + run.objects),
-            )
-            tracked.stored += run.objects
-            yield number, run
+            self._storing[number] = _Storing(run, names, tracked)
+            tracked.stored += objects
+            runs[number] = run
+        return runs
 
-    def _interior(self, tracked: Tracked, span: Span) -> bytes:
-        """For each object of a span 1 where no hit at the prompt's end needs it, nor one a chunk before that."""
+    def _names(self, tracked: Tracked, first: int, count: int) -> bytes:
+        """See _Storing.names."""
+        if first:
+            return tracked.chunk_hashes(self._geometry, first - 1, count + 1)
+        return bytes(HASH_BYTES) + tracked.chunk_hashes(self._geometry, 0, count)
+
+    def _interior(self, tracked: Tracked, span: Span) -> int:
+        """How many objects of a span, the first ones, no hit at the prompt's end needs, nor one a chunk before that."""
         group = self._geometry.groups[span.group_index]
-        end = self._geometry.whole_chunks(tracked.request.num_prompt_tokens)
-        if group.kind is Kind.FULL:
-            return bytes(span.objects)
-        needed = needed_chunks(self._geometry, group, max(0, end - 1))
-        first_needed = min(needed.start, end - 1) if needed else end - 1
-        inner = min(span.objects, max(0, first_needed - span.first_chunk))
-        return b"\1" * inner + bytes(span.objects - inner)
+        before_end = max(0, self._geometry.whole_chunks(tracked.request.num_prompt_tokens) - 1)
+        needed = needed_chunks(self._geometry, group, before_end)
+        return min(span.objects, max(0, needed.start - span.first_chunk))
 
     def _shape(self, span: Span) -> SlotShape:
-        group = self._geometry.groups[span.group_index]
-        return span.count * group.block_bytes, self._geometry.parts(group)
+        return span.count * self._block_bytes[span.group_index], self._parts[span.group_index]
 
 
-def _pick(storing: _Storing, places: Sequence[int]) -> _Storing:
-    """Only some objects of a run; their blocks are not needed any more."""
-    run = storing.run
-
-    def cut(packed: bytes, size: int) -> bytes:
-        return b"".join(packed[place * size : (place + 1) * size] for place in places)
-
-    picked = CopyRun(run.span, cut(run.offsets, U64), cut(run.generations, U64))
-    return _Storing(
-        picked,
-        cut(storing.hashes, HASH_BYTES),
-        storing.shape,
-        cut(storing.parents, HASH_BYTES),
-        cut(storing.interior, 1),
-        storing.tracked,
-        chunks=[storing.chunks[place] for place in places],
-    )
+def _cut(packed: bytes, size: int, places: Sequence[int]) -> bytes:
+    """The items at some places of a column."""
+    return b"".join(packed[place * size : (place + 1) * size] for place in places)
 
 
 def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[SlotShape, int]:

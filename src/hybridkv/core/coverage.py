@@ -64,11 +64,11 @@ def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
 
 
 def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
-    """Chunks whose objects of `group` a hit of `chunks` chunks needs; all of them are non-empty objects."""
-    needed = needed_blocks(group, chunks * geometry.chunk_tokens)
-    if not needed:
-        return range(chunks, chunks)
-    return range(needed.start // geometry.blocks_per_chunk(group), chunks)
+    """Chunks whose objects of `group` a hit of `chunks` chunks needs; all of them are non-empty objects.
+
+    Those of `needed_blocks`, as a chunk is whole blocks; in one division, since the engine's hooks ask for it.
+    """
+    return range(group.skipped_tokens(chunks * geometry.chunk_tokens) // geometry.chunk_tokens, chunks)
 
 
 def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:

@@ -97,13 +97,16 @@ class CopyRun:
         return len(self.offsets) // U64
 
     def ops(self) -> Iterator[CopyOp]:
-        """The copies of the single objects."""
+        """The copies of the single objects; raises PlanError before the first where a block is the null block."""
         span = self.span
+        blocks = tuple(span.blocks)
+        if NULL_BLOCK in blocks:
+            raise PlanError(f"group number {span.group_index}: a null block among the engine's blocks")
         at, first = 0, self.skipped
         slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
         for chunk, slot in enumerate(slots, span.first_chunk):
             stop = at + span.count - first
-            yield CopyOp(SlotRef(*slot), span.group_index, chunk, span.count, first, tuple(span.blocks[at:stop]))
+            yield CopyOp(SlotRef(*slot), span.group_index, chunk, span.count, first, blocks[at:stop])
             at, first = stop, 0
 
 
@@ -118,7 +121,8 @@ def storable_spans(
     """
     spans: list[Span] = []
     holes = 0
-    for absent in _absent(mask, chunks):
+    absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)
+    for absent in absences:
         for span in _spans(geometry, group_index, absent, table):
             if NULL_BLOCK not in span.blocks:
                 spans.append(span)
@@ -168,34 +172,35 @@ def plan_load(
             size = span.objects * U64
             if skipped:
                 span = Span(index, span.first_chunk, span.count, span.blocks[skipped:])
-            if NULL_BLOCK in span.blocks:
+            if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
+                # To look at all would cost the hook as much as everything else; `ops` does, before a byte is written.
                 raise PlanError(f"group {group.gid}: the engine has no block for a chunk of the hit")
             runs.append(CopyRun(span, offsets[slot : slot + size], generations[slot : slot + size], skipped))
         at += len(chunks)
     return tuple(runs)
 
 
-def _spans(geometry: Geometry, group_index: int, chunks: range, table: Sequence[int]) -> Iterator[Span]:
+def _spans(geometry: Geometry, group_index: int, chunks: range, table: Sequence[int]) -> list[Span]:
     """The objects of `chunks` in runs of one size, with their blocks (the last `count` positions of each chunk)."""
     group = geometry.groups[group_index]
     per_chunk = geometry.blocks_per_chunk(group)
     counts = stored_counts(geometry, group)
-    for blocks_of_each, same in _runs(counts, chunks):
+    spans: list[Span] = []
+    for blocks_of_each, same in [(counts[0], chunks)] if len(counts) == 1 else _runs(counts, chunks):
         start, stop = same.start * per_chunk, same.stop * per_chunk
+        if not blocks_of_each or start >= stop:
+            continue
         if blocks_of_each == per_chunk:
-            yield Span(group_index, same.start, blocks_of_each, table[start:stop])
-        elif blocks_of_each:
+            blocks = table[start:stop]
+        else:
             ends = range(start + per_chunk, stop + 1, per_chunk)
             blocks = [block for end in ends for block in table[end - blocks_of_each : end]]
-            yield Span(group_index, same.start, blocks_of_each, blocks)
+        spans.append(Span(group_index, same.start, blocks_of_each, blocks))
+    return spans
 
 
 def _runs(counts: Sequence[int], chunks: range) -> Iterator[tuple[int, range]]:
     """(stored blocks, chunks that have so many) in order."""
-    if len(counts) == 1:
-        if chunks:
-            yield counts[0], chunks
-        return
     start = chunks.start
     for blocks, same in groupby(counts[chunk % len(counts)] for chunk in chunks):
         stop = start + sum(1 for _ in same)

@@ -16,7 +16,7 @@ from hybridkv.core.coverage import largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Kind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import U64, pack_u64, unpack_u64
 from hybridkv.server.history import History
 from hybridkv.server.promote import Promotion, Waiting
 from hybridkv.server.removals import Removals
@@ -475,13 +475,16 @@ class Daemon:
 
     def _commit(self, session: Session, commit: Commit) -> None:
         names = _named(commit.offsets, commit.generations)
-        groups = [group for _, group in _named(commit.offsets, commit.groups)]
         if len(names) * HASH_BYTES != len(commit.hashes):
             raise RequestError(ErrorCode.COMMIT, f"{len(names)} slots with {len(commit.hashes)} bytes of hashes")
-        parents = commit.parents or bytes(len(commit.hashes))
+        groups = _for_each(commit.groups, len(names))
+        tenants = _for_each(commit.tenants or bytes(U64), len(names))
         interior = commit.interior or bytes(len(names))
-        tenants = _numbers(commit.tenants) if commit.tenants else [0] * len(names)
-        if (len(parents), len(interior), len(tenants)) != (len(commit.hashes), len(names), len(names)):
+        parents = commit.parents or bytes(len(commit.hashes))
+        if len(parents) == HASH_BYTES:
+            parents = (parents + commit.hashes)[: len(commit.hashes)]
+        columns = len(groups), len(tenants), len(interior), len(parents) // HASH_BYTES
+        if columns != (len(names),) * 4 or len(parents) % HASH_BYTES:
             raise RequestError(ErrorCode.COMMIT, f"{len(names)} slots with more or less of what belongs to them")
         slots = [session.unwritten(offset, generation) for offset, generation in names]
         for slot, group in zip(slots, groups, strict=True):
@@ -672,6 +675,12 @@ def _numbers(packed: bytes) -> "array[int]":
         return unpack_u64(packed)
     except ValueError as error:
         raise RequestError(ErrorCode.PACKED, f"broken list of numbers: {error}") from error
+
+
+def _for_each(packed: bytes, count: int) -> "array[int]":
+    """Numbers, of which a single one is that of all `count` things."""
+    numbers = _numbers(packed)
+    return numbers * count if len(numbers) == 1 else numbers
 
 
 def _named(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
 from hybridkv.core.keys import HASH_BYTES
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -166,6 +166,9 @@ class Commit(_Message, frozen=True, tag="commit"):
     `parents` are the hashes of the chunks before them (zeros: there is none) and `interior` has a 1 for each that only
     a hit short of the prompt's end would need; both say what goes first where room is needed.  `tenants` says whose
     quota they count against (0: nobody's).  Each of the three may be left out.
+
+    One number in `groups` or `tenants` is that of all objects.  One hash in `parents` is that before the first object,
+    and each of the others comes after the one before it in `hashes`.
     """
 
     offsets: Changed
