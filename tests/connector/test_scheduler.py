@@ -394,3 +394,33 @@ def test_what_is_said_behind_the_loss_of_a_connection_is_not_taken(rig: Rig) -> 
     rig.side._take = take  # type: ignore[method-assign]
     rig.side._poll(time.monotonic())
     assert taken == ["what loses it"]
+
+
+def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_name(daemon: DaemonProcess) -> None:
+    """Commits leave at the end of a step; an update in between must not make them objects of the new weights."""
+    rig = Rig(daemon)
+    with (
+        Client(daemon.socket_path, name="old") as old,
+        Client(daemon.socket_path, name="new", identity=b"o" * 32) as new,
+    ):
+        until(lambda: not rig.side.step_ended() and rig.side.slots_fd is None, "there are write slots")
+        request = rig.request(2, STORED * CHUNK + 1)
+        rig.side.arrived(request)
+        assert rig.offered(request) == 0
+        rig.side.allocated(request, [], 0)
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r": STORED * CHUNK},
+            total_num_scheduled_tokens=STORED * CHUNK,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+        )
+        plan = rig.side.planned(output, lambda _: tables(STORED * CHUNK + 1))
+        assert plan.stores
+        done = {number: {0} for number in plan.stores}
+        rig.side.reported(set(), set(), rig.report(boots={rig.side._boot: 1}, done=done))
+        rig.side.identify(b"o" * 32, {})
+        rig.side.step_ended()
+        until(lambda: old.values().get("objects_stored", 0) > 0, "they are committed")
+        found = old.answer(old.ask(2, STORED))
+        assert found.chunks == STORED
+        assert new.answer(new.ask(2, STORED)).chunks == 0
+    rig.side.close()

@@ -184,8 +184,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "stores-the-null-block",
         "an object with a hole is stored",
         "core/plans.py",
-        "            if NULL_BLOCK not in span.blocks:\n",
-        "            if span.blocks:\n",
+        "            if all(span.blocks):",
+        "            if span.blocks:",
         ("D12",),
         (
             f"{PLANS}::test_a_null_block_is_never_stored_and_never_loaded_into",

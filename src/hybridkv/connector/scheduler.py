@@ -131,6 +131,8 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._by_lease: dict[int, Tracked] = {}
         self._leases = 0
+        self._unsaid: list[Request] = []
+        """What leaves with the end of the step."""
         self._to_plan: list[Tracked] = []
         self._to_fail: list[str] = []
         self._prefill = Speed()
@@ -297,8 +299,7 @@ class SchedulerSide:
                 offsets, generations = (pack_u64([name[at] for name in names]) for at in (0, 1))
                 for some in batches(CHANGES_MAX, (offsets, U64), (generations, U64)):
                     self._send(Condemn(*some), now)
-            for message in self._stores.reported(report):
-                self._send(message, now)
+            self._unsaid += self._stores.reported(report)
             if self._link.welcome is not None:
                 self._announce(lambda events: events.stored(self._stores.committed))
 
@@ -311,6 +312,8 @@ class SchedulerSide:
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """From here on bytes belong to another identity; what is being computed now belongs to neither."""
         now = time.monotonic()
+        # What is committed now was computed before.
+        self._say(now)
         self._link.greet_with(self._hello(namespace))
         self._about = describe(facts)
         self._send(Identify(1, namespace), now)
@@ -342,7 +345,9 @@ class SchedulerSide:
 
     def step_ended(self) -> list[KVCacheEvent]:
         """After everything else of a step: what it has to say leaves, write slots come in; what routers are to hear."""
-        self._poll(time.monotonic())
+        now = time.monotonic()
+        self._say(now)
+        self._poll(now)
         return self.take_events()
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -573,6 +578,11 @@ class SchedulerSide:
         for (part_bytes, parts), count in self._stores.credits.wanted(now):
             self._send(Want(part_bytes, part_bytes, parts, count), now)
 
+    def _say(self, now: float) -> None:
+        messages, self._unsaid = self._unsaid, []
+        for message in messages:
+            self._send(message, now)
+
     def _send(self, message: Request, now: float) -> bool:
         sent = self._link.queue(message, now)
         if not sent:
@@ -583,6 +593,7 @@ class SchedulerSide:
         self._counters["losses"] += 1
         if self._boot:
             logger.warning("hybridkv: lost the daemon (%s); requests are computed until it is back", why)
+        self._unsaid.clear()
         self._stores.lost()
         self._announce(Events.lost)
         self._by_lease.clear()

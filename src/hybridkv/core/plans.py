@@ -124,7 +124,7 @@ def storable_spans(
     absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)
     for absent in absences:
         for span in _spans(geometry, group_index, absent, table):
-            if NULL_BLOCK not in span.blocks:
+            if all(span.blocks):  # None is NULL_BLOCK; in half the time of `in`.
                 spans.append(span)
                 continue
             whole = list(_without_holes(span))
