@@ -42,7 +42,7 @@ def test_what_each_size_hits_next_to_the_ceiling(
         table = capsys.readouterr().out
     tokens, hits = 6 * (4 * BLOCK + 1), 4 * 4 * BLOCK
     assert (said["model"], said["prompts"], said["tokens"]) == ("the engine", 6, tokens)
-    assert said["everything_bytes"] == 8 * OBJECT
+    assert (said["everything_bytes"], said["eviction"]) == (8 * OBJECT, "lru")
     assert said["ceiling"] == {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
     small, large = said["sizes"]
     assert (small["ram_bytes"], large["ram_bytes"]) == (2 * OBJECT, 8 * OBJECT)

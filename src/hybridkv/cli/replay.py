@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         with Replay(model, min(size, 2 * everything), Policy(arguments.eviction)) as cache:
             rows.append((size, _told(served(cache, prompts), format_size(size), len(prompts))))
     if arguments.json:
-        print(json.dumps(_as_json(preview, rows, ceiling, everything), indent=2))
+        print(json.dumps({"eviction": arguments.eviction, **_as_json(preview, rows, ceiling, everything)}, indent=2))
     else:
         _print(preview, rows, ceiling, everything, arguments.eviction)
     return 0
