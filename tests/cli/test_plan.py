@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybridkv.cli import main, plan
+from hybridkv.cli import main
 from hybridkv.cli.preview import Answer
 from hybridkv.client.control import Control
 from hybridkv.core.findings import fail, ok
@@ -45,7 +45,7 @@ def test_a_refused_group_is_shown_with_its_reason(
     refusal = "KV cache group 2 (SinkFullAttentionSpec) is not restored yet; serve without the connector"
     seen = preview(LLAMA4, 4096, refused=refusal)
     answer = Answer([ok("vllm", "0.32.0"), fail("group 2", *refusal.split("; "))], seen)
-    monkeypatch.setattr(plan, "look", lambda arguments, environment: answer)
+    monkeypatch.setattr("hybridkv.cli.preview.look", lambda arguments, environment: answer)
     assert main.main(["plan", "--model", "some/model"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "SinkFullAttentionSpec" in said
@@ -58,7 +58,7 @@ def test_a_refused_group_is_shown_with_its_reason(
 
 def test_what_vllm_refuses_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     answer = Answer([ok("vllm", "0.32.0"), fail("vllm arguments", "vLLM says: no such model")])
-    monkeypatch.setattr(plan, "look", lambda arguments, environment: answer)
+    monkeypatch.setattr("hybridkv.cli.preview.look", lambda arguments, environment: answer)
     assert main.main(["plan", "--model", "some/model"]) == 2
     assert capsys.readouterr().err == "hybridkv: vLLM says: no such model\n"
 

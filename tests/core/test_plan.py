@@ -23,7 +23,7 @@ from hybridkv.core.plan import (
     stored_token_bytes,
 )
 from hybridkv.core.sizes import parse_size
-from hybridkv.core.states import StateRule, stored_states
+from hybridkv.core.states import StateRule, state_ends
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS, K, make
 
@@ -95,7 +95,7 @@ def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -
         rule = StateRule(max(1, rule.retention_tokens // block) * block, rule.step_tokens)
     stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt)
     expected = {boundary for boundary in stood if boundary % geometry.chunk_tokens == 0}
-    assert stored_states(geometry, group, rule, prompt) == len(expected)
+    assert state_ends(geometry, group, rule, prompt) == sorted(expected)
 
 
 @given(names, rules, st.integers(0, 9000))
@@ -105,7 +105,7 @@ def test_objects_of_a_prompt_are_counted_one_by_one(name: str, rule: StateRule, 
     for group in geometry.groups:
         parts = 1 if group.replicated else geometry.ranks
         if group.kind is Kind.RECURRENT:
-            expected[group.block_bytes, parts] += stored_states(geometry, group, rule, tokens)
+            expected[group.block_bytes, parts] += len(state_ends(geometry, group, rule, tokens))
         else:
             sizes = [part_bytes(geometry, group, chunk) for chunk in range(geometry.whole_chunks(tokens))]
             expected.update((size, parts) for size in sizes if size)
@@ -116,9 +116,9 @@ def test_a_prompt_of_qwen3next_in_steps_of_600() -> None:
     """Seen on vLLM 0.32: states at 512, 1024 and 1280 of 1,500 tokens; only at 1280 with the default interval."""
     geometry = LAYOUTS["qwen3next"]
     group = geometry.groups[0]
-    assert stored_states(geometry, group, StateRule(None, 600), 1500) == 3
-    assert stored_states(geometry, group, StateRule(256, 600), 1500) == 3
-    assert stored_states(geometry, group, StateRule(0, 600), 1500) == 1
+    assert len(state_ends(geometry, group, StateRule(None, 600), 1500)) == 3
+    assert len(state_ends(geometry, group, StateRule(256, 600), 1500)) == 3
+    assert len(state_ends(geometry, group, StateRule(0, 600), 1500)) == 1
     assert StateRule(256, 600).period_tokens(group) == 512
     assert StateRule(1024, 600).period_tokens(group) == 1024
 
@@ -200,7 +200,7 @@ def test_a_chunk_of_several_states_stores_few_of_them() -> None:
     geometry = Geometry(base.groups, 1024, 256, 256)
     found = state_findings(geometry, StateRule(0, 2048))[-1]
     assert found.remedy == "hybrid_chunk_size 256 works"
-    assert stored_states(geometry, geometry.groups[0], StateRule(0, 2048), 1500) == 0
+    assert len(state_ends(geometry, geometry.groups[0], StateRule(0, 2048), 1500)) == 0
 
 
 def test_room_for_less_than_a_prompt() -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "import": ("hybridkv.cli.imports", "put the objects of an exported file into a directory"),
     "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
     "plan": ("hybridkv.cli.plan", "say what a model costs in the cache, and from which prompt on it helps"),
+    "replay": ("hybridkv.cli.replay", "say what caches of several sizes would have hit on a trace of prompts"),
     "doctor": ("hybridkv.cli.doctor", "check a vllm serve command line before it is served"),
     "verify": ("hybridkv.cli.verify", "prove on real engines that the cache changes no answer"),
     "bench": ("hybridkv.cli.bench", "measure the byte path and the lookup"),

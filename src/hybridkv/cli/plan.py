@@ -4,13 +4,13 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.plain import plain, plain_console
-from hybridkv.cli.preview import look, serve_arguments
+from hybridkv.cli.preview import look_at_model
 from hybridkv.client.control import Control
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.findings import Finding, Verdict
@@ -29,7 +29,7 @@ from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.states import StateRule
 from hybridkv.shm.arena import default_ram_bytes
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.testing.models import bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
@@ -71,10 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> tuple[Plan, list[Finding]]:
     """The plan of a configuration that nobody serves."""
-    bundled = bundled_models().get(arguments.model or "")
-    words = [*bundled_arguments(arguments.model), *arguments.vllm_arguments] if bundled else arguments.vllm_arguments
-    model = [] if arguments.model is None else [str(bundled or arguments.model)]
-    answer = look([*model, *serve_arguments(words)], bundled_environment(arguments.model) if bundled else None)
+    answer = look_at_model(arguments.model, arguments.vllm_arguments)
     findings = [
         finding
         for finding in answer.findings
@@ -82,7 +79,7 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> tuple[Plan, lis
     ]
     if answer.preview is None:
         raise HybridKVError("; ".join(finding.sentence for finding in findings) or "vLLM gave no KV cache groups")
-    plan = make_plan(replace(answer.preview, model=arguments.model or answer.preview.model), ram_bytes, slot_bytes)
+    plan = make_plan(answer.preview, ram_bytes, slot_bytes)
     return plan, [*findings, *([room_finding(plan.totals)] if plan.totals else [])]
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -13,6 +13,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding
 from hybridkv.core.plan import Preview
 from hybridkv.core.settings import Settings
+from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
 
 PREVIEW_SECONDS_MAX = 600.0
 PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -59,6 +60,17 @@ def look(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     if status == _EXIT_USAGE and lines:
         raise ConfigError(f"{lines[-1].removeprefix('vllm serve: error: ')}; vllm serve --help=all lists what works")
     raise HybridKVError(f"vLLM ended with status {status}:\n" + "\n".join(lines[-_LOG_TAIL_LINES:]))
+
+
+def look_at_model(model: str | None, vllm_arguments: Sequence[str]) -> Answer:
+    """As `look`, of a model directory, a hub name or a bundled tiny model; None: of what the arguments name."""
+    bundled = bundled_models().get(model or "")
+    words = [*bundled_arguments(model or ""), *vllm_arguments] if bundled else vllm_arguments
+    named = [] if model is None else [str(bundled or model)]
+    answer = look([*named, *serve_arguments(words)], bundled_environment(model or "") if bundled else None)
+    if answer.preview is not None and model is not None:
+        answer.preview = replace(answer.preview, model=model)
+    return answer
 
 
 def serve_arguments(words: Sequence[str]) -> list[str]:

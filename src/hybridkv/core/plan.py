@@ -14,7 +14,7 @@ from hybridkv.core.coverage import SlotShape, part_bytes
 from hybridkv.core.findings import Finding, fail, ok, warn
 from hybridkv.core.geometry import Geometry, Group, Kind, common_block_tokens, derive_chunk_tokens
 from hybridkv.core.sizes import format_size
-from hybridkv.core.states import StateRule, recurrent_groups, stored_states
+from hybridkv.core.states import StateRule, recurrent_groups, state_ends
 
 SlotBytes = Callable[[int, int], int]
 """Arena bytes of a slot from its shape (bytes of one part, parts)."""
@@ -146,7 +146,7 @@ def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Co
     chunks = geometry.whole_chunks(prompt_tokens)
     for group in geometry.groups:
         if group.kind is Kind.RECURRENT:
-            shapes[group.block_bytes, geometry.parts(group)] += stored_states(geometry, group, rule, prompt_tokens)
+            shapes[group.block_bytes, geometry.parts(group)] += len(state_ends(geometry, group, rule, prompt_tokens))
             continue
         period = period_chunks(geometry, group)
         for chunk in range(min(period, chunks)):

@@ -42,12 +42,13 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
     return tuple(group for group in geometry.groups if group.kind is Kind.RECURRENT)
 
 
-def stored_states(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> int:
-    """How many states of `group` a prompt of `prompt_tokens` leaves in the cache: those that stand on chunk ends."""
+def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
+    """Boundaries at which a prompt leaves a state of `group` in the cache, ascending: those that are chunk ends."""
     unit, chunk, period = geometry.alignment_tokens, geometry.chunk_tokens, rule.period_tokens(group)
     ends = {max(0, prompt_tokens - 1) // unit * unit}
     if rule.keeps(group, prompt_tokens):
         ends.add(prompt_tokens)
-    every = math.lcm(period, chunk) if period else 0
-    inner = prompt_tokens // every if every else 0
-    return inner + sum(end > 0 and end % chunk == 0 and not (every and end % every == 0) for end in ends)
+    if period:
+        every = math.lcm(period, chunk)
+        ends.update(range(every, prompt_tokens + 1, every))
+    return sorted(end for end in ends if end > 0 and end % chunk == 0)
