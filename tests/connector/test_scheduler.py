@@ -30,7 +30,7 @@ STORED = 4
 class Rig:
     """A scheduler role, what its workers say, and the daemon as seen from outside."""
 
-    def __init__(self, daemon: DaemonProcess, settings: dict[str, object] | None = None) -> None:
+    def __init__(self, daemon: DaemonProcess, settings: dict[str, object] | None = None, attached: bool = True) -> None:
         from hybridkv.connector.metadata import StepReport
         from hybridkv.connector.scheduler import SchedulerSide
 
@@ -41,7 +41,8 @@ class Rig:
         self._socket_path = daemon.socket_path
         until(self._welcomed, "the daemon greets")
         self.report = StepReport
-        self.step({})
+        if attached:
+            self.step({})
 
     def _welcomed(self) -> bool:
         self.side._poll(time.monotonic())
@@ -423,4 +424,28 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
         found = old.answer(old.ask(2, STORED))
         assert found.chunks == STORED
         assert new.answer(new.ask(2, STORED)).chunks == 0
+    rig.side.close()
+
+
+def test_the_first_step_of_an_engine_is_stored(daemon: DaemonProcess) -> None:
+    """It may be all of a prompt, and the only one in which a state stands where it is needed.
+
+    Nobody has said yet that the workers are attached. Once a step has ended without that, they are not.
+    """
+    rig = Rig(daemon, attached=False)
+    until(lambda: _poll(rig) or rig.side.slots_fd is None, "there are write slots")
+    for name, stores in (("first", True), ("second", False)):
+        request = rig.request(2, STORED * CHUNK + 1, name)
+        rig.side.arrived(request)
+        assert rig.offered(request) == 0
+        rig.side.allocated(request, [], 0)
+        output = SimpleNamespace(
+            num_scheduled_tokens={name: STORED * CHUNK},
+            total_num_scheduled_tokens=STORED * CHUNK,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+        )
+        plan = rig.side.planned(output, lambda _: tables(STORED * CHUNK + 1))
+        assert bool(plan.stores) == stores
+        assert plan.boot
+        rig.side.reported(set(), set(), None)
     rig.side.close()

@@ -141,7 +141,8 @@ class SchedulerSide:
         """Tokens of a step that is being computed and says something of prefill, else 0; and when it was planned."""
         self._boot = ""
         self._reserved_bytes = 0
-        self._workers_on: dict[str, int] = {}
+        self._workers_on: dict[str, int] | None = None
+        """Ranks by the daemon's life that they are attached to; None before the end of the first step."""
         self._respawn_at = 0.0
         self._meter = Meter(counters)
         self._events = events
@@ -257,7 +258,8 @@ class SchedulerSide:
             self._advance(tracked, Event.PLANNED)
         plan.boot, plan.session, plan.reserved_bytes = self._boot, self._link.greetings, self._reserved_bytes
         if self._link.welcome is not None:
-            if self._workers_attached():
+            if self._workers_on is None or self._workers_attached():
+                # They said hello before us and attach as the first step begins, which may be all of a prompt.
                 plan.stores = self._stores.planned(output, self._requests, tables)
             self._refill(now)
         if not self._step[0] and output.total_num_scheduled_tokens >= PREFILL_TOKENS_MIN:
@@ -290,6 +292,7 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._loaded(tracked, request_id in failed)
+        self._workers_on = self._workers_on or {}
         if report is not None:
             self._workers_on = report.boots
             self._counters.update(report.counters)
@@ -610,7 +613,7 @@ class SchedulerSide:
             logger.exception("hybridkv: the daemon could not be started again")
 
     def _workers_attached(self) -> bool:
-        return self._workers_on.get(self._boot, 0) == self._geometry.ranks
+        return self._workers_on is not None and self._workers_on.get(self._boot, 0) == self._geometry.ranks
 
     # Small things
 
