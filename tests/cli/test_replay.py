@@ -63,6 +63,7 @@ def test_what_each_size_hits_next_to_the_ceiling(
             '{"input_length": 1025, "hash_ids": [1, 2]}',
             "line 2: 2 hash_ids for input_length 1025; one for every started",
         ),
+        (f'{{"input_length": 5, "hash_ids": [{10**99}]}}', "line 2: "),
         ('{"input_length": -1, "hash_ids": []}', "line 2: 0 hash_ids for input_length -1"),
     ],
 )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.cli.plain import plain, plain_console
-from hybridkv.cli.preview import look_at_model
+from hybridkv.cli.preview import add_model_arguments, look_at_model
 from hybridkv.client.control import Control
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.findings import Finding, Verdict
@@ -29,7 +29,6 @@ from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.states import StateRule
 from hybridkv.shm.arena import default_ram_bytes
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.testing.models import bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
@@ -38,16 +37,10 @@ _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `plan`."""
-    parser.add_argument(
-        "--model",
-        metavar="DIR_OR_NAME",
-        help="a model directory (its config.json is enough), a hub name, or a bundled tiny model: "
-        f"{', '.join(bundled_models())} (default: every engine of the running daemon)",
-    )
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
     parser.add_argument("--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)')
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
+    add_model_arguments(parser, "every engine of the running daemon")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """An engine's configuration looked at in a child process. See hybridkv.cli.previewer for the other side."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def look(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     if status == _EXIT_USAGE and lines:
         raise ConfigError(f"{lines[-1].removeprefix('vllm serve: error: ')}; vllm serve --help=all lists what works")
     raise HybridKVError(f"vLLM ended with status {status}:\n" + "\n".join(lines[-_LOG_TAIL_LINES:]))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, otherwise: str) -> None:
+    """What `look_at_model` takes; `otherwise` says what is meant without `--model`."""
+    parser.add_argument(
+        "--model",
+        metavar="DIR_OR_NAME",
+        help="a model directory (its config.json is enough), a hub name, or a bundled tiny model: "
+        f"{', '.join(bundled_models())} (default: {otherwise})",
+    )
+    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
 
 
 def look_at_model(model: str | None, vllm_arguments: Sequence[str]) -> Answer:

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from rich.table import Table
 
 from hybridkv.cli.plain import plain, plain_console
 from hybridkv.cli.plan import preview_of
-from hybridkv.cli.preview import look_at_model
+from hybridkv.cli.preview import add_model_arguments, look_at_model
 from hybridkv.client.control import Control
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.eviction import Policy
@@ -23,7 +25,6 @@ from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.plan import Preview
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.storage.replay import Hits, Model, Prompt, Replay, Unlimited, served
-from hybridkv.testing.models import bundled_models
 
 BLOCK_TOKENS = 512
 """Of the public Mooncake traces."""
@@ -36,7 +37,7 @@ class _Line(msgspec.Struct):
     """A line of a trace, as far as it is read."""
 
     input_length: int
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that one of the hash_ids stands for (default: %(default)s)",
     )
-    parser.add_argument(
-        "--model",
-        metavar="DIR_OR_NAME",
-        help="a model directory (its config.json is enough), a hub name, or a bundled tiny model: "
-        f"{', '.join(bundled_models())} (default: the engine of the running daemon)",
-    )
     parser.add_argument("--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH")
     parser.add_argument(
         "--ram",
@@ -69,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--eviction", choices=[*Policy], default=Policy.TWO_QUEUES.value, help="as of `serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are")
+    add_model_arguments(parser, "the engine of the running daemon")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -160,10 +160,11 @@ class Replay:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._store.check()
-        del self._store
-        self._view.release()
-        self._memory.close()
+        if exc[0] is None:
+            self._store.check()
+            del self._store
+            self._view.release()
+            self._memory.close()
 
     def serve(self, prompt: Prompt) -> Hits:
         """Look up, then store."""
