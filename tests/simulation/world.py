@@ -27,6 +27,9 @@ from tests.simulation.node import ARENAS, Node
 from tests.simulation.oracle import Content, GroupWords
 
 STEPS_MAX = 4000
+FAULTS_UNTIL = STEPS_MAX // 2
+"""Most seeds take a hundred steps. What weight updates, which preempt all requests, do not let come to its end before this
+step must come to it afterwards."""
 FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut", "shed")
 FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""
@@ -192,7 +195,7 @@ class _Life:
                 self._add(rng.choice(self.sites))
             if self._node.stopped and step >= self._resume_at:
                 self._node.resume()
-            if rng.random() < drawn.fault_rate:
+            if rng.random() < drawn.fault_rate and step < FAULTS_UNTIL:
                 self._fault(step)
             for site in self.sites:
                 self._step(site)
