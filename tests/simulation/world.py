@@ -28,8 +28,8 @@ from tests.simulation.oracle import Content, GroupWords
 
 STEPS_MAX = 4000
 FAULTS_UNTIL = STEPS_MAX // 2
-"""Most seeds take a hundred steps. What weight updates, which preempt all requests, do not let come to its end before this
-step must come to it afterwards."""
+"""Most seeds take a hundred steps. What weight updates, which preempt all requests, do not let come to its end before
+this step must come to it afterwards."""
 FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut", "shed")
 FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""

@@ -51,8 +51,7 @@ DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 RAM = "1GiB"
 SETTLED_COUNTERS = ("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored")
-_FLIP_AT, _FLIP_BITS = 3, 0x41
-"""Byte 3 of a payload is the high byte of a float32 and of a bfloat16 alike: the flip changes a value visibly."""
+_FLIP_BITS = 0x41
 
 
 @dataclass
@@ -445,14 +444,17 @@ class Proof:
         """The test hook behind --flip: one wrong byte in one stored object, as bad memory would make it.
 
         The object is one of a full attention group, since every hit needs all of those; without such a group, one
-        byte in every object is flipped. `others` are the slots of other prompts.
+        byte in every object is flipped. It stands in the middle, since a payload may begin with what an answer does not
+        depend on (an indexer's cache, while every token is selected anyway), and it is the high byte of a float32 and
+        of a bfloat16 alike. `others` are the slots of other prompts.
         """
         slots = {offset: header for offset, header in self._slots().items() if offset not in others}
         full = {int(gid) for gid, _, kind in (group.partition(":") for group in self.groups.split()) if "full/" in kind}
         wanted = [offset for offset, header in slots.items() if header.gid in full][:1] or list(slots)
         with self._arena() as arena:
             for offset in wanted:
-                arena.memory[offset + payload_offset(slots[offset].parts) + _FLIP_AT] ^= _FLIP_BITS
+                at = slots[offset].part_bytes // 16 * 8 + 3
+                arena.memory[offset + payload_offset(slots[offset].parts) + at] ^= _FLIP_BITS
         self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
 
     @contextmanager
