@@ -193,9 +193,9 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
         return SimpleNamespace(blocks=[[SimpleNamespace(block_id=block) for block in row] for row in tables[name]])
 
     roles.scheduler.bind_kv_cache_manager(SimpleNamespace(get_blocks=get_blocks, block_pool=None))
-    assert [table[:] for table in roles.scheduler._tables("r")] == tables["r"]
+    assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
     tables["r"] = [[5, 6], [], [1], [2]]
-    assert [table[:] for table in roles.scheduler._tables("r")] == tables["r"]
+    assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
 
 
 def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:

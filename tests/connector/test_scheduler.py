@@ -433,7 +433,7 @@ def test_the_first_step_of_an_engine_is_stored(daemon: DaemonProcess) -> None:
     Nobody has said yet that the workers are attached. Once a step has ended without that, they are not.
     """
     rig = Rig(daemon, attached=False)
-    until(lambda: _poll(rig) or rig.side.slots_fd is None, "there are write slots")
+    until(lambda: _poll(rig) or (rig.side._boot != "" and rig.side.slots_fd is None), "there are write slots")
     for name, stores in (("first", True), ("second", False)):
         request = rig.request(2, STORED * CHUNK + 1, name)
         rig.side.arrived(request)

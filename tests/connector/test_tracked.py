@@ -2,9 +2,8 @@
 
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
-from hybridkv.connector.tracked import LateBlockTable, block_tables
+from hybridkv.connector.tracked import block_tables
 from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.plans import CopyRun, plan_load
@@ -28,7 +27,7 @@ class Block:
         return self._block_id
 
 
-def planned_load(name: str, table: Any) -> tuple[list[list[Block]], tuple[CopyRun, ...]]:
+def planned_load(name: str) -> tuple[list[list[Block]], tuple[CopyRun, ...]]:
     """The engine's blocks, no two with one id, and the plan of a hit into them."""
     geometry = LAYOUTS[name]
     boundary = HIT * geometry.chunk_tokens
@@ -37,17 +36,17 @@ def planned_load(name: str, table: Any) -> tuple[list[list[Block]], tuple[CopyRu
         for index, group in enumerate(geometry.groups)
     ]
     slots = pack_u64([*range(sum(len(needed_chunks(geometry, group, HIT)) for group in geometry.groups))])
-    return blocks, plan_load(geometry, HIT, 0, block_tables(SimpleNamespace(blocks=blocks), table), slots, slots)
+    return blocks, plan_load(geometry, HIT, 0, block_tables(SimpleNamespace(blocks=blocks)), slots, slots)
 
 
 def test_a_load_has_the_blocks_of_when_it_was_planned_and_reads_them_when_it_is_taken_apart() -> None:
-    blocks, runs = planned_load("gpu_blocks", LateBlockTable)
+    blocks, runs = planned_load("gpu_blocks")
     whole = len(blocks[1])
     assert len(runs[1].span.blocks) == whole
     assert Block.reads < whole / 2, "a hook looked at more than the ends and a window"
     for table in blocks:
         table[:] = [Block(0)] * len(table)
-    _, told = planned_load("gpu_blocks", LateBlockTable)
+    _, told = planned_load("gpu_blocks")
     assert [[*run.ops()] for run in runs] == [[*run.ops()] for run in told]
     sent = pickle.loads(pickle.dumps(runs))
     assert [[*run.ops()] for run in sent] == [[*run.ops()] for run in runs]

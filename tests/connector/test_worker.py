@@ -55,3 +55,32 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     assert not connector._supervisor.healthy
     assert connector.build_connector_worker_meta().boots == {}
     assert step(StepPlan(boot="b", session=1, loads={"a": load, "b": load})) == ({"a", "b"}, {"a", "b"})
+
+
+def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> None:
+    """The scheduler looked at the ends of the run alone."""
+    from hybridkv.connector.metadata import StepPlan
+    from hybridkv.connector.worker import WorkerSide
+    from hybridkv.core.packed import pack_u64
+    from hybridkv.core.plans import NULL_BLOCK, CopyRun, Span
+
+    copied: list[Any] = []
+
+    class Storing(Broken):
+        def store(self, ops: Any, done: Any) -> None:
+            """At once."""
+            for op in ops:
+                copied.append(op)
+                done(op, True)
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerSide(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker._copiers["b"], worker._boot = (None, Storing()), "b"
+    slots = pack_u64([10, 20, 30])
+    run = CopyRun(Span(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots, slots)
+    worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
+    assert [(op.chunk, op.blocks) for op in copied] == [(4, (5, 6)), (6, (8, 9))]
+    report = worker.report()
+    assert report.done == {1: {0}}
+    assert report.unstored == {1: {1}}
+    assert report.counters["stores_hole"] == 1

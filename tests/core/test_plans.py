@@ -51,11 +51,11 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(name: str, hit
 
 
 def storable(geometry: Geometry, index: int, chunks: range, mask: bytes, table: list[int]) -> list[CopyOp]:
+    """What workers store of it."""
     spans, _ = storable_spans(geometry, index, chunks, mask, table)
     slots = pack_u64(list(range(max(1, sum(span.objects for span in spans)))))
-    return [
-        op for span in spans for op in CopyRun(span, slots[: span.objects * U64], slots[: span.objects * U64]).ops()
-    ]
+    runs = [CopyRun(span, slots[: span.objects * U64], slots[: span.objects * U64]) for span in spans]
+    return [op for run in runs for op in run.copies() if NULL_BLOCK not in op.blocks]
 
 
 def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
@@ -105,6 +105,24 @@ def test_a_store_takes_all_that_is_whole_and_absent(name: str, data: st.DataObje
     assert [op.chunk for op in ops] == sorted(expected)
     assert {op.chunk: op.blocks for op in ops} == expected
     assert all((op.first, op.count) == (0, len(op.blocks)) for op in ops)
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.data())
+def test_what_the_engine_let_go_of_is_not_even_planned(name: str, data: st.DataObject) -> None:
+    """It lets go of the beginning: no slot is taken for that, and no worker has to find it."""
+    geometry = LAYOUTS[name]
+    index = data.draw(st.sampled_from([i for i, g in enumerate(geometry.groups) if g.kind is not Kind.RECURRENT]))
+    group = geometry.groups[index]
+    length = data.draw(st.integers(1, 12))
+    blocks = length * geometry.blocks_per_chunk(group)
+    nulls = data.draw(st.integers(0, blocks))
+    table = [NULL_BLOCK] * nulls + [100 + position for position in range(nulls, blocks)]
+    first = data.draw(st.integers(0, length))
+    spans, holes = storable_spans(geometry, index, range(first, length), b"", table)
+    stored = [stored_blocks(geometry, group, chunk) for chunk in range(first, length)]
+    assert all(NULL_BLOCK not in span.blocks for span in spans)
+    assert sum(span.objects for span in spans) == sum(bool(at) and at.start >= nulls for at in stored)
+    assert holes == sum(bool(at) and at.start < nulls for at in stored)
 
 
 def test_a_run_without_slots_for_all_of_it_is_cut_at_the_prefix() -> None:

@@ -6,6 +6,7 @@ CONNECTOR = "tests/connector"
 SCHEDULER = f"{CONNECTOR}/test_scheduler.py"
 HOOKS = f"{CONNECTOR}/test_hooks.py"
 STORES = f"{CONNECTOR}/test_stores.py"
+WORKER = f"{CONNECTOR}/test_worker.py"
 STORY = f"{CONNECTOR}/test_story.py"
 MULTI = f"{CONNECTOR}/test_multi.py"
 STATS = f"{CONNECTOR}/test_stats.py"
@@ -183,13 +184,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "stores-the-null-block",
         "an object with a hole is stored",
+        "connector/worker.py",
+        "                if NULL_BLOCK in op.blocks:",
+        "                if not op.blocks:",
+        ("D12",),
+        (f"{WORKER}::test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored",),
+    ),
+    Mutation(
+        "what-is-let-go-of-is-planned",
+        "a step takes slots for blocks that the engine let go of",
         "core/plans.py",
-        "            if all(span.blocks):",
+        "            if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):",
         "            if span.blocks:",
         ("D12",),
         (
             f"{PLANS}::test_a_null_block_is_never_stored_and_never_loaded_into",
-            f"{PLANS}::test_a_store_takes_all_that_is_whole_and_absent",
+            f"{PLANS}::test_what_the_engine_let_go_of_is_not_even_planned",
         ),
     ),
     Mutation(
@@ -208,8 +218,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "null-blocks-are-taken-apart",
         "a load's null blocks that are not at an end of its run are written into",
         "core/plans.py",
-        "        if NULL_BLOCK in blocks:\n",
-        "        if not blocks:\n",
+        "        if NULL_BLOCK in self.span.blocks:\n",
+        "        if not self.span.blocks:\n",
         ("D12",),
         (f"{PLANS}::test_a_null_block_among_others_is_found_before_anything_is_copied",),
     ),
@@ -720,8 +730,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "one-table-for-all",
         "every group gets the first one's blocks",
         "connector/tracked.py",
-        "return [*map(table, blocks.blocks)]",
-        "return [table(blocks.blocks[0])] * len(blocks.blocks)",
+        "return [*map(BlockTable, blocks.blocks)]",
+        "return [BlockTable(blocks.blocks[0])] * len(blocks.blocks)",
         ("A9", "A12"),
         (f"{STORES}::test_a_group_without_blocks_stores_less_and_never_something_else", GEMMA),
     ),

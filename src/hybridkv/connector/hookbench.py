@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from hybridkv.connector.metadata import StepPlan, StepReport
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.supervise import Supervisor
-from hybridkv.connector.tracked import LateBlockTable, block_tables
+from hybridkv.connector.tracked import block_tables
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Kind
@@ -173,7 +173,7 @@ class _Bench:
         tables = partial(block_tables, blocks)
         self._timed(
             f"update_state_after_alloc ({kind})",
-            lambda: self.side.allocated(request, block_tables(blocks, LateBlockTable), external),
+            lambda: self.side.allocated(request, tables(), external),
         )
         if external:
             plan = self._timed("build_connector_meta (load)", self._plan_nothing)

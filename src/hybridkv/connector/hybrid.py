@@ -32,7 +32,7 @@ from hybridkv.connector.preflight import config_findings, group_findings, settin
 from hybridkv.connector.scheduler import SchedulerSide
 from hybridkv.connector.stats import Deltas, HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.supervise import Supervisor
-from hybridkv.connector.tracked import LateBlockTable, block_tables
+from hybridkv.connector.tracked import block_tables
 from hybridkv.connector.worker import WorkerSide
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
@@ -193,7 +193,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             self._supervisor.run(
                 "update_state_after_alloc",
-                lambda: scheduler.allocated(request, block_tables(blocks, LateBlockTable), num_external_tokens),
+                lambda: scheduler.allocated(request, block_tables(blocks), num_external_tokens),
                 lambda: scheduler.must_fail(request.request_id, num_external_tokens),
             )
 

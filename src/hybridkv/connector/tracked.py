@@ -81,7 +81,11 @@ class Tracked:
 
 
 class BlockTable(Sequence[int]):
-    """One group's block ids out of the engine's blocks, made only for what is read of them."""
+    """One group's block ids out of the engine's blocks. Parts of it keep the blocks as they are now.
+
+    Their ids are read by whoever copies: with blocks of 16 tokens a hit of 128k tokens has 8,192 of them in one group,
+    too many to be looked at in a hook.
+    """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self._blocks = blocks
@@ -93,38 +97,22 @@ class BlockTable(Sequence[int]):
     def __getitem__(self, at: int) -> int: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: slice) -> "BlockTable": ...
 
-    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, at: "int | slice") -> "int | BlockTable":
         if isinstance(at, slice):
-            return [block.block_id for block in self._blocks[at]]
+            return BlockTable(self._blocks[at])
         block_id: int = self._blocks[at].block_id
         return block_id
 
-
-class LateBlockTable(BlockTable):
-    """Parts of it keep the engine's blocks as they are now, and their ids are read by whoever copies.
-
-    With blocks of 16 tokens a hit of 128k tokens has 8,192 of them in one group: too many to be looked at in a hook.
-    """
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
-        return LateBlockTable(self._blocks[at]) if isinstance(at, slice) else super().__getitem__(at)
-
     def __iter__(self) -> Iterator[int]:
-        return iter(super().__getitem__(slice(None)))
+        return iter([block.block_id for block in self._blocks])
 
     def __reduce__(self) -> tuple[type[list[int]], tuple[Sequence[int]]]:
         """As a list: another process has use for the ids alone."""
-        return list, (super().__getitem__(slice(None)),)
+        return list, ([*self],)
 
 
-def block_tables(blocks: Any, table: type[BlockTable] = BlockTable) -> list[BlockTable]:
+def block_tables(blocks: Any) -> list[BlockTable]:
     """The table of each of the engine's groups, of its KVCacheBlocks."""
-    return [*map(table, blocks.blocks)]
+    return [*map(BlockTable, blocks.blocks)]

@@ -17,7 +17,7 @@ from hybridkv.connector.cuda import CudaCopier
 from hybridkv.connector.layout import block_views, is_replicated, worker_layout
 from hybridkv.connector.metadata import LoadPlan, StepPlan, StepReport, WorkerLayout
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.plans import CopyOp, SlotRef
+from hybridkv.core.plans import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, Welcome
 
@@ -92,8 +92,11 @@ class WorkerSide:
         ops: list[CopyOp] = []
         places: dict[SlotRef, tuple[int, int]] = {}
         for number, run in plan.stores.items():
-            for place, op in enumerate(run.ops()):
-                if self._part.writes(op):
+            for place, op in enumerate(run.copies()):
+                if NULL_BLOCK in op.blocks:
+                    self._counters["stores_hole"] += 1
+                    self._stored(number, place, False)
+                elif self._part.writes(op):
                     ops.append(op)
                     places[op.slot] = (number, place)
                 else:

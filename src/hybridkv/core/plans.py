@@ -96,18 +96,22 @@ class CopyRun:
         """How many objects these are."""
         return len(self.offsets) // U64
 
-    def ops(self) -> Iterator[CopyOp]:
-        """The copies of the single objects; raises PlanError before the first where a block is the null block."""
+    def copies(self) -> Iterator[CopyOp]:
+        """The copies of the single objects, whatever their blocks are."""
         span = self.span
         blocks = tuple(span.blocks)
-        if NULL_BLOCK in blocks:
-            raise PlanError(f"group number {span.group_index}: a null block among the engine's blocks")
         at, first = 0, self.skipped
         slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
         for chunk, slot in enumerate(slots, span.first_chunk):
             stop = at + span.count - first
             yield CopyOp(SlotRef(*slot), span.group_index, chunk, span.count, first, blocks[at:stop])
             at, first = stop, 0
+
+    def ops(self) -> Iterator[CopyOp]:
+        """`copies`; raises PlanError before the first where a block is the null block."""
+        if NULL_BLOCK in self.span.blocks:
+            raise PlanError(f"group number {self.span.group_index}: a null block among the engine's blocks")
+        yield from self.copies()
 
 
 def storable_spans(
@@ -117,16 +121,18 @@ def storable_spans(
 
     `mask` has a 1 for each chunk whose object is known to be stored. `table[i]` is the block id at position i,
     NULL_BLOCK where the engine keeps nothing: an object with such a hole is never stored (a null block's bytes under a
-    valid key are a lie).
+    valid key are a lie). Holes are looked for at both ends of a span: the engine lets go of the beginning. Others are
+    found by the workers, who look at all blocks of the span's `copies`.
     """
     spans: list[Span] = []
     holes = 0
     absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)
     for absent in absences:
         for span in _spans(geometry, group_index, absent, table):
-            if all(span.blocks):  # None is NULL_BLOCK; in half the time of `in`.
+            if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):
                 spans.append(span)
                 continue
+            span.blocks = [*span.blocks]
             whole = list(_without_holes(span))
             spans += whole
             holes += span.objects - sum(part.objects for part in whole)
