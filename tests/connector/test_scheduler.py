@@ -120,6 +120,22 @@ def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
     assert rig.counters["loads"] == 1
 
 
+def test_the_lookup_of_a_request_that_waits_for_its_turn_leaves_with_the_plan(rig: Rig) -> None:
+    """The engine asks about it once others are done; tiers below RAM are asked meanwhile."""
+    before = rig.value("lookups")
+    rig.side.arrived(rig.request(1, STORED * CHUNK + 1))
+    assert rig.value("lookups") == before, "an arrival sends nothing"
+    rig.side.planned(
+        SimpleNamespace(
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+        ),
+        lambda _: (),
+    )
+    until(lambda: rig.value("lookups") == before + 1, "the daemon is asked")
+
+
 def test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
     rig.side.arrived(request)

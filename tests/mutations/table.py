@@ -276,6 +276,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{SCHEDULER}::test_a_lease_is_held_until_the_load_has_ended",),
     ),
     Mutation(
+        "asked-for-when-it-is-their-turn",
+        "what a plan has to say stays until a later hook",
+        "connector/scheduler.py",
+        "        self._link.flush(now)\n        return plan",
+        "        return plan",
+        ("C15",),
+        (f"{SCHEDULER}::test_the_lookup_of_a_request_that_waits_for_its_turn_leaves_with_the_plan",),
+    ),
+    Mutation(
         "offers-it-again",
         "a request whose load failed is offered the same hit again",
         "core/requests.py",

@@ -1,8 +1,8 @@
 """The scheduler role: asks the daemon about each request and plans its load; stores.py plans the stores.
 
 Nothing here waits. The daemon's answers are picked up by whichever hook comes next. What a hook has to say is queued;
-it leaves at the end of the hook where the daemon's answer is waited for, or else with `planned`, which ends the
-engine's scheduling, or with `step_ended`, which ends the step.
+it leaves with the next of those that ask for answers (`matched`), end the engine's scheduling (`planned`), which is
+never far from an arrival, or end the step (`step_ended`).
 """
 
 import logging
@@ -158,7 +158,7 @@ class SchedulerSide:
     # Hooks
 
     def arrived(self, request: Any) -> None:
-        """A new request: send its lookup."""
+        """A new request: its lookup leaves with the engine's next question, or with its next plan."""
         if request.prompt_embeds is not None:
             self._decline(Tracked(request), "lookups_unhashable", tell=True)
             return
@@ -169,7 +169,6 @@ class SchedulerSide:
         tracked = Tracked(request, chain, adapter, tenant=tenant, next_chunk=[0] * len(self._geometry.groups))
         self._requests[request.request_id] = tracked
         self._ask(tracked, now)
-        self._link.flush(now)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that the cache can load; None = ask again in the next step."""
