@@ -281,7 +281,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "connector/scheduler.py",
         "        self._link.flush(now)\n        return plan",
         "        return plan",
-        ("C15",),
+        ("C18",),
         (f"{SCHEDULER}::test_the_lookup_of_a_request_that_waits_for_its_turn_leaves_with_the_plan",),
     ),
     Mutation(
