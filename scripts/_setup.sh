@@ -17,13 +17,18 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TORCHDYNAMO_DISABLE="${TORCHDYNAMO
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# setup engine: what the engine and this package need; setup tools: the test and lint tools too.
+# setup engine: what the engine and this package need; setup tools: the test and lint tools too; setup docs: what the
+# site is built with, and nothing else.
 setup() {
   exec {lock}<"$root"
   flock -n "$lock" || { say "Waiting for another setup of this checkout to end ..."; flock "$lock"; }
   make_venv
-  stamped engine install_engine requirements/engine.txt
-  stamped package install_package requirements/engine.txt pyproject.toml
+  if [[ $1 == docs ]]; then
+    stamped docs install_docs requirements/docs.txt
+  else
+    stamped engine install_engine requirements/engine.txt
+    stamped package install_package requirements/engine.txt pyproject.toml
+  fi
   [[ $1 != tools ]] || stamped tools install_tools requirements/engine.txt requirements/tools.txt
   exec {lock}<&-
 }
@@ -44,8 +49,8 @@ make_venv() {
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
     die "'$python' does not run: install Python 3.11 to 3.14, or set PYTHON to one"
   supported "$python" || die "'$python' is Python $version, and 3.11 to 3.14 are supported: set PYTHON to one of those"
-  [[ ! -e $venv ]] || say "This .venv is broken, moved or half installed: making it anew."
-  say "Making .venv with Python $version ..."
+  [[ ! -e $venv ]] || say "This ${venv#"$root"/} is broken, moved or half installed: making it anew."
+  say "Making ${venv#"$root"/} with Python $version ..."
   # Debian's python3 without its venv package has no ensurepip, but may have a pip that can put one into .venv.
   "$python" -m venv --clear "$venv" >/dev/null 2>&1 || {
     "$python" -m venv --clear --without-pip "$venv" && "$python" -m pip --python "$venv/bin/python" install pip
@@ -74,7 +79,7 @@ pip_step() {
   say "$1 ..."
   run_pip "${@:2}" >>"$log" 2>&1 || {
     tail -n 15 "$log" >&2
-    die "pip failed, see above; all of its output is in .venv/install.log. Run this again to go on."
+    die "pip failed, see above; all of its output is in ${log#"$root"/}. Run this again to go on."
   }
 }
 
@@ -120,4 +125,8 @@ install_package() {
 install_tools() {
   pip_step "Installing the test and lint tools (about 10 s)" \
     install -c requirements/engine.txt -r requirements/tools.txt
+}
+
+install_docs() {
+  pip_step "Installing what the site is built with (about 10 s)" install -r requirements/docs.txt
 }

@@ -14,14 +14,23 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.lab.daemon_process import DaemonProcess
+from tests.avx2 import choose_cpu
 
 DEADLINE_SECONDS = 20.0
 ENDING_SECONDS = 3.0
 
+# Before a test module imports torch.
+choose_cpu()
+
 # An example may take long where the machine does something else.
 hypothesis.settings.register_profile("hybridkv", deadline=None)
 hypothesis.settings.load_profile("hybridkv")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests run first, so that no worker waits for another's at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/simulation/", "tests/engine/")))
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +81,10 @@ def other_users_socket() -> Iterator[str]:
         pytest.skip("needs root to act as another user")
     place = Path("/tmp") / f"hybridkv-test-{os.getpid()}"
     code = (
-        "import os, sys; from hybridkv.cli import serve; from hybridkv.cli.main import main; os.setuid(65534);"
-        " sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB', '--metrics-port', '-1']))"
+        "import os, sys; from hybridkv.cli import serve; from hybridkv.cli.main import main;"
+        " os.setuid(65534);"
+        " sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB',"
+        " '--metrics-port', '-1']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, f"{place}/daemon.sock"])
     try:

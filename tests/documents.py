@@ -1,4 +1,4 @@
-"""Documents that are made from the code, wholly or table by table: each module prints its own, or writes it."""
+"""Documents that are made from the code, wholly or table by table."""
 
 import argparse
 import re
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
+COLUMNS = 100
+"""At most as long are lines of prose."""
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """The text with what is between `<!-- table: NAME -->` and `<!-- end -->` made anew; KeyError for other names."""
+    """The text with each `<!-- table: NAME -->` block made anew; KeyError for other names."""
     return _BLOCK.sub(lambda match: f"{match[1]}\n{tables[match[2]]()}\n{match[3]}", text)
 
 
@@ -18,15 +20,25 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     lines = [list(head), *(list(row) for row in rows)]
     lines.insert(1, ["---"] * len(lines[0]))
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    return "".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines
+    )
 
 
 def print_or_write(path: Path, made: str, about: str | None) -> int:
-    """The command."""
+    """The command of a module that makes one document."""
+    return print_or_write_all({path: made}, about)
+
+
+def print_or_write_all(made: Mapping[Path, str], about: str | None) -> int:
+    """The command of a module that makes several documents."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--write", action="store_true", help=f"write docs/{path.name} instead of printing it")
-    if parser.parse_args().write:
-        path.write_text(made)
-    else:
-        print(made, end="")
+    names = ", ".join(f"docs/{path.name}" for path in made)
+    parser.add_argument("--write", action="store_true", help=f"write {names} instead of printing")
+    is_writing = parser.parse_args().write
+    for path, text in made.items():
+        if is_writing:
+            path.write_text(text)
+        else:
+            print(text, end="")
     return 0

@@ -1,21 +1,21 @@
-"""Group layouts of real models, as vLLM resolves them (tokens per block, kinds), with small blocks."""
+"""Group layouts of real models, as vLLM resolves them, with small blocks."""
 
 import dataclasses
 
-from hybridkv.core.geometry import Geometry, Group, Kind, derive_chunk_tokens
+from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
 
-K = Kind
+K = GroupKind
 
 
 def make(
     alignment: int,
     hashing: int,
-    *groups: tuple[Kind, int, int],
+    *groups: tuple[GroupKind, int, int],
     chunk: int | None = None,
     ranks: int = 1,
     replicated: tuple[int, ...] = (),
 ) -> Geometry:
-    """A geometry from (kind, tokens per block, window); two layers of 96 and 32 bytes a token's worth each."""
+    """A geometry from (kind, tokens per block, window); its layers have 96 and 32 bytes a token."""
     made = tuple(
         Group(
             gid,
@@ -27,11 +27,13 @@ def make(
         )
         for gid, (kind, block, window) in enumerate(groups)
     )
-    return Geometry(made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks)
+    return Geometry(
+        made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks
+    )
 
 
 def wide(geometry: Geometry, *factors: int) -> Geometry:
-    """The same with blocks so many times larger, group by group, so that slots take from one to several pages."""
+    """The geometry with each group's blocks larger, so that slots take one to several pages."""
     groups = tuple(
         dataclasses.replace(group, layer_bytes=tuple(size * factor for size in group.layer_bytes))
         for group, factor in zip(geometry.groups, factors, strict=True)
@@ -57,7 +59,11 @@ LAYOUTS = {
         (K.SLIDING, 8, 128),
     ),
     "gpu_blocks": make(16, 16, (K.SLIDING, 16, 100), (K.FULL, 16, 0)),
-    "odd_window": make(32, 16, (K.SLIDING, 32, 33), (K.CHUNKED_LOCAL, 16, 80), (K.FULL, 16, 0), chunk=96),
+    "odd_window": make(
+        32, 16, (K.SLIDING, 32, 33), (K.CHUNKED_LOCAL, 16, 80), (K.FULL, 16, 0), chunk=96
+    ),
     "two_ranks": make(128, 128, (K.FULL, 128, 0), (K.SLIDING, 128, 256), ranks=2),
-    "two_ranks_mla": make(128, 128, (K.FULL, 128, 0), (K.SLIDING, 128, 256), ranks=2, replicated=(0,)),
+    "two_ranks_mla": make(
+        128, 128, (K.FULL, 128, 0), (K.SLIDING, 128, 256), ranks=2, replicated=(0,)
+    ),
 }

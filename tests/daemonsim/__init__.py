@@ -1,1 +1,1 @@
-"""The daemon, its clients, their machine and its faults in one process, repeated exactly by a seed."""
+"""The daemon, its clients, their machine and its faults in one process; a seed repeats exactly."""

@@ -1,6 +1,7 @@
-"""`python -m tests.daemonsim --seeds A:B|SEED|fresh:COUNT [--jobs N]`: prints progress, and how to repeat a failure.
+"""`python -m tests.daemonsim --seeds A:B|SEED|fresh:COUNT [--jobs N]` runs simulated daemons.
 
-A seed repeats exactly: the digest that `--digests` prints is that of every byte sent and of every byte in the arena.
+It prints progress, and how to repeat a failure. A seed repeats exactly: the digest that
+`--digests` prints is that of every byte sent and of every byte in the arena.
 """
 
 import argparse
@@ -31,11 +32,19 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.daemonsim", description=__doc__)
-    parser.add_argument("--seeds", type=_seeds, default="0:500", help="A:B, one seed, or fresh:COUNT")
-    parser.add_argument("--faults", help=f"only these, with commas, instead of drawn ones: {', '.join(FAULTS)}")
+    parser.add_argument(
+        "--seeds", type=_seeds, default="0:500", help="A:B, one seed, or fresh:COUNT"
+    )
+    parser.add_argument(
+        "--faults", help=f"only these, with commas, instead of drawn ones: {', '.join(FAULTS)}"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that failed")
-    parser.add_argument("--digests", action="store_true", help="print what tells each seed's run from every other one")
+    parser.add_argument(
+        "--digests",
+        action="store_true",
+        help="print what tells each seed's run from every other one",
+    )
     return parser.parse_args()
 
 
@@ -56,7 +65,9 @@ def _spread(options: argparse.Namespace, first: int, last: int) -> int:
         *(["--faults", options.faults] if options.faults else []),
     ]
     processes = [
-        subprocess.Popen([sys.executable, "-m", "tests.daemonsim", f"--seeds={start}:{stop}", *more])
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.daemonsim", f"--seeds={start}:{stop}", *more]
+        )
         for start, stop in itertools.pairwise(edges)
     ]
     return max(process.wait() for process in processes)

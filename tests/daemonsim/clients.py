@@ -1,4 +1,4 @@
-"""Clients as the connector is one: schedulers, workers, an operator, and a liar. Each steps at its own times."""
+"""Clients as the connector is one: schedulers, workers, an operator, and a liar."""
 
 import random
 from collections import Counter, deque
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from hybridkv.client.credits import Credits
+from hybridkv.client.credits import SlotCredits
 from hybridkv.client.link import Link
 from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, slot_shapes
 from hybridkv.core.errors import HybridKVError
@@ -17,11 +17,8 @@ from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     NEVER,
     PROTOCOL_VERSION,
-    Abandon,
     Clear,
     Commit,
-    Condemn,
-    Describe,
     Done,
     Drained,
     Engines,
@@ -29,7 +26,7 @@ from hybridkv.wire.messages import (
     Explain,
     Explained,
     Found,
-    Granted,
+    Free,
     Hello,
     Identify,
     ListEngines,
@@ -38,10 +35,14 @@ from hybridkv.wire.messages import (
     Release,
     Reply,
     Report,
+    ReportCorrupt,
+    ReportIdentity,
+    ReportRequest,
     Request,
+    RequestExplanation,
+    Reserve,
+    Reserved,
     Stats,
-    Tell,
-    Want,
     geometry_to_wire,
 )
 from tests.daemonsim.oracle import (
@@ -138,14 +139,14 @@ RATES = (0, 0, 1, 10_000, 1_000_000, 1 << 40)
 
 
 class Caller:
-    """A link whose replies are counted: each request gets its own one, in order, but for lookups that take longer."""
+    """A link that checks replies: each request gets its own, in order, except slow lookups."""
 
     def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
         self._scene = scene
         self._on_loss = on_loss
         self.awaited: deque[tuple[int, type[Reply]]] = deque()
         self._pending: dict[int, int | None] = {}
-        """Lookups that wait for tiers; of those that were given up the number of the last request before."""
+        """Lookups that wait for tiers: None, or the last request's number when one was given up."""
         self._given_up: dict[int, int] = {}
         """The same of those of which nothing was heard."""
         self._ids = 1
@@ -172,7 +173,7 @@ class Caller:
             return
         self._given_up.pop(number, None)
         assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
-        # Whatever was asked later was heard later: the daemon knows by now which lookups were given up.
+        # Requests are heard in order: the daemon knows by now which lookups were given up.
         for lookup, last in list(self._pending.items()):
             if last is not None and number > last:
                 del self._pending[lookup]
@@ -269,7 +270,13 @@ class Scheduler(Client):
     """One engine's scheduler."""
 
     def __init__(
-        self, scene: Scene, process: SimProcess, engine_id: str, geometry: Geometry, identity: bytes, target: int
+        self,
+        scene: Scene,
+        process: SimProcess,
+        engine_id: str,
+        geometry: Geometry,
+        identity: bytes,
+        target: int,
     ) -> None:
         super().__init__(scene, process)
         self.engine_id = engine_id
@@ -279,7 +286,7 @@ class Scheduler(Client):
         targets: Counter[SlotShape] = Counter()
         for group in geometry.groups:
             targets.update(dict.fromkeys(slot_shapes(geometry, group), target))
-        self.credits = Credits(targets)
+        self.credits = SlotCredits(targets)
         self.workers: list[Worker] = []
         self.inbox: deque[Told] = deque()
         self._boot = ""
@@ -311,12 +318,15 @@ class Scheduler(Client):
     def is_settled(self) -> bool:
         """Whether its workers know of the present daemon as well."""
         link = self._calls.link
-        return self.is_idle and all(worker.has_drained(link.greetings) for worker in self.workers if worker.is_alive)
+        return self.is_idle and all(
+            worker.has_drained(link.greetings) for worker in self.workers if worker.is_alive
+        )
 
     def why(self) -> str:
         """What is under way."""
         return (
-            f"{self.engine_id}: asked {len(self._asked)} loading {self.loading} storing {len(self._storing)} "
+            f"{self.engine_id}: asked {len(self._asked)} loading {self.loading} "
+            f"storing {len(self._storing)} "
             f"awaited {list(self._calls.awaited)} welcome {self._calls.link.welcome is not None} "
             f"workers {[worker.why() for worker in self.workers]}"
         )
@@ -361,7 +371,7 @@ class Scheduler(Client):
             worker.inbox.append(plan)
 
     def _want(self, size: int, parts: int, count: int) -> None:
-        if not self._calls.ask(lambda number: Want(number, size, parts, count), Granted):
+        if not self._calls.ask(lambda number: Reserve(number, size, parts, count), Reserved):
             self.credits.granted((size, parts), b"", b"", self.scene.system.seconds())
 
     def _poll(self) -> None:
@@ -371,7 +381,7 @@ class Scheduler(Client):
             self._answers = []
         elif link.welcome.boot != self._boot:
             self._boot = link.welcome.boot
-            self._calls.tell(Describe({"engine": self.engine_id}))
+            self._calls.tell(ReportIdentity({"engine": self.engine_id}))
 
     _answers: list[Reply] = []  # noqa: RUF012  # replaced in every step
 
@@ -381,8 +391,12 @@ class Scheduler(Client):
         self._leases += 1
         lease = self._leases
         wait_ms, rate = self.rng.choice(self.scene.habits.waits_ms), self.rng.choice(RATES)
-        if self._calls.ask(lambda number: Lookup(number, lease, b"".join(hashes), wait_ms, rate), Found):
-            self._asked[lease] = Asking(prompt, self.identity, hashes, self._calls.asked, self._commits)
+        if self._calls.ask(
+            lambda number: Lookup(number, lease, b"".join(hashes), wait_ms, rate), Found
+        ):
+            self._asked[lease] = Asking(
+                prompt, self.identity, hashes, self._calls.asked, self._commits
+            )
 
     def _give_up(self) -> None:
         """A request is aborted before its lookup is answered."""
@@ -392,16 +406,21 @@ class Scheduler(Client):
         self.scene.counts["lookups_given_up"] += 1
 
     def _take(
-        self, reply: Reply, loads: dict[int, list[tuple[Ref, int, int, Name]]], stores: dict[int, Storing]
+        self,
+        reply: Reply,
+        loads: dict[int, list[tuple[Ref, int, int, Name]]],
+        stores: dict[int, Storing],
     ) -> None:
-        if isinstance(reply, Granted):
+        if isinstance(reply, Reserved):
             self._granted(reply)
         elif isinstance(reply, Found):
             if reply.lease in self._given_up:
                 self._given_up.remove(reply.lease)
                 return
             asked = self._asked.pop(reply.lease)
-            self.scene.books.found(self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks)
+            self.scene.books.found(
+                self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks
+            )
             self._prove(asked, reply)
             if asked.is_wanted:
                 # A lookup that waited while the engine took other weights finds nothing.
@@ -412,16 +431,20 @@ class Scheduler(Client):
             self._load(asked, reply, loads)
             self._store(asked, reply, stores)
 
-    def _granted(self, granted: Granted) -> None:
+    def _granted(self, granted: Reserved) -> None:
         refs = _refs(granted.offsets, granted.generations)
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
         self.scene.books.granted(file, [generation for _, generation in refs])
         shape = granted.part_bytes, granted.parts
-        self.credits.granted(shape, granted.offsets, granted.generations, self.scene.system.seconds())
-        # In an arena that was made anew, by a clock that was set back, a slot may have a name of an earlier life again.
-        self._old_refs = deque((old for old in self._old_refs if old[0] not in refs), self._old_refs.maxlen)
+        self.credits.granted(
+            shape, granted.offsets, granted.generations, self.scene.system.seconds()
+        )
+        # In a new arena, under a clock that was set back, the name of a slot may occur again.
+        self._old_refs = deque(
+            (old for old in self._old_refs if old[0] not in refs), self._old_refs.maxlen
+        )
         self.scene.counts["slots_granted"] += len(refs)
 
     def _prove(self, asked: Asking, found: Found) -> None:
@@ -437,27 +460,38 @@ class Scheduler(Client):
             name = asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]
             for part in range(parts):
                 checksum = self.scene.habits.checksum
-                self.scene.books.shown(Copy(file, *ref, name, part, parts, size, checksum, welcome.boot))
+                self.scene.books.shown(
+                    Copy(file, *ref, name, part, parts, size, checksum, welcome.boot)
+                )
         self.scene.counts["slots_proven"] += len(found.offsets) // 8
 
     def _check_own(self, asked: Asking, found: Found) -> None:
-        """What this session committed before it asked is found, unless something may have been lost since."""
+        """What this session committed before it asked is found, except for what was lost since."""
         losses = self.scene.books.losses()
         for group, mask in zip(self.geometry.groups, found.masks, strict=True):
             for there, chunk_hash in zip(mask, asked.hashes, strict=True):
-                number, lost = self._mine.get((asked.identity, group.gid, chunk_hash), (self._commits + 1, ()))
+                number, lost = self._mine.get(
+                    (asked.identity, group.gid, chunk_hash), (self._commits + 1, ())
+                )
                 if not there and number <= asked.number and lost == losses:
                     raise AssertionError(f"{self.engine_id} does not find what it committed")
                 self.scene.counts["own_writes_read"] += there and number <= asked.number
 
-    def _load(self, asked: Asking, found: Found, loads: dict[int, list[tuple[Ref, int, int, Name]]]) -> None:
+    def _load(
+        self, asked: Asking, found: Found, loads: dict[int, list[tuple[Ref, int, int, Name]]]
+    ) -> None:
         if not found.chunks:
             return
         if self.rng.random() < 0.15:
             self._held.append(found.lease)
             return
         loads[found.lease] = [
-            (ref, index, chunk, (asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]))
+            (
+                ref,
+                index,
+                chunk,
+                (asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]),
+            )
             for ref, index, chunk in named(self.geometry, found)
         ]
         self.loading[found.lease] = set(range(self.geometry.ranks))
@@ -493,7 +527,7 @@ class Scheduler(Client):
                 del self._storing[number]
                 (spoilt if storing.is_unstored or storing.is_spoilt else ready).append(storing)
         if told.condemned:
-            self._calls.tell(Condemn(*_packed(told.condemned)))
+            self._calls.tell(ReportCorrupt(*_packed(told.condemned)))
         for lease, is_good in told.loaded:
             if lease not in self.loading:
                 continue
@@ -504,14 +538,16 @@ class Scheduler(Client):
                 del self.loading[lease]
                 failed = lease in self._load_failed
                 self._calls.tell(Release(lease, 0 if failed else 1, 1, failed))
-                self._calls.tell(Tell(f"request {lease}", {"lease": str(lease)}))
+                self._calls.tell(ReportRequest(f"request {lease}", RequestExplanation(lease, 0)))
         if spoilt:
-            self._calls.tell(Abandon(*_packed([storing.ref for storing in spoilt])))
+            self._calls.tell(Free(*_packed([storing.ref for storing in spoilt])))
         if ready:
             self._commit(ready)
 
     def _commit(self, ready: list[Storing]) -> None:
-        if self._calls.tell(_commit([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])):
+        if self._calls.tell(
+            _commit([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])
+        ):
             self._commits += 1
             losses = self.scene.books.losses()
             for storing in ready:
@@ -527,12 +563,18 @@ class Scheduler(Client):
             return
         ref, group_index = self.rng.choice(self._old_refs)
         if "late" in habits and self.rng.random() < 0.5:
-            self._calls.tell(_commit([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2))
+            self._calls.tell(
+                _commit([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2)
+            )
             self.scene.counts["commits_late"] += 1
         if "twice" in habits and self.rng.random() < 0.5:
-            self._calls.tell(Abandon(*_packed([ref, ref])))
+            self._calls.tell(Free(*_packed([ref, ref])))
             lease = self.rng.randrange(self._leases + 2)
-            if lease not in self._asked and lease not in self.loading and lease not in self._given_up:
+            if (
+                lease not in self._asked
+                and lease not in self.loading
+                and lease not in self._given_up
+            ):
                 self._calls.tell(Release(lease))
             self.scene.counts["abandons_late"] += 1
 
@@ -547,10 +589,19 @@ class Scheduler(Client):
         self.scene.counts["identified"] += 1
 
     def _hello(self) -> Hello:
-        return Hello(1, PROTOCOL_VERSION, "engine", self.engine_id, self.identity, geometry_to_wire(self.geometry))
+        return Hello(
+            1,
+            PROTOCOL_VERSION,
+            "engine",
+            self.engine_id,
+            self.identity,
+            geometry_to_wire(self.geometry),
+        )
 
     def _attached(self) -> bool:
-        return [self._workers_on.get(rank) for rank in range(self.geometry.ranks)] == [self._boot] * self.geometry.ranks
+        return [self._workers_on.get(rank) for rank in range(self.geometry.ranks)] == [
+            self._boot
+        ] * self.geometry.ranks
 
     def _lost(self) -> None:
         self.credits.reset()
@@ -572,11 +623,13 @@ class Worker(Client):
         self._scheduler = scheduler
         self._geometry = scheduler.geometry
         self.rank = rank
-        self._calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "worker", scheduler.engine_id), lambda: None)
+        self._calls = Caller(
+            scene, Hello(1, PROTOCOL_VERSION, "worker", scheduler.engine_id), lambda: None
+        )
         self.inbox: deque[Plan] = deque()
         self._boot = ""
         self._files: dict[str, ArenaFile] = {}
-        """By daemon's life: the present one, and the one before for loads that were planned from it."""
+        """Arena files by the daemon's boot: the present one, and the previous one for old loads."""
         self.writes: dict[int, Copy] = {}
         self._loads: dict[int, list[Copy]] = {}
         self._session = 0
@@ -585,7 +638,10 @@ class Worker(Client):
 
     def why(self) -> str:
         """What is under way."""
-        return f"{self.rank}: writes {len(self.writes)} loads {len(self._loads)} told {self._told} boot {self._boot}"
+        return (
+            f"{self.rank}: writes {len(self.writes)} loads {len(self._loads)} "
+            f"told {self._told} boot {self._boot}"
+        )
 
     def has_drained(self, session: int) -> bool:
         """Whether the daemon was told so."""
@@ -607,7 +663,9 @@ class Worker(Client):
         self._calls.poll()
         while self.inbox:
             self._begin(self.inbox.popleft(), told)
-        for _ in range(self.rng.randrange(self.scene.habits.pieces + 1) if not self.scene.calm else 20):
+        for _ in range(
+            self.rng.randrange(self.scene.habits.pieces + 1) if not self.scene.calm else 20
+        ):
             self._copy(told)
         told.boot = self._boot
         self._scheduler.inbox.append(told)
@@ -631,15 +689,21 @@ class Worker(Client):
             file = self._files.get(plan.boot)
             if group.replicated and storing.chunk % self._geometry.ranks != self.rank:
                 told.done.append((number, True))
-            elif file is None or ("fail" in self.scene.habits.misbehave and self.rng.random() < 0.1):
+            elif file is None or (
+                "fail" in self.scene.habits.misbehave and self.rng.random() < 0.1
+            ):
                 told.done.append((number, False))
             else:
-                copy = self._copy_of(file, plan.boot, storing.ref, storing.group_index, storing.chunk, storing.name)
+                copy = self._copy_of(
+                    file, plan.boot, storing.ref, storing.group_index, storing.chunk, storing.name
+                )
                 copy.pieces = cut(self.rng, 0, copy.size)
                 self.scene.books.owns(copy)
                 self.writes[number] = copy
 
-    def _copy_of(self, file: ArenaFile, boot: str, ref: Ref, index: int, chunk: int, name: Name) -> Copy:
+    def _copy_of(
+        self, file: ArenaFile, boot: str, ref: Ref, index: int, chunk: int, name: Name
+    ) -> Copy:
         size, parts = sizes(self._geometry, index, chunk)
         part = 0 if self._geometry.groups[index].replicated else self.rank
         return Copy(file, *ref, name, part, parts, size, self.scene.habits.checksum, boot)
@@ -683,13 +747,18 @@ class Worker(Client):
             return
         self.scene.counts["parts_loaded" if error is None else f"parts_failed_{error}"] += 1
         if error is None:
-            # The end of a part is copied after the proof of all of it, and a bit that flips in between is not seen.
+            # The end of a part is copied after the proof of the whole part.
+            # A bit that flips in between is not seen.
             if not load.first or self.scene.books.flipped_at < load.begun_at:
                 self.scene.books.accepted(load, bytes(load.loaded[load.first :]), load.first)
             copies.pop(0)
             return
         server = self.scene.system.server
-        is_leased = server is not None and server.daemon.boot == load.boot and self.scene.books.is_exact
+        is_leased = (
+            server is not None
+            and server.daemon.state.info.boot == load.boot
+            and self.scene.books.is_exact
+        )
         assert not is_leased, f"a load under a living lease failed: {error}"
         if error == "bytes" and self.scene.books.is_exact:
             assert not load.is_there(), "other bytes under the generation of what was stored"
@@ -698,7 +767,7 @@ class Worker(Client):
         del self._loads[lease]
 
     def _attach(self) -> None:
-        """Follow the daemon, as connector.worker does."""
+        """Follow the daemon, as connector.worker.role does."""
         welcome = self._calls.link.welcome
         if welcome is None or welcome.boot == self._boot:
             return
@@ -708,7 +777,9 @@ class Worker(Client):
         except HybridKVError:
             self.scene.counts["attach_failed"] += 1
             return
-        self._files = {self._boot: old, welcome.boot: file} if old is not None else {welcome.boot: file}
+        self._files = (
+            {self._boot: old, welcome.boot: file} if old is not None else {welcome.boot: file}
+        )
         self._boot = welcome.boot
 
     def _tell_drained(self, session: int) -> None:
@@ -717,7 +788,12 @@ class Worker(Client):
             self._session, self._draining = session, running
         self._draining &= running
         told = self._calls.link.greetings, self._session
-        if not self._draining and self._session and told != self._told and self._calls.tell(Drained(session)):
+        if (
+            not self._draining
+            and self._session
+            and told != self._told
+            and self._calls.tell(Drained(session))
+        ):
             self._told = told
 
 
@@ -736,7 +812,9 @@ class Loading(Copy):
         """A load of all of a part, or of its end."""
         first = rng.randrange(copy.size) if rng.random() < partial else 0
         plain = {name: value for name, value in vars(copy).items() if name != "pieces"}
-        return cls(**plain, pieces=cut(rng, first, copy.size), first=first, loaded=bytearray(copy.size))
+        return cls(
+            **plain, pieces=cut(rng, first, copy.size), first=first, loaded=bytearray(copy.size)
+        )
 
     def go_on(self, now: int) -> str | None:
         """A piece more; why it failed, if it did."""
@@ -777,13 +855,15 @@ class Operator(Client):
         elif what < 4:
             self.calls.ask(ListEngines, Engines)
         elif what < 7 or not self._clears:
-            self.calls.ask(lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained)
+            self.calls.ask(
+                lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained
+            )
         elif self.calls.ask(Clear, Done):
             self.scene.counts["clears"] += 1
 
 
 class Seeker(Client):
-    """An engine that comes when all is well and RAM is empty: whatever is sound in tiers comes up, sooner or later."""
+    """An engine that comes when RAM is empty: all that is sound in tiers must be promoted."""
 
     TRIES = 14
     """Each puts aside what was damaged on the way."""
@@ -800,9 +880,13 @@ class Seeker(Client):
         super().__init__(scene, process)
         self._geometry = geometry
         self._expects = expects
-        self._todo = deque((identity, prompt) for identity in identities for prompt in range(PROMPTS))
+        self._todo = deque(
+            (identity, prompt) for identity in identities for prompt in range(PROMPTS)
+        )
         self._identity = identities[0]
-        hello = Hello(1, PROTOCOL_VERSION, "engine", "seeker", self._identity, geometry_to_wire(geometry))
+        hello = Hello(
+            1, PROTOCOL_VERSION, "engine", "seeker", self._identity, geometry_to_wire(geometry)
+        )
         self._calls = Caller(scene, hello, lambda: None)
         self._lease = 0
         self._tries = 0
@@ -847,7 +931,9 @@ class Seeker(Client):
         both = [bytes(map(min, one, other)) for one, other in zip(self._before, after, strict=True)]
         expected = largest_hit(self._geometry, both, len(hashes))
         self.scene.counts["chunks_sought"] += sum(found.tiers.values())
-        assert found.why != "it was not read in time", "nothing goes on for a lookup that waits for others"
+        assert found.why != "it was not read in time", (
+            "nothing goes on for a lookup that waits for others"
+        )
         self._tries += 1
         self._has_no_room |= found.why == "RAM has no room for it"
         if found.chunks < expected and self._tries < self.TRIES:
@@ -856,7 +942,9 @@ class Seeker(Client):
             # One lookup's room may be what another one had, in whichever try.
             self.scene.counts["seeks_without_room"] += 1
         else:
-            assert found.chunks >= expected, f"{found.chunks} of {expected} chunks come up: {found.why}"
+            assert found.chunks >= expected, (
+                f"{found.chunks} of {expected} chunks come up: {found.why}"
+            )
             self.scene.counts["seeks"] += 1
             self.scene.counts["chunks_expected"] += expected
         self._todo.popleft()
@@ -864,9 +952,11 @@ class Seeker(Client):
 
 
 class Liar(Client):
-    """A client that says anything: true messages with false contents, and bytes that are no messages."""
+    """A client that says anything: true messages with false contents, and arbitrary bytes."""
 
-    def __init__(self, scene: Scene, process: SimProcess, engine_ids: list[str], geometry: Geometry) -> None:
+    def __init__(
+        self, scene: Scene, process: SimProcess, engine_ids: list[str], geometry: Geometry
+    ) -> None:
         super().__init__(scene, process)
         self._engine_ids = engine_ids
         self._geometry = geometry
@@ -916,18 +1006,29 @@ class Liar(Client):
         offsets, generations = _packed(refs)
         groups = pack_u64([rng.randrange(4) for _ in refs])
         hashes = b"".join(rng.choice(prompt_hashes(rng.randrange(PROMPTS))) for _ in refs)
-        shape = rng.choice([shape for group in self._geometry.groups for shape in slot_shapes(self._geometry, group)])
+        shape = rng.choice(
+            [
+                shape
+                for group in self._geometry.groups
+                for shape in slot_shapes(self._geometry, group)
+            ]
+        )
         return rng.choice(
             (
                 Hello(1, PROTOCOL_VERSION, role, engine_id, b"liar" * 8, geometry, session=session),
                 Hello(1, rng.randrange(3), "control"),
                 Drained(session),
-                Lookup(2, rng.randrange(3), hashes[: rng.choice((None, 5))], *rng.choice(((), (1, 1), (30_000, 0)))),
-                Want(3, *shape, rng.randrange(3)),
+                Lookup(
+                    2,
+                    rng.randrange(3),
+                    hashes[: rng.choice((None, 5))],
+                    *rng.choice(((), (1, 1), (30_000, 0))),
+                ),
+                Reserve(3, *shape, rng.randrange(3)),
                 Commit(offsets, generations, groups, hashes),
-                Abandon(offsets, generations[: rng.choice((None, 5))]),
+                Free(offsets, generations[: rng.choice((None, 5))]),
                 Release(rng.randrange(3)),
-                Condemn(*_packed(refs[:1])) if rng.random() < 0.2 else Stats(4),
+                ReportCorrupt(*_packed(refs[:1])) if rng.random() < 0.2 else Stats(4),
                 Identify(5, b"rail" * 8),
             )
         )
@@ -935,9 +1036,9 @@ class Liar(Client):
     def _ref(self) -> Ref:
         """A slot of somebody, as it may have been overheard."""
         server = self.scene.system.server
-        if server is None or not server.daemon.store._slots:
+        if server is None or not server.daemon.store.slots:
             return 0, 1
-        slot = self.rng.choice(list(server.daemon.store._slots.values()))
+        slot = self.rng.choice(list(server.daemon.store.slots))
         return slot.offset, slot.generation
 
 
@@ -957,7 +1058,9 @@ def _refs(offsets: bytes, generations: bytes) -> list[Ref]:
 
 
 def _packed(refs: list[Ref]) -> tuple[bytes, bytes]:
-    return pack_u64([offset for offset, _ in refs]), pack_u64([generation for _, generation in refs])
+    return pack_u64([offset for offset, _ in refs]), pack_u64(
+        [generation for _, generation in refs]
+    )
 
 
 def _commit(objects: list[tuple[Ref, int, bytes]]) -> Commit:

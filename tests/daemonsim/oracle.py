@@ -25,8 +25,8 @@ from hybridkv.shm.slots import (
     slot_bytes,
     unpack_header,
 )
-from hybridkv.storage.store import Slot
-from hybridkv.storage.transfer import Work
+from hybridkv.store.index import Slot
+from hybridkv.tiers.jobs import JobKind
 from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply, Request
 from tests.daemonsim.system import SECOND, ArenaFile, System
 from tests.layouts import LAYOUTS, wide
@@ -54,7 +54,9 @@ Name = tuple[bytes, int, bytes]
 @functools.cache
 def prompt_hashes(prompt: int) -> tuple[bytes, ...]:
     """Prompts share their first two chunks."""
-    return tuple(hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS))
+    return tuple(
+        hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS)
+    )
 
 
 @functools.cache
@@ -75,13 +77,15 @@ def content(name: Name, part: int, size: int) -> bytes:
 
 
 def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """As connector.copier signs a part."""
+    """As connector.copy.host signs a part."""
     return signatures.signature(xxhash.xxh3_64(payload, seed=generation).intdigest())
 
 
 def largest_slot(geometry: Geometry) -> int:
     """Bytes of the largest slot of any of its objects."""
-    return max(slot_bytes(*shape) for group in geometry.groups for shape in slot_shapes(geometry, group))
+    return max(
+        slot_bytes(*shape) for group in geometry.groups for shape in slot_shapes(geometry, group)
+    )
 
 
 @dataclass(eq=False)
@@ -136,7 +140,7 @@ class Copy:
 
 
 def cut(rng: random.Random, start: int, stop: int) -> list[tuple[int, int]]:
-    """[start, stop) in one to four pieces, in any order: not every copy engine goes from the front to the back."""
+    """Cut [start, stop) into one to four pieces, in any order, as copy engines may."""
     edges = sorted({start, stop, *(rng.randrange(start, stop) for _ in range(rng.randrange(4)))})
     pieces = list(itertools.pairwise(edges))
     rng.shuffle(pieces)
@@ -151,7 +155,7 @@ class Books:
         self.written: set[Name] = set()
         """Everything that some engine ever committed."""
         self.is_exact = True
-        """No bit was flipped: bytes are right wherever the generation is, whatever the checksum says."""
+        """No bit was flipped: a right generation means right bytes, whatever the checksum says."""
         self.flipped_at = 0
         """When the last bit was."""
         self.is_exclusive = True
@@ -163,8 +167,8 @@ class Books:
         if server is None:
             return ("down", self._system.lives)
         daemon = server.daemon
-        counts = (daemon.counters["objects_condemned"], daemon.counters["requests_clear"])
-        wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.lines)
+        counts = (daemon.counters["objects_condemned"], daemon.state.labelled["requests", "clear"])
+        wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
     def granted(self, file: ArenaFile, generations: list[int]) -> None:
@@ -180,24 +184,36 @@ class Books:
             return
         slot = server.daemon.store.get(copy.offset, copy.generation)
         assert slot is not None, f"slot {copy.offset} was taken from a living writer"
-        assert slot.state is SlotState.WRITING, f"slot {copy.offset} became {slot.state.name} under a living writer"
+        assert slot.state is SlotState.WRITING, (
+            f"slot {copy.offset} became {slot.state.name} under a living writer"
+        )
 
     def accepted(self, copy: Copy, loaded: bytes, start: int) -> None:
         """A load took these bytes of the part, from `start` on, for the object's."""
         # Of two writers in one slot, the later one signs what both have written.
         assert loaded == copy.expected[start:] or not self.is_exclusive, (
-            f"LIE: a load of part {copy.part} of {copy.name[1]}:{copy.name[2].hex()[:8]} accepted other bytes"
+            f"LIE: a load of part {copy.part} of {copy.name[1]}:{copy.name[2].hex()[:8]} "
+            "accepted other bytes"
         )
 
     def found(
-        self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...], masks: list[bytes], chunks: int
+        self,
+        geometry: Geometry,
+        identity: bytes,
+        hashes: tuple[bytes, ...],
+        masks: list[bytes],
+        chunks: int,
     ) -> None:
         """An answer claims only what was stored, and a hit lacks nothing."""
         assert all(len(mask) == len(hashes) for mask in masks)
         for group, mask in zip(geometry.groups, masks, strict=True):
             for there, chunk_hash in zip(mask, hashes, strict=True):
-                assert not there or (identity, group.gid, chunk_hash) in self.written, "what nobody stored is found"
-            assert all(mask[at] for at in needed_chunks(geometry, group, chunks)), "a hit lacks a chunk"
+                assert not there or (identity, group.gid, chunk_hash) in self.written, (
+                    "what nobody stored is found"
+                )
+            assert all(mask[at] for at in needed_chunks(geometry, group, chunks)), (
+                "a hit lacks a chunk"
+            )
 
     def shown(self, copy: Copy) -> None:
         """What an answer names has its bytes and is signed, as long as it is there."""
@@ -205,11 +221,17 @@ class Books:
             return
         is_proven = copy.is_signed(copy.payload)
         if self.is_exact:
-            assert copy.payload == copy.expected, f"LIE: an answer names other bytes than {copy.name[2].hex()[:8]}"
+            assert copy.payload == copy.expected, (
+                f"LIE: an answer names other bytes than {copy.name[2].hex()[:8]}"
+            )
             # Whoever does not check does not sign.
-            assert is_proven or (not copy.checksum and copy.is_unsigned), "what is found is not signed"
+            assert is_proven or (not copy.checksum and copy.is_unsigned), (
+                "what is found is not signed"
+            )
         elif is_proven:
-            assert copy.payload == copy.expected, f"LIE: other bytes than {copy.name[2].hex()[:8]} are signed"
+            assert copy.payload == copy.expected, (
+                f"LIE: other bytes than {copy.name[2].hex()[:8]} are signed"
+            )
 
     def jobs(self) -> None:
         """What tiers' threads are at work on stays what it is."""
@@ -217,28 +239,31 @@ class Books:
         if server is None:
             return
         for strand in self._system.strands:
-            if strand.job is None or strand.job.work not in (Work.READ, Work.WRITE):
+            if strand.job is None or strand.job.kind not in (JobKind.READ, JobKind.WRITE):
                 continue
             for item in strand.job.items:
                 assert item.slot is not None
                 slot = server.daemon.store.get(item.slot.offset, item.record.seed)
                 assert slot is item.slot, "a slot was taken from a thread that is at work on it"
-                if strand.job.work is Work.READ:
+                if strand.job.kind is JobKind.READ:
                     assert slot.state is SlotState.WRITING, "a slot is found before it is read"
                 else:
                     assert slot.state is SlotState.COMMITTED
                     assert slot.pins, "a slot that is being written to a tier may go"
 
     def audit(self) -> int:
-        """Every object of the index is what its name says, or its checksum tells; how many there are."""
+        """Every object is what its name says, or visibly damaged; returns how many there are."""
         server, file = self._system.server, self._system.arena
         assert server is not None
         assert file is not None
         objects = 0
-        for identity, namespace in server.daemon.namespaces.items():
+        for identity, namespace in server.daemon.sessions.namespaces.items():
             for chunk_hash, entry in namespace.entries.items():
                 for index, slot in enumerate(entry.slots):
-                    if slot is not None and (identity, namespace.gids[index], chunk_hash) in self.written:
+                    if (
+                        slot is not None
+                        and (identity, namespace.gids[index], chunk_hash) in self.written
+                    ):
                         self._audit(file, slot, (identity, namespace.gids[index], chunk_hash))
                         objects += 1
         return objects
@@ -252,7 +277,17 @@ class Books:
         assert (header.namespace, header.gid, header.chunk_hash) == name
         assert (header.part_bytes, header.parts) == slot.shape
         for part in range(slot.parts):
-            copy = Copy(file, slot.offset, slot.generation, name, part, slot.parts, slot.part_bytes, True, "")
+            copy = Copy(
+                file,
+                slot.offset,
+                slot.generation,
+                name,
+                part,
+                slot.parts,
+                slot.part_bytes,
+                True,
+                "",
+            )
             if self.is_exact or copy.is_signed(copy.payload):
                 self.accepted(copy, bytes(copy.payload), 0)
 
@@ -265,7 +300,7 @@ class Waits:
         self._due: dict[tuple[int, int], tuple[int, float]] = {}
         """By (connection, lease): the lookup's id, and its deadline by the loop's clock."""
         self._floors: dict[tuple[int, int], tuple[int, object]] = {}
-        """The hit that RAM alone had, of those for which reading began at once, and what was lost by then."""
+        """The hit that RAM alone had when reading began at once, and what was lost by then."""
         self._direct: tuple[int, int] | None = None
         """(connection, id) of the Found that is to be sent next."""
         self._wrong: list[str] = []
@@ -275,10 +310,14 @@ class Waits:
         """Hear all that a new life of the daemon hears and says."""
         self._due.clear()
         self._floors.clear()
-        handle, send, drop = server.daemon.handle, server._send, server._drop
+        clients = server.clients
+        handle, send, drop = server.daemon.handle, clients.send, clients.drop
 
         def heard(number: int, request: Request, now: float) -> Reply | None:
-            if isinstance(request, Release) and self._due.pop((number, request.lease), None) is not None:
+            if (
+                isinstance(request, Release)
+                and self._due.pop((number, request.lease), None) is not None
+            ):
                 self.counts["waits_aborted"] += 1
             reply: Reply | None = handle(number, request, now)
             if isinstance(reply, Pending):
@@ -286,13 +325,16 @@ class Waits:
                 self._expect(request.wait_ms > 0, "who has no patience is kept waiting")
                 self._due[number, request.lease] = request.id, now + request.wait_ms / 1e3
                 self.counts["waits"] += 1
-                waiting = server.daemon.promotion._waiting[number, request.lease]
+                waiting = server.daemon.promotion._lookups[number, request.lease]
                 if not waiting.finding:
-                    self._floors[number, request.lease] = waiting.resident, _drops(server, waiting.namespace)
+                    self._floors[number, request.lease] = (
+                        waiting.request.resident,
+                        _drops(server, waiting.request.namespace),
+                    )
             if isinstance(reply, Found):
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
-                session = server.daemon.connections[number].session
+                session = server.daemon.sessions.connections[number].session
                 there, _ = server.daemon._present(session.namespace, request.hashes)
                 self._expect(there == reply.masks, "an answer says what was so a moment ago")
             return reply
@@ -303,16 +345,19 @@ class Waits:
                     self._direct = None
                 else:
                     known = self._due.pop((peer.number, reply.lease), None)
-                    session = server.daemon.connections[peer.number].session
+                    session = server.daemon.sessions.connections[peer.number].session
                     floor, drops = self._floors.pop((peer.number, reply.lease), (0, ()))
                     if drops == _drops(server, session.namespace):
                         self._expect(reply.chunks >= floor, "waiting cost the hit that there was")
                     slots = session.leases.get(reply.lease, ())
                     is_own = all(slot.entry.namespace is session.namespace for slot in slots)
                     self._expect(is_own, "bytes of other weights are found")
-                    self.counts["waits_to_the_end"] += known is not None and known[1] <= self._system.now / SECOND
+                    self.counts["waits_to_the_end"] += (
+                        known is not None and known[1] <= self._system.now / SECOND
+                    )
                     self._expect(
-                        known is not None and known[0] == reply.id, "a lookup is answered twice, or for nobody"
+                        known is not None and known[0] == reply.id,
+                        "a lookup is answered twice, or for nobody",
                     )
             send(peer, reply)
 
@@ -322,22 +367,31 @@ class Waits:
                 self.counts["waits_left"] += 1
             drop(peer)
 
-        server.daemon.handle, server._send, server._drop = heard, said, dropped
+        server.daemon.handle, clients.send, clients.drop = heard, said, dropped
 
     def turned(self) -> None:
         """A round of the loop is over: nobody waits whose time was up when it began."""
         now = self._system.now / SECOND
-        self._expect(all(deadline > now for _, deadline in self._due.values()), "STALL: a lookup waits for too long")
+        self._expect(
+            all(deadline > now for _, deadline in self._due.values()),
+            "STALL: a lookup waits for too long",
+        )
         server = self._system.server
         assert server is not None
-        for line, leaving in zip(server.daemon.lines, server.daemon.demotion._leaving, strict=True):
-            self._expect(not leaving or line.writes(now + 1.0), "RAM is held for a tier that takes nothing")
+        for line, leaving in zip(server.daemon.tiers, server.daemon.demotion._leaving, strict=True):
+            self._expect(
+                not leaving or line.writes(now + 1.0), "RAM is held for a tier that takes nothing"
+            )
 
     def check(self) -> None:
         """Raises AssertionError for whatever was wrong until now."""
         system = self._system
         assert not self._wrong, self._wrong
-        if system.server is None or system.turn_is_due or system.now < system.server_process.stopped_until:
+        if (
+            system.server is None
+            or system.turn_is_due
+            or system.now < system.server_process.stopped_until
+        ):
             return
         assert all(deadline >= system.now / SECOND for _, deadline in self._due.values()), (
             "STALL: nobody wakes the loop"
@@ -351,9 +405,10 @@ class Waits:
 
 def _drops(server: Any, namespace: object) -> tuple[object, ...]:
     """Changes whenever an object that is held may be lost."""
-    counters = server.daemon.counters
-    wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.lines)
-    return namespace, counters["objects_condemned"], counters["requests_clear"], wrong
+    state = server.daemon.state
+    wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
+    condemned, cleared = state.counters["objects_condemned"], state.labelled["requests", "clear"]
+    return namespace, condemned, cleared, wrong
 
 
 def sizes(geometry: Geometry, index: int, chunk: int) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""A machine that is only a heap of events: clocks, processes, sockets, pidfds and shared memory files.
+"""A machine that is only a heap of events: clocks, processes, sockets, pidfds, shared memory.
 
-`installed` puts it under server/loop.py and client/link.py in place of the operating system; what is above is the real
-code.
-Times are integers in microseconds of a clock that stands still while code runs.  Nothing here depends on the order of a
-set, on an id or on a hash, so that a seed repeats to the last byte.
+`installed` puts it under the daemon's loop and client/link.py in place of the operating system;
+what is above is the real code.
+
+Times are integers in microseconds of a clock that stands still while code runs. Nothing here
+depends on the order of a set, on an id or on a hash, so that a seed repeats to the last byte.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ from unittest import mock
 
 from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.eviction import Policy
-from hybridkv.core.tiers import TierSpec
-from hybridkv.server import loop
-from hybridkv.server.sessions import Process
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.daemon import background, clients, loop
+from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
-from hybridkv.storage.transfer import Job
+from hybridkv.tiers.jobs import TierJob
 
 SECOND = 1_000_000
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -48,11 +49,14 @@ SLEEPLESS_MAX = 2000
 VAIN_MAX = 20
 """Times that something is waited for that is there already."""
 TRACED = (
-    *("storage/store.py", "storage/extents.py", "shm/trailer.py", "shm/slots.py", "server/daemon.py"),
-    *("server/promote.py", "storage/demote.py", "storage/line.py"),
+    *("store/store.py", "store/slots.py", "store/index.py", "store/tenants.py", "store/extents.py"),
+    *("shm/trailer.py", "shm/slots.py"),
+    *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
+    *("tiers/promotion.py", "tiers/lookups.py", "tiers/load_or_compute.py"),
+    *("tiers/demotion.py", "tiers/state.py"),
 )
 """Where the daemon can be killed: at any line of these."""
-UNTRACED = ("tag_of",)
+UNTRACED = ("owner_of",)
 """Cached functions of these, whose lines run or not with what ran before."""
 
 
@@ -74,7 +78,7 @@ class Strand:
     def __init__(self, system: "System", code: Callable[["Strand"], None]) -> None:
         self._system = system
         self._code = code
-        self.job: Job | None = None
+        self.job: TierJob | None = None
         """What it is doing."""
         self.due: int | None = None
         """When it goes on; None while it hangs."""
@@ -136,7 +140,7 @@ class SimProcess:
 
 
 class Pipe:
-    """One direction of a connection: bytes arrive in order, each piece some time after it was written."""
+    """One direction of a connection: bytes arrive in order, each piece after a delay."""
 
     def __init__(self, system: "System", capacity: int, wakes: bool) -> None:
         self._system = system
@@ -300,7 +304,11 @@ class SimSocket:
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         """SO_PEERCRED."""
-        assert (level, option, size) == (socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        assert (level, option, size) == (
+            socket.SOL_SOCKET,
+            socket.SO_PEERCRED,
+            struct.calcsize("3i"),
+        )
         assert self.peer is not None
         return struct.pack("3i", self.peer.pid, os.geteuid(), os.getegid())
 
@@ -422,7 +430,7 @@ class Selector:
 
 
 class SlotsMemory:
-    """The slots as the daemon's store sees them: it may write headers alone, and may be killed within one."""
+    """The slots as the daemon's store sees them: it writes headers only, and may die within one."""
 
     def __init__(self, system: "System", view: memoryview) -> None:
         self._system = system
@@ -437,7 +445,11 @@ class SlotsMemory:
     def __setitem__(self, at: slice, data: bytes) -> None:
         if at.start % SLOT_ALIGN == HEADER_BYTES:
             assert not any(data), "the daemon signs nothing by itself"
-            assert at.stop - at.start == len(data) <= payload_offset(len(data) // CHECKSUM_BYTES) - HEADER_BYTES
+            assert (
+                at.stop - at.start
+                == len(data)
+                <= payload_offset(len(data) // CHECKSUM_BYTES) - HEADER_BYTES
+            )
             self._view[at] = data
             return
         assert at.start % SLOT_ALIGN == 0, "the daemon writes headers, and nothing else"
@@ -473,8 +485,10 @@ class ArenaFile:
 
     def close(self) -> None:
         """Unmap."""
-        # The next daemon may take it over as soon as its lock is given up with it, whatever this process still does.
-        assert not self._system.strands, "the arena is given up while a thread may still write into it"
+        # The next daemon may take the arena over as soon as this lock is given up.
+        assert not self._system.strands, (
+            "the arena is given up while a thread may still write into it"
+        )
 
     def unlink(self) -> None:
         """Remove the name."""
@@ -509,7 +523,7 @@ class System:
         self.paths: dict[str, ArenaFile] = {}
         """Every arena there ever was, by its name."""
         self.listener: Listener | None = None
-        self.server: loop.Server | None = None
+        self.server: loop.DaemonServer | None = None
         self.server_process = self.current
         self.lives = 0
         self.life_starts_ms: list[int] = []
@@ -530,7 +544,7 @@ class System:
         self._vain = 0
         self._sleepless = 0
         self._timer_at = 0
-        self.on_start: Callable[[loop.Server], None] = lambda server: None
+        self.on_start: Callable[[loop.DaemonServer], None] = lambda server: None
         self.on_turn: Callable[[], None] = lambda: None
         self.on_death: Callable[[], None] = lambda: None
 
@@ -576,7 +590,7 @@ class System:
         self._digest.update(repr((self.now, *what)).encode())
 
     def digest(self) -> str:
-        """What tells this run from every other one: all that was traced, and the bytes of every arena."""
+        """A digest of all that was traced, and of the bytes of every arena."""
         whole = self._digest.copy()
         for file in self.files:
             whole.update(file.bytes)
@@ -617,7 +631,7 @@ class System:
         self.wake_server(self.now)
 
     def process_of(self, pid: int) -> Process | None:
-        """As server.loop.process_of."""
+        """As daemon.clients.process_of."""
         process = self.processes.get(pid)
         return Process(pid, process.started) if process is not None else None
 
@@ -625,7 +639,7 @@ class System:
         """See os."""
         if pid not in self.processes:
             raise ProcessLookupError(errno.ESRCH, "No such process")
-        # The lowest that is free, as the kernel does: that of a process that was let go is soon another's.
+        # The kernel also takes the lowest free number, so another process soon has it again.
         fd = next(number for number in itertools.count(FIRST_FD) if number not in self.pidfds)
         self.pidfds[fd] = self.processes[pid]
         return fd
@@ -644,11 +658,13 @@ class System:
         self.life_starts_ms.append(self.time_ms())
         self.trace("start", self.time_ms(), ram_bytes, fresh)
         self._may_wait = False
-        policy = tuple(Policy)[self.lives % len(Policy)]
+        policy = tuple(EvictionPolicy)[self.lives % len(EvictionPolicy)]
         quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3] if self.has_quotas else None
-        options = loop.ServeOptions(SOCKET_PATH, ram_bytes, -1, fresh, policy, quota, self.tiers, "node")
-        server: list[loop.Server] = []
-        if not self._runs(lambda: server.append(loop.Server(options))):
+        options = loop.ServeOptions(
+            SOCKET_PATH, ram_bytes, -1, fresh, policy, quota, self.tiers, "node"
+        )
+        server: list[loop.DaemonServer] = []
+        if not self._runs(lambda: server.append(loop.DaemonServer(options))):
             return False
         self.server = server[0]
         self.on_start(self.server)
@@ -675,7 +691,7 @@ class System:
         self._lines_left, self._writes_left = lines, writes
 
     def tears(self) -> int | None:
-        """Bytes of this header that are still written where the daemon dies within it, else None."""
+        """Bytes of this header that are written before the daemon dies within it, else None."""
         if not self._writes_left:
             return None
         self._writes_left -= 1
@@ -700,7 +716,7 @@ class System:
             return
         self.on_turn()
         selector: Any = server._selector
-        if server._behind or selector.is_any_ready():
+        if server.clients.behind or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
         patience = server._patience()
         self._sleepless = self._sleepless + 1 if patience == 0.0 else 0
@@ -709,7 +725,7 @@ class System:
             self._timer_at = timer = self.now + max(1, math.ceil(patience * SECOND))
             self.at(timer, lambda: self._ring(server, timer))
 
-    def _ring(self, server: loop.Server, timer: int) -> None:
+    def _ring(self, server: loop.DaemonServer, timer: int) -> None:
         """The loop has slept as long as it wanted to."""
         if self.server is server and self._timer_at == timer:
             self.wake_server(self.now)
@@ -759,7 +775,10 @@ class System:
 
     def _continue(self, strand: Strand, when: int) -> None:
         strand.due = when
-        self.at(when, lambda: self._go_on(strand) if strand.due == when and strand in self.strands else None)
+        self.at(
+            when,
+            lambda: self._go_on(strand) if strand.due == when and strand in self.strands else None,
+        )
 
     def _go_on(self, strand: Strand) -> None:
         if self.server is not None and self.now < self.server_process.stopped_until:
@@ -774,7 +793,9 @@ class System:
         waker = read[0]
         self._vain = self._vain + 1 if waker.is_rung else 0
         assert self._vain < VAIN_MAX, "a daemon that waits for its tiers spins"
-        self.run_strands(self.now + max(1, math.ceil(timeout * SECOND)), lambda: bool(waker.is_rung))
+        self.run_strands(
+            self.now + max(1, math.ceil(timeout * SECOND)), lambda: bool(waker.is_rung)
+        )
 
     def _reserve(self) -> None:
         """One step of the daemon's thread that makes pages exist."""
@@ -785,7 +806,7 @@ class System:
             self._may_wait = True
             with contextlib.suppress(WouldWaitError):
                 self._reserver()
-        if server._reserved < arena.slots_bytes:
+        if server._reserver.reserved_bytes < arena.slots_bytes:
             self.after(500, 40_000, self._reserve)
 
     def _wait_for(self, predicate: Callable[[], bool]) -> bool:
@@ -842,8 +863,11 @@ class System:
     def open_arena(
         self, socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str
     ) -> tuple[ArenaFile, Trailer, bool]:
-        """As server.place.open_arena."""
-        taken = next((file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)), None)
+        """As daemon.filesystem.open_arena."""
+        taken = next(
+            (file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)),
+            None,
+        )
         for file in list(self.files):
             if file is not taken:
                 file.unlink()
@@ -900,22 +924,27 @@ class System:
             def __exit__(self, *_: object) -> None:
                 """Nobody else waits."""
 
-        sockets = SimpleNamespace(**{name: getattr(socket, name) for name in dir(socket) if name.isupper()})
+        sockets = SimpleNamespace(
+            **{name: getattr(socket, name) for name in dir(socket) if name.isupper()}
+        )
         sockets.socket = self.new_socket
         sockets.socketpair = self._socketpair
         kernel = SimpleNamespace(
-            pidfd_open=self.pidfd_open, close=self.close_fd, geteuid=os.geteuid, getpid=lambda: self.server_process.pid
+            pidfd_open=self.pidfd_open,
+            close=self.close_fd,
+            geteuid=os.geteuid,
+            getpid=lambda: self.server_process.pid,
         )
         server = {
             "os": kernel,
             "socket": sockets,
             "selectors": SimpleNamespace(
-                DefaultSelector=lambda: Selector(self),
-                EVENT_READ=READ,
-                EVENT_WRITE=WRITE,
+                DefaultSelector=lambda: Selector(self), EVENT_READ=READ, EVENT_WRITE=WRITE
             ),
             "threading": SimpleNamespace(Condition=Condition, Thread=self._thread),
-            "time": SimpleNamespace(time_ns=lambda: self.time_ms() * 10**6, monotonic=self._monotonic),
+            "time": SimpleNamespace(
+                time_ns=lambda: self.time_ms() * 10**6, monotonic=self._monotonic
+            ),
             "uuid": SimpleNamespace(uuid4=self._uuid4),
             "select": SimpleNamespace(select=self._select),
             "make_tier": self.make_tier,
@@ -928,7 +957,9 @@ class System:
         }
         with contextlib.ExitStack() as stack:
             for name, value in server.items():
-                stack.enter_context(mock.patch.object(loop, name, value))
+                for module in (loop, clients, background):
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(mock.patch.object(link, "socket", sockets))
             yield
 

@@ -1,4 +1,4 @@
-"""Tiers below RAM that are dictionaries with ills, and the daemon's threads that use them, one at a time."""
+"""Simulated tiers: dictionaries with faults, and the daemon's threads, run one at a time."""
 
 import itertools
 import random
@@ -6,13 +6,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridkv.core.tiers import TierSpec
+from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.signature import sign
 from hybridkv.shm.slots import payload_offset, slot_bytes
-from hybridkv.storage.line import THREADS
-from hybridkv.storage.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
-from hybridkv.storage.tiers.base import DamagedError, FullError, Getting, MissingError, Putting, Tier, TierError
-from hybridkv.storage.transfer import Job, Outcome, execute
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FullError,
+    MissingError,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
+from hybridkv.tiers.jobs import JobOutcome, TierJob, execute
+from hybridkv.tiers.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
+from hybridkv.tiers.state import THREADS
 from tests.daemonsim.oracle import Books, Name, content
 from tests.daemonsim.system import SECOND, SlotsMemory, Strand, System
 
@@ -42,7 +50,9 @@ class WrongError(BaseException):
 class Vault:
     """What a tier keeps, which outlives daemons, and what ails it."""
 
-    def __init__(self, system: System, books: Books, is_remote: bool, max_bytes: int | None) -> None:
+    def __init__(
+        self, system: System, books: Books, is_remote: bool, max_bytes: int | None
+    ) -> None:
         self.system = system
         self.books = books
         self.is_remote = is_remote
@@ -96,8 +106,12 @@ class Vault:
         if name in self.books.written and self.books.is_exclusive:
             for part in range(record.parts):
                 start = payload_offset(record.parts) + part * record.part_bytes
-                if image[start : start + record.part_bytes] != content(name, part, record.part_bytes):
-                    raise WrongError(f"LIE: the record of {name[1]}:{name[2].hex()[:8]} has other bytes, signed")
+                if image[start : start + record.part_bytes] != content(
+                    name, part, record.part_bytes
+                ):
+                    raise WrongError(
+                        f"LIE: the record of {name[1]}:{name[2].hex()[:8]} has other bytes, signed"
+                    )
 
     def lose(self) -> None:
         """Some records are not there any more."""
@@ -136,7 +150,9 @@ def make_record(name: Name, part_bytes: int, parts: int, seed: int) -> bytes:
         slot[start : start + part_bytes] = content(name, part, part_bytes)
     sign(slot, part_bytes, parts, seed)
     head = memoryview(bytearray(head_bytes(parts)))
-    write_head(Record(RecordName(*name), part_bytes, parts, seed, tenant=name[2][1] % 3), slot, head)
+    write_head(
+        Record(RecordName(*name), part_bytes, parts, seed, tenant=name[2][1] % 3), slot, head
+    )
     return bytes(head) + bytes(slot[len(head) :])
 
 
@@ -177,12 +193,12 @@ class SimTier(Tier):
             return [self._rng.random() < 0.5 for _ in keys]
         return [key in self._vault.records for key in keys]
 
-    def get(self, items: Sequence[Getting]) -> list[TierError | None]:
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         """See Tier."""
         self._call("get")
         return [self._get(item) for item in items]
 
-    def put(self, items: Sequence[Putting]) -> list[TierError | None]:
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         """See Tier."""
         self._call("put")
         return [self._put(item) for item in items]
@@ -233,7 +249,7 @@ class SimTier(Tier):
             self._vault.counts["calls_hung"] += 1
             self._system.hang(None)
 
-    def _get(self, item: Getting) -> TierError | None:
+    def _get(self, item: ReadRequest) -> TierError | None:
         self._breath("get")
         image = self._vault.records.get(item.key)
         if image is None:
@@ -255,7 +271,7 @@ class SimTier(Tier):
                 return TierError("Input/output error")
         return None
 
-    def _put(self, item: Putting) -> TierError | None:
+    def _put(self, item: WriteRequest) -> TierError | None:
         vault = self._vault
         if "put" in vault.sick_calls and vault.is_ill("tier_error", 0.3):
             return TierError("Input/output error")
@@ -282,14 +298,14 @@ class SimTier(Tier):
 
 
 class SimThreads:
-    """In place of server.threads.TierThreads: as many threads, of which one at a time runs, from pause to pause."""
+    """It stands for tiers.threads.TierThreads: one thread at a time runs, from pause to pause."""
 
     def __init__(
         self,
         system: System,
         tier: Tier,
         memory: SlotsMemory,
-        done: Callable[[Job, Outcome], None],
+        done: Callable[[TierJob, JobOutcome], None],
         counts: Counter[str],
     ) -> None:
         self._system = system
@@ -297,13 +313,13 @@ class SimThreads:
         self._memory: Any = memory
         self._done = done
         self._counts = counts
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[TierJob] = deque()
         self._running = 0
         self._is_closed = False
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: TierJob) -> None:
         """See TierThreads."""
-        self._counts[f"jobs_{job.work}"] += 1
+        self._counts[f"jobs_{job.kind}"] += 1
         self._waiting.append(job)
         if self._running < THREADS:
             self._running += 1
@@ -312,7 +328,9 @@ class SimThreads:
     def close(self, seconds: float) -> bool:
         """See TierThreads."""
         self._is_closed = True
-        self._system.run_strands(self._system.now + int(seconds * SECOND), lambda: not self._running)
+        self._system.run_strands(
+            self._system.now + int(seconds * SECOND), lambda: not self._running
+        )
         return not self._running
 
     def _work(self, strand: Strand) -> None:
@@ -322,14 +340,18 @@ class SimThreads:
             outcome = execute(self._tier, job, self._memory)
             strand.job = None
             self._system.trace(
-                "job", job.work, len(job.items), str(outcome.error), [str(one) for one in outcome.errors]
+                "job",
+                job.kind,
+                len(job.items),
+                str(outcome.error),
+                [str(one) for one in outcome.errors],
             )
             self._done(job, outcome)
         self._running -= 1
 
 
 class TierMaker:
-    """In place of storage.tiers.make: the tiers of a seed by the numbers in their URLs."""
+    """In place of tiers.factory: the tiers of a seed by the numbers in their URLs."""
 
     def __init__(self, vaults: Sequence[Vault]) -> None:
         self._vaults = vaults

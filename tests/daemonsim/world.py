@@ -1,4 +1,4 @@
-"""One seed: engines, a daemon and what goes wrong; an AssertionError is a lie, a stall or a leak."""
+"""One seed: engines, a daemon and faults; an AssertionError is a lie, a stall or a leak."""
 
 import dataclasses
 import logging
@@ -6,18 +6,27 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.tiers import parse_tier
-from hybridkv.server import loop
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.daemon import background
 from hybridkv.shm import trailer
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotState
-from hybridkv.storage.record import RecordName
-from hybridkv.storage.transfer import Work
+from hybridkv.tiers.jobs import JobKind
+from hybridkv.tiers.record import RecordName
 from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Seeker, Worker
-from tests.daemonsim.oracle import GEOMETRIES, PROMPTS, Books, Waits, largest_slot, prompt_hashes, sizes
+from tests.daemonsim.oracle import (
+    GEOMETRIES,
+    PROMPTS,
+    Books,
+    Waits,
+    largest_slot,
+    prompt_hashes,
+    sizes,
+)
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 
@@ -81,7 +90,9 @@ class Logged(logging.Handler):
 class Engine:
     """A scheduler, its workers, and their processes."""
 
-    def __init__(self, scene: Scene, engine_id: str, geometry_name: str, identity: bytes, together: bool) -> None:
+    def __init__(
+        self, scene: Scene, engine_id: str, geometry_name: str, identity: bytes, together: bool
+    ) -> None:
         self.scene = scene
         self.engine_id = engine_id
         self.geometry_name = geometry_name
@@ -96,9 +107,16 @@ class Engine:
     def _begin(self, identity: bytes) -> None:
         geometry = GEOMETRIES[self.geometry_name]
         target = self.scene.rng.randrange(1, 5)
-        self.scheduler = Scheduler(self.scene, self.processes[0], self.engine_id, geometry, identity, target)
+        self.scheduler = Scheduler(
+            self.scene, self.processes[0], self.engine_id, geometry, identity, target
+        )
         self.scheduler.workers = [
-            Worker(self.scene, self.processes[min(rank + 1, len(self.processes) - 1)], self.scheduler, rank)
+            Worker(
+                self.scene,
+                self.processes[min(rank + 1, len(self.processes) - 1)],
+                self.scheduler,
+                rank,
+            )
             for rank in range(geometry.ranks)
         ]
 
@@ -143,13 +161,18 @@ class World:
             pieces=rng.choice((1, 2, 4, 8)),
             loads=rng.choice((2, 4, 4, 40)),
             partial=rng.choice((0.0, 0.3)),
-            waits_ms=rng.choice(((0, 50, 1000), (20, 300), (3000,), (0, 30_000))) if draw.tiers else (0,),
+            waits_ms=rng.choice(((0, 50, 1000), (20, 300), (3000,), (0, 30_000)))
+            if draw.tiers
+            else (0,),
             misbehave=draw.faults & {"late", "twice", "fail"},
         )
         self._scene = Scene(system, self._books, habits, self.counts)
         models = rng.sample(sorted(GEOMETRIES), rng.choice((1, 1, 2, 3)))
         self._identities = {
-            name: [f"{name}{number}".encode().ljust(HASH_BYTES, b".") for number in range(rng.choice((1, 2)))]
+            name: [
+                f"{name}{number}".encode().ljust(HASH_BYTES, b".")
+                for number in range(rng.choice((1, 2)))
+            ]
             for name in models
         }
         largest = max(largest_slot(GEOMETRIES[name]) for name in models) // SLOT_ALIGN
@@ -182,13 +205,16 @@ class World:
             vault.delays = rng.choice(((1, 300), (100, 20_000), (5000, 100_000)))
             self._vaults.append(vault)
         urls = [
-            f"sim://{rng.randrange(len(self._vaults))}?write={rng.choice(('through', 'through', 'back', 'off'))}"
+            f"sim://{rng.randrange(len(self._vaults))}"
+            f"?write={rng.choice(('through', 'through', 'back', 'off'))}"
             f"&timeout={rng.choice((0.05, 0.5, 5))}{rng.choice(('', '', '', '&hourly=256KiB'))}"
             for _ in range(self._draw.tiers)
         ]
         system.tiers = tuple(parse_tier(url, "tiers") for url in urls)
         system.make_tier = TierMaker(self._vaults)
-        system.make_threads = lambda tier, memory, done: SimThreads(system, tier, memory, done, self.counts)
+        system.make_threads = lambda tier, memory, done: SimThreads(
+            system, tier, memory, done, self.counts
+        )
         system.on_start, system.on_turn = self._waits.attend, self._waits.turned
         if rng.random() < 0.5:
             self._do_tier_other()
@@ -200,13 +226,23 @@ class World:
         logger = logging.getLogger("hybridkv.daemon")
         logger.addHandler(self._logged)
         logger.propagate = False
-        before = loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX
-        loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = reserve, 4 * reserve, PROCESSES_MAX
+        before = (
+            background.RESERVE_STEP_BYTES,
+            background.RESERVE_AHEAD_BYTES,
+            trailer.PROCESSES_MAX,
+        )
+        background.RESERVE_STEP_BYTES, background.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = (
+            reserve,
+            4 * reserve,
+            PROCESSES_MAX,
+        )
         try:
             with self._system.installed():
                 self._live()
         finally:
-            loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = before
+            background.RESERVE_STEP_BYTES, background.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = (
+                before
+            )
             logger.removeHandler(self._logged)
             logger.propagate = True
             for strand in self._system.strands:
@@ -254,7 +290,9 @@ class World:
         deadline = system.now + QUIET_SECONDS * SECOND
 
         def is_over() -> bool:
-            assert system.now < deadline, f"STALL: {[engine.scheduler.why() for engine in self._engines]}"
+            assert system.now < deadline, (
+                f"STALL: {[engine.scheduler.why() for engine in self._engines]}"
+            )
             if system.server is None:
                 return False
             return all(engine.scheduler.is_settled for engine in self._engines if engine.is_whole)
@@ -270,9 +308,13 @@ class World:
             if rng.random() < 0.5 and engine.is_whole:
                 engine.end()
             for process in engine.processes:
-                system.after(1, SECOND // 4, lambda process=process: system.kill(process))  # type: ignore[misc]
+                system.after(1, SECOND // 4, partial(system.kill, process))
         for other in self._others:
-            system.after(1, SECOND // 4, lambda other=other: system.kill(other.process))  # type: ignore[misc]
+            system.after(
+                1,
+                SECOND // 4,
+                lambda other=other: system.kill(other.process),  # type: ignore[misc]
+            )
         until = system.now + SECOND
         system.at(until, lambda: None)
         self._go_on(lambda: system.now >= until)
@@ -280,23 +322,31 @@ class World:
         self._check()
         server = system.server
         assert server is not None
-        values = server.daemon.showing.values()
-        left = {name: values[name] for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")}
+        values = server.daemon.view.values().named()
+        left = {
+            name: values[name]
+            for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")
+        }
         assert not any(left.values()), f"LEAK: {left}"
-        assert not server._pidfds, "LEAK: processes are watched for nobody"
-        assert not server._peers
-        assert not server.daemon.processes()
+        assert not server._processes, "LEAK: processes are watched for nobody"
+        assert not server.clients
+        assert not server.daemon.sessions.processes()
         assert not server._trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents
         assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]
-        assert all(not slot.pins for slot in server.daemon.store._slots.values())
+        assert all(not slot.pins for slot in server.daemon.store.slots)
         assert not self._logged.records or not self._books.is_exclusive, self._logged.records
         self.counts["objects_left"] += self._books.audit()
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
-            *(promotion._waiting, promotion._reading, promotion._slots, promotion._finding),
+            *(promotion._lookups, promotion._reads, promotion._finds),
             *promotion._turns.values(),
-            *(+promotion._reading_bytes, demotion._writing, +demotion._held_bytes, *demotion._leaving),
+            *(
+                +promotion._reading_bytes,
+                demotion._writing,
+                +demotion._held_bytes,
+                *demotion._leaving,
+            ),
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()
@@ -308,8 +358,10 @@ class World:
 
         def is_over() -> bool:
             assert system.now < deadline, "STALL: a tier's thread does not end"
-            lines = self._daemon().lines if system.server is not None else ()
-            return system.server is not None and all(job.work is Work.TEND for line in lines for job in line._running)
+            lines = self._daemon().tiers if system.server is not None else ()
+            return system.server is not None and all(
+                job.kind is JobKind.TEND for line in lines for job in line._running
+            )
 
         self._go_on(is_over)
 
@@ -330,12 +382,15 @@ class World:
 
         def is_open() -> bool:
             assert system.now < deadline, "STALL: a tier is not opened again"
-            return system.server is not None and all(line.is_open for line in self._daemon().lines)
+            return system.server is not None and all(line.is_open for line in self._daemon().tiers)
 
         self._go_on(is_open)
         name = rng.choice(sorted(self._identities))
         seekers = [
-            Seeker(self._scene, system.spawn(), GEOMETRIES[name], self._identities[name], self._sound) for _ in range(2)
+            Seeker(
+                self._scene, system.spawn(), GEOMETRIES[name], self._identities[name], self._sound
+            )
+            for _ in range(2)
         ]
         deadline = system.now + 10 * QUIET_SECONDS * SECOND
 
@@ -352,15 +407,20 @@ class World:
         self._settle()
         self._check()
         assert system.server is not None
-        assert all(not slot.pins for slot in system.server.daemon.store._slots.values())
+        assert all(not slot.pins for slot in system.server.daemon.store.slots)
         self._audit_vaults()
 
     def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:
         """Which objects of a prompt some tier has whole, per group."""
-        used = [self._vaults[int(spec.location.removeprefix("sim://"))] for spec in self._system.tiers]
+        used = [
+            self._vaults[int(spec.location.removeprefix("sim://"))] for spec in self._system.tiers
+        ]
         return [
             bytes(
-                any(vault.sound(RecordName(identity, group.gid, chunk_hash).key) is not None for vault in used)
+                any(
+                    vault.sound(RecordName(identity, group.gid, chunk_hash).key) is not None
+                    for vault in used
+                )
                 for chunk_hash in hashes
             )
             for group in geometry.groups
@@ -381,10 +441,14 @@ class World:
         self._waits.check()
         self._books.jobs()
         store = daemon.store
-        assert store.writing_bytes + store.committed_bytes <= store.extents.limit_bytes <= len(store)
+        assert (
+            store.writing_bytes + store.committed_bytes <= store.extents.limit_bytes <= len(store)
+        )
         assert not self._logged.records or not self._books.is_exact, self._logged.records
-        wrong = any(line.counters["objects_wrong_in_ram"] for line in daemon.lines)
-        assert not wrong or not self._books.is_exact, "what is right in RAM is taken for wrong, and lost"
+        wrong = any(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
+        assert not wrong or not self._books.is_exact, (
+            "what is right in RAM is taken for wrong, and lost"
+        )
 
     # The daemon
 
@@ -436,7 +500,9 @@ class World:
         if gone and rng.random() < 0.5:
             # Its workers may live on.
             engine_id = rng.choice(gone).engine_id
-        if any(engine.engine_id == engine_id for engine in self._engines if engine.scheduler.is_alive):
+        if any(
+            engine.engine_id == engine_id for engine in self._engines if engine.scheduler.is_alive
+        ):
             return
         identity = rng.choice(self._identities[name])
         together = GEOMETRIES[name].ranks == 1 and rng.random() < 0.4
@@ -514,9 +580,13 @@ class World:
         """Any step; often to just where an earlier life of the daemon began."""
         system, rng = self._system, self._rng
         if rng.random() < 0.6:
-            system.wall_ms += rng.choice(system.life_starts_ms) - system.time_ms() - rng.randrange(3)
+            system.wall_ms += (
+                rng.choice(system.life_starts_ms) - system.time_ms() - rng.randrange(3)
+            )
         else:
-            system.wall_ms += rng.choice((-1, 1)) * rng.randrange(1, rng.choice((10, 10_000, EPOCH_MS // 2)))
+            system.wall_ms += rng.choice((-1, 1)) * rng.randrange(
+                1, rng.choice((10, 10_000, EPOCH_MS // 2))
+            )
         system.trace("clock", system.wall_ms)
 
     def _do_jump(self) -> None:
@@ -543,7 +613,7 @@ class World:
     def _slot(self, state: SlotState) -> Any:
         if self._system.server is None:
             return None
-        slots = [slot for slot in self._daemon().store._slots.values() if slot.state is state]
+        slots = [slot for slot in self._daemon().store.slots if slot.state is state]
         return self._rng.choice(slots) if slots else None
 
     def _flip(self, start: int, stop: int) -> None:
@@ -582,7 +652,9 @@ class World:
         return vault
 
     def _do_tier_slow(self) -> None:
-        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = self._rng.choice(((100, 20_000), (10_000, 400_000)))
+        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = self._rng.choice(
+            ((100, 20_000), (10_000, 400_000))
+        )
 
     def _do_tier_hang(self) -> None:
         self._ail("tier_hang", SECOND // 10, 3 * SECOND)
@@ -627,9 +699,13 @@ class World:
         model = rng.choice(sorted(self._identities))
         identity, geometry = rng.choice(self._identities[model]), GEOMETRIES[model]
         rate = rng.choice((1.0, 0.9))
-        for chunk_hash in {hash_: None for _ in range(3) for hash_ in prompt_hashes(rng.randrange(PROMPTS))}:
+        for chunk_hash in {
+            hash_: None for _ in range(3) for hash_ in prompt_hashes(rng.randrange(PROMPTS))
+        }:
             chunk = next(
-                chunks.index(chunk_hash) for chunks in map(prompt_hashes, range(PROMPTS)) if chunk_hash in chunks
+                chunks.index(chunk_hash)
+                for chunks in map(prompt_hashes, range(PROMPTS))
+                if chunk_hash in chunks
             )
             for index, group in enumerate(geometry.groups):
                 size, parts = sizes(geometry, index, chunk)

@@ -1,7 +1,7 @@
 """Engines that differ in one thing each, one after the other in this process, all on one daemon.
 
-Run as `python -m tests.engine.identities SOCKET NAME...`; prints {"name": ..., "loaded": tokens} for every name, in
-order. An engine that loads has the identity of one that stored before it.
+Run as `python -m tests.engine.identities SOCKET NAME...`; prints {"name": ..., "loaded": tokens}
+for every name, in order. An engine that loads has the identity of one that stored before it.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from hybridkv.cli.runner import make_engine
-from hybridkv.testing.models import bundled_arguments, bundled_models
+from hybridkv.lab.models import bundled_arguments, bundled_models
+from hybridkv.lab.runner import make_engine
 from tests.engine.support import prompt
 
 TOKENS = 3 * 256 + 20
@@ -30,14 +30,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weights (seed)": {"arguments": ["--seed=1"]},
     "weights (contents)": {"environment": {"HYBRIDKV_WIDEN": "7:0.08"}},
     "weights_identity": {"extra": {"weights_identity": "another"}},
-    "config (RoPE)": {"arguments": ['--hf-overrides={"rope_parameters":{"rope_type":"default","rope_theta":5000.0}}']},
+    "config (RoPE)": {
+        "arguments": [
+            '--hf-overrides={"rope_parameters":{"rope_type":"default","rope_theta":5000.0}}'
+        ]
+    },
     "dtype": {"arguments": ["--dtype=bfloat16"]},
     "KV dtype": {"arguments": ["--kv-cache-dtype=fp8"]},
     "block size": {"arguments": ["--block-size=256"]},
     "chunk": {"extra": {"hybrid_chunk_size": 256}},
     "hash algorithm": {"arguments": ["--prefix-caching-hash-algo=sha256_cbor"]},
     "own hashes": {"arguments": ["--prefix-caching-hash-algo=xxhash"]},
-    "own hashes, other salt": {"arguments": ["--prefix-caching-hash-algo=xxhash"], "salt": "tenant-7"},
+    "own hashes, other salt": {
+        "arguments": ["--prefix-caching-hash-algo=xxhash"],
+        "salt": "tenant-7",
+    },
     "own hashes, again": {"arguments": ["--prefix-caching-hash-algo=xxhash"]},
     "nothing": {},
 }
@@ -56,7 +63,11 @@ def tokens_loaded(
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 5000, **(extra or {})},
+        "kv_connector_extra_config": {
+            "server": f"unix://{socket_path}",
+            "lookup_timeout_ms": 5000,
+            **(extra or {}),
+        },
     }
     before = dict(os.environ)
     os.environ.update(environment or {})

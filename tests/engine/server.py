@@ -19,7 +19,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from hybridkv.cli.engine import ENGINE_ENVIRONMENT
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from tests.conftest import DEADLINE_SECONDS
 from tests.engine.support import until
 
@@ -30,7 +30,9 @@ STARTED = b"Application startup complete"
 class Server:
     """A context manager around one API server on loopback; `arguments` are vLLM's."""
 
-    def __init__(self, arguments: Sequence[str], log_path: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log_path: Path, environment: dict[str, str]
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -60,7 +62,9 @@ class Server:
                 left = deadline - time.monotonic()
                 ready = select.select([fd], [], [], max(0.0, left))[0]
                 received = os.read(fd, 1 << 16) if ready else b""
-                assert received, f"the server did not start:\n{said[-4000:].decode(errors='replace')}"
+                assert received, (
+                    f"the server did not start:\n{said[-4000:].decode(errors='replace')}"
+                )
                 said += received
         except BaseException:
             self.close()
@@ -98,7 +102,9 @@ class Server:
     def post(self, path: str, body: object = None) -> bytes:
         """The answer to a POST."""
         data = json.dumps(body).encode() if body is not None else b""
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
             read: bytes = answer.read()
         return read
@@ -131,7 +137,11 @@ class Server:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels."""
-        return sum(value for one, its, value in self.metrics() if one == name and labels.items() <= its.items())
+        return sum(
+            value
+            for one, its, value in self.metrics()
+            if one == name and labels.items() <= its.items()
+        )
 
 
 class Subscriber:
@@ -152,11 +162,19 @@ class Subscriber:
 
     def stored(self, medium: str) -> list[BlockStored]:
         """The BlockStored events of a medium, so far."""
-        return [event for event in self.events if isinstance(event, BlockStored) and event.medium == medium]
+        return [
+            event
+            for event in self.events
+            if isinstance(event, BlockStored) and event.medium == medium
+        ]
 
     def removed(self, medium: str) -> list[Any]:
         """The hashes of the BlockRemoved events of a medium, so far."""
-        events = [event for event in self.events if isinstance(event, BlockRemoved) and event.medium == medium]
+        events = [
+            event
+            for event in self.events
+            if isinstance(event, BlockRemoved) and event.medium == medium
+        ]
         return [name for event in events for name in event.block_hashes]
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """The real vLLM scheduler, block pool and connector on a forward pass that we understand.
 
-Everything is the real engine's (scheduler, KV cache manager, tensors, connector, daemon), but the model: instead of
-computing, a step *checks* that every byte a real model would read is what this request's tokens demand, and *writes*
-what the step's own tokens demand (tests/simulation/oracle.py).  `tests.simulation` does the same with less of the
-engine, for far more layouts and seeds.
+Everything is the real engine's (scheduler, KV cache manager, tensors, connector, daemon), except
+the model. Instead of computing, a step *checks* that every byte a real model would read is what
+this request's tokens demand, and *writes* what the step's own tokens demand
+(tests/simulation/oracle.py). `tests.simulation` does the same with less of the engine, for far
+more layouts and seeds.
 
 Run as `python -m tests.engine.simulation MODEL SOCKET SEED...`; prints one JSON line per seed.
 """
@@ -26,14 +27,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from hybridkv.cli.runner import make_engine
-from hybridkv.client.control import Control
-from hybridkv.connector.layout import group_geometry
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.models import bundled_arguments, bundled_models
+from hybridkv.lab.runner import make_engine
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import payload_offset
-from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import bundled_arguments, bundled_models
+from hybridkv.vllm.layout import group_geometry
 from tests.simulation.oracle import Content, GroupWords, Oracle, Words
 
 REQUESTS = 30
@@ -54,22 +55,24 @@ class Simulation:
 
     def __init__(self, model: str, daemon: DaemonProcess, arguments: list[str]) -> None:
         self.daemon = daemon
-        self.engine = make_engine([f"--model={bundled_models()[model]}", *bundled_arguments(model), *arguments])
+        self.engine = make_engine(
+            [f"--model={bundled_models()[model]}", *bundled_arguments(model), *arguments]
+        )
         self.core: Any = self.engine.engine_core.engine_core
         self.config = self.engine.vllm_config
         self.scheduler = self.core.scheduler
         kv_config = self.scheduler.kv_cache_config
-        views = get_kv_transfer_group()._worker._views
         groups = []
-        for gid in kv_config.prefix_cacheable_group_ids:
-            group = kv_config.kv_cache_groups[gid]
-            layers = [_first_words(views[name]) for name in group.layer_names]
-            groups.append(GroupWords(group_geometry(gid, group.kv_cache_spec, (1,)), layers))
+        worker = get_kv_transfer_group()._worker
+        for gid, views in zip(kv_config.prefix_cacheable_group_ids, worker._groups, strict=True):
+            spec = kv_config.kv_cache_groups[gid].kv_cache_spec
+            layers = [_first_words(view) for view in views]
+            groups.append(GroupWords(group_geometry(gid, spec, (1,)), layers))
         self.oracle = Oracle(groups)
         self.numbers = 0
 
     def run(self, seed: int) -> dict[str, Any]:
-        """Random requests, aborts and faults until all are answered; raises AssertionError on the first lie."""
+        """Random requests, aborts and faults until all are answered; AssertionError on a lie."""
         rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
@@ -104,7 +107,7 @@ class Simulation:
         self._signal(None)
         for _ in range(3):
             self._step()
-        with Control(self.daemon.socket_path) as control:
+        with ControlClient(self.daemon.socket_path) as control:
             values = control.stats().values
         assert values["leases"] == 0, "every lease is let go"
         return {
@@ -123,7 +126,9 @@ class Simulation:
         request = Request(
             f"r{self.numbers}",
             prompt,
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=rng.choice((1, 3, 20, 150, 400))),
+            SamplingParams(
+                temperature=0.0, ignore_eos=True, max_tokens=rng.choice((1, 3, 20, 150, 400))
+            ),
             None,
             block_hasher=self.core.request_block_hasher,
         )
@@ -138,7 +143,7 @@ class Simulation:
         if what == "reset":
             self.scheduler.reset_prefix_cache()
         elif what == "clear":
-            with Control(self.daemon.socket_path) as control:
+            with ControlClient(self.daemon.socket_path) as control:
                 control.clear()
         elif what == "kill":
             self.daemon.kill()
@@ -151,7 +156,7 @@ class Simulation:
         return 0
 
     def _flip(self, rng: random.Random) -> None:
-        with Control(self.daemon.socket_path) as control:
+        with ControlClient(self.daemon.socket_path) as control:
             welcome = control.welcome
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         slots = list(committed_slots(arena.memory))
@@ -167,7 +172,10 @@ class Simulation:
 
     def _step(self) -> None:
         output = self.scheduler.schedule()
-        tables = {name: self.scheduler.kv_cache_manager.get_block_ids(name) for name in output.num_scheduled_tokens}
+        tables = {
+            name: self.scheduler.kv_cache_manager.get_block_ids(name)
+            for name in output.num_scheduled_tokens
+        }
         # schedule() has already counted this step's tokens as computed.
         starts = {
             name: self.traced[name].request.num_computed_tokens - count
@@ -182,14 +190,19 @@ class Simulation:
                 for words in self.oracle.groups:
                     for view in words.layers:
                         view[copy.dst_block_id] = view[copy.src_block_id]
-            # A layer writes the keys and values of all the step's tokens before any of them reads; a request may share
-            # blocks that another one fills in this very step. Recurrent state is read first, then written.
+            # A layer writes the keys and values of all the step's tokens before any token reads.
+            # So a request may share blocks that another request fills in this very step.
+            # Recurrent state is read first, then written.
             for name in output.num_scheduled_tokens:
-                self.oracle.check(name, self.traced[name].content, starts[name], tables[name], recurrent=True)
+                self.oracle.check(
+                    name, self.traced[name].content, starts[name], tables[name], recurrent=True
+                )
             for name, count in output.num_scheduled_tokens.items():
                 sampled[name] = self._write(self.traced[name], starts[name], count, tables[name])
             for name in output.num_scheduled_tokens:
-                self.oracle.check(name, self.traced[name].content, starts[name], tables[name], recurrent=False)
+                self.oracle.check(
+                    name, self.traced[name].content, starts[name], tables[name], recurrent=False
+                )
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,
@@ -208,10 +221,16 @@ class Simulation:
                 self.counts["preemptions"] += request.num_preemptions
                 del self.traced[name]
 
-    def _write(self, traced: Traced, start: int, count: int, table: tuple[list[int], ...]) -> list[int]:
+    def _write(
+        self, traced: Traced, start: int, count: int, table: tuple[list[int], ...]
+    ) -> list[int]:
         end = start + count
         self.oracle.write(traced.content, start, end, table)
-        return [int(traced.content.upto(end)[-1]) % 1998 + 2] if end >= traced.request.num_tokens else []
+        return (
+            [int(traced.content.upto(end)[-1]) % 1998 + 2]
+            if end >= traced.request.num_tokens
+            else []
+        )
 
     def _connector_count(self, name: str) -> int:
         return int(self.scheduler.connector.counters.get(name, 0))
@@ -219,7 +238,9 @@ class Simulation:
 
 def _first_words(view: torch.Tensor) -> Words:
     """[blocks, tokens, 1]: one 64-bit word per token and layer (per state for recurrent layers)."""
-    words: Words = view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)[:, 0, :, :1].numpy()
+    words: Words = (
+        view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)[:, 0, :, :1].numpy()
+    )
     return words
 
 
@@ -236,7 +257,9 @@ def main() -> None:
         "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 50},
     }
     with DaemonProcess(socket_path, ram) as daemon:
-        simulation = Simulation(model, daemon, ["--kv-transfer-config", json.dumps(transfer), *arguments])
+        simulation = Simulation(
+            model, daemon, ["--kv-transfer-config", json.dumps(transfer), *arguments]
+        )
         for seed in seeds:
             print(json.dumps(simulation.run(seed)), flush=True)
 

@@ -1,9 +1,10 @@
-"""`python -m tests.engine.soak --minutes N [--model NAME] [--seed S]`: hours of eviction pressure, in little.
+"""`python -m tests.engine.soak --minutes N [--model NAME] [--seed S]`: long eviction pressure.
 
-A real engine, whose own prefix cache is dropped again and again, on a daemon whose arena is a fraction of what the
-requests share: nearly every hit is of something that will soon be overwritten.  Requests come and are aborted at
-random.  Among them are probes, whose answers must be those of an engine without a connector that had a hit of the same
-length in its own cache.  What the daemon and the engine hold is sampled while no request runs, and must not grow:
+A real engine drops its own prefix cache again and again. Its daemon's arena is a fraction of what
+the requests share, so nearly every hit is of something that will soon be overwritten. Requests
+come and are aborted at random. Some are probes: their answers must be those of an engine without a
+connector that had a hit of the same length in its own cache. What the daemon and the engine hold
+is sampled while no request runs, and must not grow:
 the last third of the samples after a warm-up is compared with the first.
 """
 
@@ -25,16 +26,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hybridkv.cli.engine import ENGINE_ENVIRONMENT, Engine
-from hybridkv.cli.verify import NOISE_FACTOR, NOISE_MIN, _one_deviation
-from hybridkv.client.control import Control
-from hybridkv.server.history import REQUESTS_MAX
-from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import bundled_environment, bundled_models
-from hybridkv.wire.messages import Tell
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
+from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, one_deviation
+from hybridkv.lab.models import bundled_environment, bundled_models
+from hybridkv.observe.history import REQUESTS_MAX
+from hybridkv.wire.messages import ReportRequest
 from tests.conftest import DEADLINE_SECONDS
 from tests.engine.support import arguments_of, engine
-from tests.server.holder import engine_hello
+from tests.programs.daemon.holder import engine_hello
 
 RAM_BYTES = 32 << 20
 SETTINGS = (
@@ -51,7 +52,7 @@ PROBE_TOKENS = 8
 BATCH = 6
 """Requests that run at once; a probe is one of them."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other in a tiny model take many times what they save, above all on a busy machine."""
+"""In a tiny model, threads cost more by waiting for each other than they save."""
 ROUNDS_BEFORE = 3
 CONNECTIONS = 3
 WARM_UP_SHARE = 0.5
@@ -90,7 +91,7 @@ QUANTITIES = (
     Quantity("connections", 0, most=CONNECTIONS),
     Quantity("kB of write slots", RAM_BYTES >> 14, most=RAM_BYTES >> 12),
 )
-"""Connections: the scheduler's, the worker's and that of whoever asks. Write slots: asked for when half are used."""
+"""Connections: scheduler, worker and control. Write slots are asked for when half are used."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,22 @@ def footprint(pid: int) -> tuple[int, int, int]:
     """(resident kilobytes that are no shared memory, open descriptors, threads) of a process."""
     proc = Path(f"/proc/{pid}")
     lines = (line.split() for line in (proc / "status").read_text().splitlines())
-    values = {words[0]: int(words[1]) for words in lines if words[0] in ("VmRSS:", "RssShmem:", "Threads:")}
-    return values["VmRSS:"] - values["RssShmem:"], len(list((proc / "fd").iterdir())), values["Threads:"]
+    values = {
+        words[0]: int(words[1])
+        for words in lines
+        if words[0] in ("VmRSS:", "RssShmem:", "Threads:")
+    }
+    return (
+        values["VmRSS:"] - values["RssShmem:"],
+        len(list((proc / "fd").iterdir())),
+        values["Threads:"],
+    )
 
 
-def learn(starting: Engine, rng: random.Random, chunk_tokens: int) -> tuple[list[Probe], float]:
-    """Probes with the answers of an engine without a connector, and how far those may be off in another batch."""
+def learn(
+    starting: EngineProcess, rng: random.Random, chunk_tokens: int
+) -> tuple[list[Probe], float]:
+    """Probes with the answers of an engine without a connector, and how far batches differ."""
     with starting as plain:
 
         def alone(prompt: list[int], chunks: int) -> dict[str, Any]:
@@ -123,12 +134,19 @@ def learn(starting: Engine, rng: random.Random, chunk_tokens: int) -> tuple[list
 
         tail = chunk_tokens // 3
         prompts = [
-            rng.choices(range(2, plain.info["vocab_size"]), k=PROBE_CHUNKS * chunk_tokens + tail) for _ in range(PROBES)
+            rng.choices(range(2, plain.info["vocab_size"]), k=PROBE_CHUNKS * chunk_tokens + tail)
+            for _ in range(PROBES)
         ]
-        probes = [Probe(prompt, [alone(prompt, chunks) for chunks in range(PROBE_CHUNKS + 1)]) for prompt in prompts]
+        probes = [
+            Probe(prompt, [alone(prompt, chunks) for chunks in range(PROBE_CHUNKS + 1)])
+            for prompt in prompts
+        ]
         plain.reset()
         together = plain.run(*prompts, max_tokens=PROBE_TOKENS)
-    noise = max(_one_deviation(result, probe.answers[0]) for result, probe in zip(together, probes, strict=True))
+    noise = max(
+        one_deviation(result, probe.answers[0])
+        for result, probe in zip(together, probes, strict=True)
+    )
     return probes, max(NOISE_MIN, NOISE_FACTOR * noise)
 
 
@@ -136,7 +154,7 @@ class Soak:
     """One engine in this process, and the daemon that it loads from."""
 
     def __init__(self, model: str, daemon: DaemonProcess, rng: random.Random) -> None:
-        from hybridkv.cli.runner import LOGPROBS, make_engine
+        from hybridkv.lab.runner import LOGPROBS, make_engine
 
         self._logprobs = LOGPROBS
         self._rng = rng
@@ -145,7 +163,7 @@ class Soak:
         scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._connector = scheduler.connector
         self._vocabulary = self._engine.vllm_config.model_config.get_vocab_size()
-        self.chunk_tokens = int(self.stats()[1]["session_0"].split()[1])
+        self.chunk_tokens = self._chunk_tokens()
         self._stems = [self._stem() for _ in range(STEMS)]
         self._probes: list[Probe] = []
         self._numbers = 0
@@ -155,11 +173,14 @@ class Soak:
         self._patience_seconds = DEADLINE_SECONDS
         self.worst = 0.0
 
-    def stats(self) -> tuple[dict[str, float], dict[str, str]]:
-        """The daemon's values and what it says of itself."""
-        with Control(self._daemon.socket_path) as control:
-            report = control.stats()
-        return report.values, report.info
+    def stats(self) -> dict[str, float]:
+        """The daemon's values."""
+        with ControlClient(self._daemon.socket_path) as control:
+            return control.stats().values
+
+    def _chunk_tokens(self) -> int:
+        with ControlClient(self._daemon.socket_path) as control:
+            return control.engines()[0].geometry.chunk_tokens
 
     def run(self, seconds: float, probes: list[Probe]) -> None:
         """Rounds of requests, a sample after each; then the warm-up's samples are forgotten."""
@@ -177,14 +198,17 @@ class Soak:
 
     def wrong(self) -> list[str]:
         """What was not as it must be."""
-        return [f"{quantity.name}: {why}" for quantity, (*_, why) in self.judged().items() if why] + [
+        return [
+            f"{quantity.name}: {why}" for quantity, (*_, why) in self.judged().items() if why
+        ] + [
             f"{name}: {value}"
-            for name, value in {**self._connector.counters, **self.stats()[0]}.items()
-            if value and name.startswith(("refused_", "fault_", "switched_off", "loads_failed", "losses"))
+            for name, value in {**self._connector.counters, **self.stats()}.items()
+            if value
+            and name.startswith(("refused_", "fault_", "switched_off", "loads_failed", "losses"))
         ]
 
     def judged(self) -> dict[Quantity, tuple[float, float, float, str]]:
-        """(median of the first third, of the last third, maximum, what is wrong with it) of every quantity."""
+        """By quantity: (median of the first third, of the last third, maximum, what is wrong)."""
         third = len(self.samples) // 3
         result = {}
         for quantity in QUANTITIES:
@@ -200,11 +224,14 @@ class Soak:
         return self._rng.choices(range(2, self._vocabulary), k=STEM_CHUNKS * self.chunk_tokens)
 
     def _fill_history(self) -> None:
-        """The daemon remembers so many requests and no more: let it, before its memory is measured."""
-        with Control(self._daemon.socket_path, DEADLINE_SECONDS, engine_hello("history")) as control:
-            told = [control.explain(name).facts for name in control.explain("").latest]
+        """Fill the daemon's bounded history of requests before its memory is measured."""
+        with ControlClient(
+            self._daemon.socket_path, DEADLINE_SECONDS, engine_hello("history")
+        ) as control:
+            answers = [control.explain(name) for name in control.explain("").latest]
+            told = [one.explanation for one in answers if one.explanation is not None]
             for number in range(REQUESTS_MAX):
-                control.tell(Tell(f"before-{number}", told[number % len(told)]))
+                control.tell(ReportRequest(f"before-{number}", told[number % len(told)]))
             control.stats()
 
     def _round(self) -> None:
@@ -241,7 +268,11 @@ class Soak:
 
         self._numbers += 1
         params = SamplingParams(
-            temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=tokens, logprobs=self._logprobs
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=tokens,
+            logprobs=self._logprobs,
         )
         name = f"soak-{self._numbers}"
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -250,7 +281,7 @@ class Soak:
 
     def _judge(self, probe: Probe, answer: dict[str, Any]) -> None:
         chunks = answer["cached_tokens"] // self.chunk_tokens
-        deviation = _one_deviation(answer, probe.answers[chunks])
+        deviation = one_deviation(answer, probe.answers[chunks])
         self.worst = max(self.worst, deviation)
         self.counts["probes"] += 1
         self.counts["probes_hit"] += chunks > 0
@@ -263,7 +294,7 @@ class Soak:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         deadline = time.monotonic() + self._patience_seconds
-        with Control(self._daemon.socket_path) as control:
+        with ControlClient(self._daemon.socket_path) as control:
             values = control.stats().values
             while values["leases"] or values["connections"] > CONNECTIONS:
                 if time.monotonic() > deadline:
@@ -274,9 +305,11 @@ class Soak:
             gc.collect()
             sample = {name: values[name] for name in ("leases", "sessions", "connections")}
             sample["kB of write slots"] = values["bytes_writing"] / 1024
-            sample["engine requests"] = len(self._connector._scheduler._requests)
+            sample["engine requests"] = len(self._connector._scheduler._requests.by_id)
             for whose, pid in (("daemon", control.welcome.pid), ("engine", os.getpid())):
-                for name, value in zip(("memory kB", "descriptors", "threads"), footprint(pid), strict=True):
+                for name, value in zip(
+                    ("memory kB", "descriptors", "threads"), footprint(pid), strict=True
+                ):
                     sample[f"{whose} {name}"] = value
         self.most_objects = max(self.most_objects, values["objects"])
         return sample
@@ -287,7 +320,7 @@ class Soak:
 
     def figures(self) -> dict[str, float]:
         """What came of it."""
-        values, _ = self.stats()
+        values = self.stats()
         counters: Mapping[str, int] = self._connector.counters
         return {
             **self.counts,
@@ -310,7 +343,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
     options = parser.parse_args()
     print(f"soak: {options.model}, {options.minutes:g} minutes, seed {options.seed}", flush=True)
-    os.environ.update({**ENGINE_ENVIRONMENT, **ONE_THREAD, **os.environ, **bundled_environment(options.model)})
+    os.environ.update(
+        {**ENGINE_ENVIRONMENT, **ONE_THREAD, **os.environ, **bundled_environment(options.model)}
+    )
     rng = random.Random(options.seed)
     with (
         tempfile.TemporaryDirectory(prefix="hybridkv-soak-") as directory,
@@ -328,7 +363,10 @@ def main() -> int:
         judged = soak.judged()
         soak.close()
     if soak.worst > tolerance:
-        wrong.append(f"a probe's answer is off by {soak.worst:.2g}; in another batch the engine itself differs by less")
+        wrong.append(
+            f"a probe's answer is off by {soak.worst:.2g}; "
+            "in another batch the engine itself differs by less"
+        )
     for name in ("loads", "lookups_hit", "aborts", "probes_hit"):
         if not figures.get(name):
             wrong.append(f"{name}: none, so nothing was proven")
@@ -348,13 +386,17 @@ def main() -> int:
     for line in wrong:
         print(f"WRONG: {line}")
     if wrong:
-        print(f"FAILED: python -m tests.engine.soak --minutes {options.minutes:g} --model {options.model} ", end="")
+        print(
+            f"FAILED: python -m tests.engine.soak --minutes {options.minutes:g} "
+            f"--model {options.model} ",
+            end="",
+        )
         print(f"--seed {options.seed}")
     return 1 if wrong else 0
 
 
 def _answer(output: Any) -> dict[str, Any]:
-    """As hybridkv.cli.runner gives it."""
+    """As hybridkv.lab.runner gives it."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),

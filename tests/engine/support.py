@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.engine import Engine
-from hybridkv.client.control import Control
-from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.engine_process import EngineProcess
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from tests.conftest import DEADLINE_SECONDS
 
 VOCABULARY = 2048
@@ -22,9 +22,9 @@ def engine(
     *more: str,
     extra: dict[str, object] | None = None,
     environment: dict[str, str] | None = None,
-) -> Engine:
-    """A real engine on a bundled model; `server` is a socket path, "auto", or None for no connector."""
-    return Engine(
+) -> EngineProcess:
+    """A real engine on a bundled model; `server` is a socket path, "auto", or None for none."""
+    return EngineProcess(
         arguments_of(model, server, *more, extra=extra),
         log_path,
         lambda text: None,
@@ -32,11 +32,16 @@ def engine(
     )
 
 
-def arguments_of(model: str, server: str | None, *more: str, extra: dict[str, object] | None = None) -> list[str]:
+def arguments_of(
+    model: str, server: str | None, *more: str, extra: dict[str, object] | None = None
+) -> list[str]:
     """vLLM's arguments of such an engine."""
     arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
     if server is not None:
-        settings = {"server": "auto" if server == "auto" else f"unix://{server}", "lookup_timeout_ms": 2000}
+        settings = {
+            "server": "auto" if server == "auto" else f"unix://{server}",
+            "lookup_timeout_ms": 2000,
+        }
         transfer = {
             "kv_connector": "HybridKVConnector",
             "kv_connector_module_path": "hybridkv.connector",
@@ -58,7 +63,7 @@ def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
 
 
 def stats(socket_path: str) -> dict[str, float]:
-    with Control(socket_path) as control:
+    with ControlClient(socket_path) as control:
         return control.stats().values
 
 

@@ -1,11 +1,11 @@
-"""What an engine says at start-up when it cannot be served: one line, the setting, a value that works."""
+"""An engine that cannot be served says so at start-up: the setting, and a value that works."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from hybridkv.cli.engine import EngineError
+from hybridkv.lab.engine_process import EngineError
 from tests.engine.support import engine, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -14,14 +14,22 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     ("more", "extra", "says"),
     [
-        ((), {"sever": "auto"}, r"kv_connector_extra_config: unknown key 'sever'; did you mean 'server'\?"),
+        (
+            (),
+            {"sever": "auto"},
+            r"kv_connector_extra_config: unknown key 'sever'; did you mean 'server'\?",
+        ),
         pytest.param(
             (),
             {"server": "auto", "ram": "100TiB"},
             r'kv_connector_extra_config.ram=100TiB is larger than .*" works',
             marks=pytest.mark.slow,
         ),
-        (("--no-enable-prefix-caching",), {}, r"enable_prefix_caching is off.*--enable-prefix-caching works"),
+        (
+            ("--no-enable-prefix-caching",),
+            {},
+            r"enable_prefix_caching is off.*--enable-prefix-caching works",
+        ),
         pytest.param(
             (),
             {"hybrid_chunk_size": 200},
@@ -31,28 +39,45 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
     ],
     ids=["unknown key", "ram", "prefix caching", "chunk"],
 )
-def test_one_clear_line(more: tuple[str, ...], extra: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_one_clear_line(
+    more: tuple[str, ...], extra: dict[str, object], says: str, tmp_path: Path
+) -> None:
     with (
         pytest.raises(EngineError) as caught,
         engine("gemma3", tmp_path / "e.log", str(tmp_path / "none.sock"), *more, extra=extra),
     ):
         pass
-    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(caught.value)
+    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(
+        caught.value
+    )
 
 
 def test_speculation_with_recurrent_state_is_refused(tmp_path: Path) -> None:
-    ngram = '--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
-    with pytest.raises(EngineError) as caught, engine("qwen3next", tmp_path / "e.log", str(tmp_path / "n.sock"), ngram):
+    ngram = (
+        '--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
+    )
+    with (
+        pytest.raises(EngineError) as caught,
+        engine("qwen3next", tmp_path / "e.log", str(tmp_path / "n.sock"), ngram),
+    ):
         pass
-    says = r"Error: speculative_config: .* group 0 .* not proven yet; serving without --speculative-config works"
+    says = (
+        r"Error: speculative_config: .* group 0 .* not proven yet; "
+        r"serving without --speculative-config works"
+    )
     assert any(re.search(says, line) for line in str(caught.value).splitlines()), str(caught.value)
 
 
 def test_another_users_socket(other_users_socket: str, tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as caught, engine("qwen3", tmp_path / "e.log", other_users_socket):
+    with (
+        pytest.raises(EngineError) as caught,
+        engine("qwen3", tmp_path / "e.log", other_users_socket),
+    ):
         pass
     says = r'kv_connector_extra_config.server: .* is served by another user; "auto" works'
-    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(caught.value)
+    assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(
+        caught.value
+    )
 
 
 def test_no_daemon_is_a_warning_that_says_how_to_start_one(tmp_path: Path) -> None:
@@ -61,4 +86,6 @@ def test_no_daemon_is_a_warning_that_says_how_to_start_one(tmp_path: Path) -> No
         (result,) = running.run(prompt(1, 300), max_tokens=2)
         assert result["finish_reason"] == "length"
     log = (tmp_path / "e.log").read_text()
-    assert re.search(r"WARNING .*everything is computed until there is a daemon: .*hybridkv serve --socket", log)
+    assert re.search(
+        r"WARNING .*everything is computed until there is a daemon: .*hybridkv serve --socket", log
+    )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.preflight import CONNECTOR
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
-from hybridkv.testing.models import bundled_models
+from hybridkv.lab.models import bundled_models
+from hybridkv.vllm.preflight import CONNECTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -51,7 +51,7 @@ def config(**changes: Any) -> Any:
 
 
 def findings(**changes: Any) -> list[Finding]:
-    from hybridkv.connector.preflight import config_findings, transfer_findings
+    from hybridkv.vllm.preflight import config_findings, transfer_findings
 
     made = config(**changes)
     return [*transfer_findings(made.kv_transfer_config), *config_findings(made)]
@@ -66,18 +66,34 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "verdict", "sentence"),
     [
         ({"kv_connector": "NixlConnector"}, "FAIL", "NixlConnector.*HybridKVConnector"),
-        ({"kv_connector_module_path": None}, "FAIL", '"kv_connector_module_path":"hybridkv.connector" works'),
+        (
+            {"kv_connector_module_path": None},
+            "FAIL",
+            '"kv_connector_module_path":"hybridkv.connector" works',
+        ),
         ({"kv_connector": None}, "FAIL", "names no connector.*--kv-transfer-config '.*' works"),
         ({"kv_role": "kv_consumer"}, "warn", '"kv_role":"kv_both" works'),
-        ({"kv_connector_extra_config": {"sever": 1}}, "FAIL", "unknown key 'sever'; did you mean 'server'"),
+        (
+            {"kv_connector_extra_config": {"sever": 1}},
+            "FAIL",
+            "unknown key 'sever'; did you mean 'server'",
+        ),
         ({"enable_prefix_caching": False}, "FAIL", "--enable-prefix-caching works"),
         ({"pipeline_parallel_size": 2}, "FAIL", "--pipeline-parallel-size 1 works"),
         ({"decode_context_parallel_size": 2}, "FAIL", "--decode-context-parallel-size 1 works"),
         ({"prefill_context_parallel_size": 2}, "FAIL", "--prefill-context-parallel-size 1 works"),
         ({"nnodes": 2}, "FAIL", "--nnodes 1 works"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "FAIL", "without --speculative-config works"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "FAIL",
+            "without --speculative-config works",
+        ),
         ({"calculate_kv_scales": True}, "FAIL", "without --calculate-kv-scales works"),
-        ({"disable_hybrid_kv_cache_manager": True}, "warn", "--no-disable-hybrid-kv-cache-manager works"),
+        (
+            {"disable_hybrid_kv_cache_manager": True},
+            "warn",
+            "--no-disable-hybrid-kv-cache-manager works",
+        ),
         ({"kv_load_failure_policy": "fail"}, "warn", '"kv_load_failure_policy":"recompute"'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -101,7 +117,9 @@ def test_a_seed_of_ones_own_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
-def test_a_vllm_that_nobody_ran_it_on_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_nobody_ran_it_on_is_refused(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another minor version has other hooks and other layouts (A38)."""
     monkeypatch.setattr("vllm.__version__", version)
     (found,) = [finding for finding in findings() if finding.verdict is Verdict.FAIL]
@@ -109,11 +127,17 @@ def test_a_vllm_that_nobody_ran_it_on_is_refused(version: str, monkeypatch: pyte
 
 
 def test_the_connector_raises_what_doctor_shows() -> None:
-    from hybridkv.connector.hybrid import check_config
+    from hybridkv.connector.connector import check_config
 
     with pytest.raises(ConfigError) as caught:
-        check_config(config(enable_prefix_caching=False), SimpleNamespace(prefix_cacheable_group_ids=()))
-    shown = [finding.sentence for finding in findings(enable_prefix_caching=False) if finding.verdict is Verdict.FAIL]
+        check_config(
+            config(enable_prefix_caching=False), SimpleNamespace(prefix_cacheable_group_ids=())
+        )
+    shown = [
+        finding.sentence
+        for finding in findings(enable_prefix_caching=False)
+        if finding.verdict is Verdict.FAIL
+    ]
     assert [str(caught.value)] == shown
 
 
@@ -150,9 +174,14 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
     )
     assert status == 1
     checks = {check["check"]: check for check in said["checks"]}
-    assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {"chunk", "memory"}
+    assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {
+        "chunk",
+        "memory",
+    }
     assert checks["chunk"]["what"].startswith("hybrid_chunk_size=200 is not a multiple of")
-    assert {"kv_load_failure_policy", "daemon"} <= {n for n, check in checks.items() if check["verdict"] == "warn"}
+    assert {"kv_load_failure_policy", "daemon"} <= {
+        n for n, check in checks.items() if check["verdict"] == "warn"
+    }
 
 
 @pytest.mark.slow
@@ -164,7 +193,9 @@ def test_several_connectors_are_looked_into() -> None:
         str(bundled_models()["qwen3"]),
         "--skip-tokenizer-init",
         "--kv-transfer-config",
-        json.dumps({**several, "kv_connector_extra_config": {"connectors": [CONNECTOR, ours, example]}}),
+        json.dumps(
+            {**several, "kv_connector_extra_config": {"connectors": [CONNECTOR, ours, example]}}
+        ),
     )
     assert status == 1
     shown = [(check["check"], check["verdict"]) for check in said["checks"]]
@@ -179,10 +210,23 @@ def test_several_connectors_are_looked_into() -> None:
 @pytest.mark.slow
 def test_an_option_that_vllm_does_not_have_is_one_clear_line() -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "doctor", "--", "vllm", "serve", "m", "--tensor-paralel", "2"],
+        [
+            sys.executable,
+            "-m",
+            "hybridkv",
+            "doctor",
+            "--",
+            "vllm",
+            "serve",
+            "m",
+            "--tensor-paralel",
+            "2",
+        ],
         capture_output=True,
         text=True,
         check=False,
     )
     assert said.returncode == 2
-    assert said.stderr.splitlines()[-1].startswith("hybridkv: unrecognized arguments: --tensor-paralel 2; ")
+    assert said.stderr.splitlines()[-1].startswith(
+        "hybridkv: unrecognized arguments: --tensor-paralel 2; "
+    )

@@ -1,4 +1,4 @@
-"""The identity matrix (testing anchors, 10): every single change is a miss, and no change is a hit."""
+"""The identity matrix (testing anchors, 10): each single change is a miss, no change is a hit."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from hybridkv.cli.engine import ENGINE_ENVIRONMENT
-from hybridkv.connector.hashing import OwnChain, hash_facts
-from hybridkv.connector.identity import weights_identity
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import BUNDLED_ENVIRONMENT
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
+from hybridkv.lab.models import BUNDLED_ENVIRONMENT
+from hybridkv.vllm.hashing import ChunkHashChain, hash_facts
+from hybridkv.vllm.identity import weights_identity
 from tests.engine.identities import BASE, CHANGES, TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -32,7 +32,12 @@ SOME = [BASE, "cache_salt", "weights (seed)", "nothing"]
 
 
 def loaded(daemon: DaemonProcess, *names: str, hash_seed: str | None = None) -> dict[str, int]:
-    environment = {**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = {
+        **ENGINE_ENVIRONMENT,
+        **os.environ,
+        **BUNDLED_ENVIRONMENT,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     environment.pop("PYTHONHASHSEED", None)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = hash_seed
@@ -50,21 +55,29 @@ def loaded(daemon: DaemonProcess, *names: str, hash_seed: str | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param(list(CHANGES), marks=pytest.mark.slow), SOME], ids=["every one", "some"]
+    "changes",
+    [pytest.param(list(CHANGES), marks=pytest.mark.slow), SOME],
+    ids=["every one", "some"],
 )
-def test_every_single_change_is_a_miss_and_no_change_is_a_hit(daemon: DaemonProcess, changes: list[str]) -> None:
+def test_every_single_change_is_a_miss_and_no_change_is_a_hit(
+    daemon: DaemonProcess, changes: list[str]
+) -> None:
     """Also across restarts: every line is an engine of its own. PYTHONHASHSEED is unset here."""
     assert loaded(daemon, *changes) == {name: HITS.get(name, 0) for name in changes}
 
 
 @pytest.mark.slow
-def test_a_set_pythonhashseed_is_part_of_the_identity_and_needed_by_nobody(daemon: DaemonProcess) -> None:
+def test_a_set_pythonhashseed_is_part_of_the_identity_and_needed_by_nobody(
+    daemon: DaemonProcess,
+) -> None:
     assert loaded(daemon, BASE, "own hashes", hash_seed=None) == {BASE: 0, "own hashes": 0}
     with_seed = loaded(daemon, BASE, "nothing", "own hashes", hash_seed="0")
     assert with_seed[BASE] == 0, "vLLM's own hashes start from the seed"
     assert with_seed["nothing"] == HITS["nothing"], "the same seed again"
     assert with_seed["own hashes"] == HITS["nothing"], "ours need none"
-    assert loaded(daemon, "nothing", hash_seed="0") == {"nothing": HITS["nothing"]}, "across a restart"
+    assert loaded(daemon, "nothing", hash_seed="0") == {"nothing": HITS["nothing"]}, (
+        "across a restart"
+    )
     assert loaded(daemon, "nothing", hash_seed="1") == {"nothing": 0}
 
 
@@ -88,7 +101,9 @@ def test_the_weights_files_are_part_of_the_identity(tmp_path: Path) -> None:
     assert len({first, second, third, weights_identity(config)}) == 4
 
 
-def test_a_fine_tune_that_changes_one_byte_of_a_large_file_is_another_identity(tmp_path: Path) -> None:
+def test_one_changed_byte_of_a_large_file_is_another_identity(
+    tmp_path: Path,
+) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=str(tmp_path), revision=None, seed=0),
         load_config=SimpleNamespace(load_format="auto"),
@@ -116,22 +131,30 @@ def test_engines_that_hash_differently_do_not_share(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     facts = [unset, hash_facts("sha256"), hash_facts("sha256_cbor"), hash_facts("xxhash")]
     assert len({tuple(one) for one in facts}) == 4
-    assert hash_facts("xxhash") == hash_facts("xxhash_cbor"), "our hashes, whatever the engine's are"
+    assert hash_facts("xxhash") == hash_facts("xxhash_cbor"), (
+        "our hashes, whatever the engine's are"
+    )
 
 
-def request(tokens: list[int], salt: str | None = None, image: str | None = None, at: int = 10) -> Request:
+def request(
+    tokens: list[int], salt: str | None = None, image: str | None = None, at: int = 10
+) -> Request:
     features = None
     if image is not None:
         features = [MultiModalFeatureSpec(None, "image", image, PlaceholderRange(at, 20))]
-    return Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=features, cache_salt=salt)
+    return Request(
+        "r", tokens, SamplingParams(max_tokens=1), None, mm_features=features, cache_salt=salt
+    )
 
 
 def test_our_own_names_cover_tokens_order_salt_and_images() -> None:
     tokens = list(range(1, 33)) * 8
-    base = OwnChain(request(tokens), 64).names(0, 4)
+    base = ChunkHashChain(request(tokens), 64).names(0, 4)
     assert len(base) == 4 * HASH_BYTES
-    grown = OwnChain(request(tokens), 64)
-    assert b"".join(grown.names(at, 1) for at in range(4)) == base, "the same however they are asked for"
+    grown = ChunkHashChain(request(tokens), 64)
+    assert b"".join(grown.names(at, 1) for at in range(4)) == base, (
+        "the same however they are asked for"
+    )
     others = [
         request([9, *tokens[1:]]),
         request(tokens, salt="a"),
@@ -140,10 +163,12 @@ def test_our_own_names_cover_tokens_order_salt_and_images() -> None:
         request(tokens, image="j"),
         request(tokens, image="i", at=11),
     ]
-    names = [base, *(OwnChain(other, 64).names(0, 4) for other in others)]
+    names = [base, *(ChunkHashChain(other, 64).names(0, 4) for other in others)]
     assert len({name[:HASH_BYTES] for name in names}) == len(names)
-    assert len({name[-HASH_BYTES:] for name in names}) == len(names), "a change in the first chunk changes all"
-    late = OwnChain(request([*tokens[:-1], 9]), 64).names(0, 4)
+    assert len({name[-HASH_BYTES:] for name in names}) == len(names), (
+        "a change in the first chunk changes all"
+    )
+    late = ChunkHashChain(request([*tokens[:-1], 9]), 64).names(0, 4)
     assert late[: 3 * HASH_BYTES] == base[: 3 * HASH_BYTES]
     assert late[3 * HASH_BYTES :] != base[3 * HASH_BYTES :]
 
@@ -162,7 +187,7 @@ def test_our_own_names_are_made_as_far_as_they_are_needed_and_once() -> None:
     """B14, B15: for one request there is one chain, which grows."""
     made = request(list(range(1, 33)) * 8)
     made.all_token_ids = Watched(made.all_token_ids)
-    chain = OwnChain(made, 64)
+    chain = ChunkHashChain(made, 64)
     chain.names(0, 2)
     assert made.all_token_ids.seen == 2 * 64
     chain.names(0, 2)

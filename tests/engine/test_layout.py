@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hybridkv.core.errors import ConfigError, GeometryError
-from hybridkv.core.geometry import Kind
+from hybridkv.core.geometry import GroupKind
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -23,7 +23,12 @@ def spec(name: str, **changes: Any) -> Any:
         "SinkFullAttentionSpec": {"sink_len": 4},
     }
     if name == "MambaSpec":
-        values = {"block_size": 32, "shapes": ((4, 4),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        values = {
+            "block_size": 32,
+            "shapes": ((4, 4),),
+            "dtypes": (torch.float32,),
+            "mamba_cache_mode": "align",
+        }
         return interface.MambaSpec(**{**values, **changes})
     return getattr(interface, name)(**{**attention, **own.get(name, {}), **changes})
 
@@ -31,29 +36,40 @@ def spec(name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "changes", "kind", "window", "extra"),
     [
-        ("FullAttentionSpec", {}, Kind.FULL, 0, 0),
-        ("MLAAttentionSpec", {"num_kv_heads": 1}, Kind.FULL, 0, 0),
-        ("SlidingWindowSpec", {}, Kind.SLIDING, 64, 0),
-        ("SlidingWindowSpec", {"extra_retained_tokens": 3}, Kind.SLIDING, 64, 3),
-        ("SlidingWindowMLASpec", {"num_kv_heads": 1}, Kind.SLIDING, 64, 0),
-        ("ChunkedLocalAttentionSpec", {}, Kind.CHUNKED_LOCAL, 64, 0),
-        ("MambaSpec", {}, Kind.RECURRENT, 0, 0),
+        ("FullAttentionSpec", {}, GroupKind.FULL, 0, 0),
+        ("MLAAttentionSpec", {"num_kv_heads": 1}, GroupKind.FULL, 0, 0),
+        ("SlidingWindowSpec", {}, GroupKind.SLIDING, 64, 0),
+        ("SlidingWindowSpec", {"extra_retained_tokens": 3}, GroupKind.SLIDING, 64, 3),
+        ("SlidingWindowMLASpec", {"num_kv_heads": 1}, GroupKind.SLIDING, 64, 0),
+        ("ChunkedLocalAttentionSpec", {}, GroupKind.CHUNKED_LOCAL, 64, 0),
+        ("MambaSpec", {}, GroupKind.RECURRENT, 0, 0),
     ],
 )
-def test_specs_become_groups(name: str, changes: dict[str, Any], kind: Kind, window: int, extra: int) -> None:
-    from hybridkv.connector.layout import group_geometry
+def test_specs_become_groups(
+    name: str, changes: dict[str, Any], kind: GroupKind, window: int, extra: int
+) -> None:
+    from hybridkv.vllm.layout import group_geometry
 
     made = spec(name, **changes)
     group = group_geometry(3, made, (128,))
-    assert (group.gid, group.kind, group.window_tokens, group.extra_retained_tokens) == (3, kind, window, extra)
+    assert (group.gid, group.kind, group.window_tokens, group.extra_retained_tokens) == (
+        3,
+        kind,
+        window,
+        extra,
+    )
     assert group.tokens_per_block == made.block_size
 
 
-@pytest.mark.parametrize("name", ["SinkFullAttentionSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec"])
+@pytest.mark.parametrize(
+    "name", ["SinkFullAttentionSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec"]
+)
 def test_what_is_not_understood_is_refused_by_name(name: str) -> None:
-    from hybridkv.connector.layout import group_geometry
+    from hybridkv.vllm.layout import group_geometry
 
-    with pytest.raises(GeometryError, match=rf"group 0 \({name}\) is of a kind that hybridkv does not restore yet"):
+    with pytest.raises(
+        GeometryError, match=rf"group 0 \({name}\) is of a kind that hybridkv does not restore yet"
+    ):
         group_geometry(0, spec(name), (128,))
 
 
@@ -62,30 +78,38 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
 
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from hybridkv.connector.layout import group_geometry
+    from hybridkv.vllm.layout import group_geometry
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class NewSpec(FullAttentionSpec):
         pass
 
     base = spec("FullAttentionSpec")
-    made = NewSpec(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base) if field.init})
+    made = NewSpec(
+        **{
+            field.name: getattr(base, field.name)
+            for field in dataclasses.fields(base)
+            if field.init
+        }
+    )
     with pytest.raises(GeometryError, match="NewSpec"):
         group_geometry(0, made, (128,))
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_mamba_modes_that_keep_no_boundary_state(mode: str) -> None:
-    from hybridkv.connector.layout import group_geometry
+    from hybridkv.vllm.layout import group_geometry
 
-    with pytest.raises(ConfigError, match=f"mamba_cache_mode='{mode}'.*--mamba-cache-mode align works"):
+    with pytest.raises(
+        ConfigError, match=f"mamba_cache_mode='{mode}'.*--mamba-cache-mode align works"
+    ):
         group_geometry(0, spec("MambaSpec", mamba_cache_mode=mode), (128,))
 
 
 def test_cache_dtypes_with_scales_of_their_own() -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode
 
-    from hybridkv.connector.layout import group_geometry
+    from hybridkv.vllm.layout import group_geometry
 
     made = spec("FullAttentionSpec", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     with pytest.raises(GeometryError, match=r"INT8_PER_TOKEN_HEAD.*--kv-cache-dtype auto works"):
@@ -93,15 +117,26 @@ def test_cache_dtypes_with_scales_of_their_own() -> None:
 
 
 def test_layers_of_one_group_may_differ_in_size_but_not_in_kind() -> None:
-    """DeepSeek-V4's main and indexer layers share a group; the worker's config has the spec of each layer."""
+    """DeepSeek-V4's main and indexer layers share a group, and a worker has the spec of each."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    from hybridkv.connector.layout import group_geometry
+    from hybridkv.vllm.layout import group_geometry
 
-    main, indexer = spec("MLAAttentionSpec", num_kv_heads=1), spec("MLAAttentionSpec", num_kv_heads=1, head_size=4)
-    group = group_geometry(2, UniformTypeKVCacheSpecs(16, {"main": main, "indexer": indexer}), (128, 64))
-    assert (group.kind, group.tokens_per_block, group.layer_bytes) == (Kind.FULL, 16, (128, 64))
-    mixed = UniformTypeKVCacheSpecs(16, {"main": main, "window": spec("SlidingWindowMLASpec", num_kv_heads=1)})
+    main, indexer = (
+        spec("MLAAttentionSpec", num_kv_heads=1),
+        spec("MLAAttentionSpec", num_kv_heads=1, head_size=4),
+    )
+    group = group_geometry(
+        2, UniformTypeKVCacheSpecs(16, {"main": main, "indexer": indexer}), (128, 64)
+    )
+    assert (group.kind, group.tokens_per_block, group.layer_bytes) == (
+        GroupKind.FULL,
+        16,
+        (128, 64),
+    )
+    mixed = UniformTypeKVCacheSpecs(
+        16, {"main": main, "window": spec("SlidingWindowMLASpec", num_kv_heads=1)}
+    )
     with pytest.raises(GeometryError, match="MLAAttentionSpec, SlidingWindowMLASpec"):
         group_geometry(2, mixed, (128, 64))
 
@@ -109,10 +144,13 @@ def test_layers_of_one_group_may_differ_in_size_but_not_in_kind() -> None:
 def test_a_group_that_the_engine_rebuilds_after_every_hit() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    from hybridkv.connector.layout import build_geometry
+    from hybridkv.vllm.layout import build_geometry
 
     rebuilt = spec("SlidingWindowMLASpec", num_kv_heads=1, bounded_replay=True)
-    groups = [KVCacheGroupSpec(["full"], spec("FullAttentionSpec")), KVCacheGroupSpec(["window"], rebuilt)]
+    groups = [
+        KVCacheGroupSpec(["full"], spec("FullAttentionSpec")),
+        KVCacheGroupSpec(["window"], rebuilt),
+    ]
     config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     with pytest.raises(ConfigError, match=r"swa_bounded_replay .*; --no-swa-bounded-replay works"):
         build_geometry(config, {}, None)

@@ -1,4 +1,4 @@
-"""What the API server of a real `vllm serve` exports and publishes: our metrics, tokens by source, KV events."""
+"""What the API server of `vllm serve` exports and publishes: metrics, token sources, KV events."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from vllm.distributed.kv_events import BlockStored
 
-from hybridkv.client.control import Control
-from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import bundled_environment
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.models import bundled_environment
 from tests.engine.server import Server, Subscriber
 from tests.engine.support import arguments_of, prompt, stats, until
 
@@ -56,7 +56,9 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
 
             def all_stored() -> bool:
                 subscriber.poll()
-                return sum(len(event.block_hashes) for event in subscriber.stored("CPU")) >= 2 * CHUNKS
+                return (
+                    sum(len(event.block_hashes) for event in subscriber.stored("CPU")) >= 2 * CHUNKS
+                )
 
             server.complete(text)
             server.complete(other)
@@ -64,18 +66,23 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             stored = subscriber.stored("CPU")
             names = [name for event in stored for name in event.block_hashes]
             assert len(names) == len(set(names)) == 2 * CHUNKS
-            engines_own = {name for event in subscriber.stored("GPU") for name in event.block_hashes}
+            engines_own = {
+                name for event in subscriber.stored("GPU") for name in event.block_hashes
+            }
             assert set(names) <= engines_own, "the hashes are those of the engine's own events"
             assert prefixes(stored) == {tuple(given[: CHUNKS * CHUNK]) for given in (text, other)}
 
             def written() -> bool:
                 values = stats(daemon.socket_path)
-                return values["tier_disk_objects_written"] >= values["objects_stored"] and not values["writes_waiting"]
+                return (
+                    values["tier_disk_objects_written"] >= values["objects_stored"]
+                    and not values["writes_waiting"]
+                )
 
             until(written, "everything is written to the disk")
             server.post("/reset_prefix_cache")
             server.complete(text)
-            with Control(daemon.socket_path) as control:
+            with ControlClient(daemon.socket_path) as control:
                 control.clear()
 
             def all_removed() -> bool:
@@ -85,18 +92,25 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             until(all_removed, "what was cleared is removed")
             server.post("/reset_prefix_cache")
             server.complete(text)
-            until(lambda: server.total("vllm:hybridkv_loads_total", result="loaded") == 2, "the last load is counted")
+            until(
+                lambda: server.total("vllm:hybridkv_loads_total", result="loaded") == 2,
+                "the last load is counted",
+            )
             samples = server.metrics()
             log = server.log_path.read_text(errors="replace")
 
     def total(name: str, **labels: str) -> float:
-        return sum(value for one, its, value in samples if one == name and labels.items() <= its.items())
+        return sum(
+            value for one, its, value in samples if one == name and labels.items() <= its.items()
+        )
 
     tokens = CHUNKS * CHUNK
     assert total("vllm:external_prefix_cache_hits_total") == 2 * tokens
     by_source = "vllm:prompt_tokens_cached_by_source_total"
     assert (total(by_source, source="host"), total(by_source, source="disk")) == (tokens, tokens)
-    assert total(by_source) == total("vllm:external_prefix_cache_hits_total") + total("vllm:prefix_cache_hits_total")
+    assert total(by_source) == total("vllm:external_prefix_cache_hits_total") + total(
+        "vllm:prefix_cache_hits_total"
+    )
     by_tier = "vllm:hybridkv_loaded_tokens_by_tier_total"
     assert (total(by_tier, tier="ram"), total(by_tier, tier="disk")) == (tokens, tokens)
     assert total("vllm:hybridkv_loaded_tokens_total") == 2 * tokens
@@ -114,8 +128,14 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     assert total("vllm:hybridkv_breaker_open") == total("vllm:hybridkv_faults_total") == 0
     assert total("vllm:hybridkv_kv_event_chunks_total", event="removed") == 2 * CHUNKS
     assert total("vllm:hybridkv_loaded_tokens_total", engine="0", model_name="tiny") == 2 * tokens
-    assert not [name for name, _, value in samples if name.startswith("vllm:hybridkv_") and value < 0]
+    assert not [
+        name for name, _, value in samples if name.startswith("vllm:hybridkv_") and value < 0
+    ]
     ours = {name for name, _, _ in begin if name.startswith("vllm:hybridkv_")}
     assert "vllm:hybridkv_daemon_losses_total" in ours, "rates need the first 0"
-    noisy = [line for line in log.splitlines() if "hybridkv:" in line and not re.search("WARN|groups|connected", line)]
+    noisy = [
+        line
+        for line in log.splitlines()
+        if "hybridkv:" in line and not re.search("WARN|groups|connected", line)
+    ]
     assert not noisy, "per-transfer lines are for DEBUG (requirements B31)"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cli.engine import Engine, EngineError
-from hybridkv.client.control import Control
-from hybridkv.testing.daemon import DaemonProcess
-from hybridkv.testing.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineError, EngineProcess
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from tests.engine.server import Server
 from tests.engine.support import answer, prompt, stats, until
 from tests.engine.test_tiers import is_written, serve
@@ -48,11 +48,11 @@ def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: objec
     return [*arguments, "--kv-transfer-config", json.dumps(transfer)]
 
 
-def engine(model: str, log: Path, arguments: list[str]) -> Engine:
-    return Engine(arguments, log, lambda text: None, bundled_environment(model))
+def engine(model: str, log: Path, arguments: list[str]) -> EngineProcess:
+    return EngineProcess(arguments, log, lambda text: None, bundled_environment(model))
 
 
-def again(running: Engine, text: list[int]) -> dict[str, Any]:
+def again(running: EngineProcess, text: list[int]) -> dict[str, Any]:
     """The same prompt, of which the engine itself has nothing."""
     running.reset()
     (result,) = running.run(text, max_tokens=6)
@@ -65,24 +65,31 @@ def loaded(*daemons: DaemonProcess) -> list[float]:
 
 
 def clear(daemon: DaemonProcess, tiers: bool = False) -> None:
-    with Control(daemon.socket_path) as control:
+    with ControlClient(daemon.socket_path) as control:
         control.clear(tiers)
 
 
-def is_connected(running: Engine, daemon: DaemonProcess) -> bool:
+def is_connected(running: EngineProcess, daemon: DaemonProcess) -> bool:
     """Whether the engine has noticed its new daemon; it looks in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
 
 def test_two_daemons(tmp_path: Path) -> None:
-    """The best by weight serves, both are fed, a slow one holds nobody back, and either may be killed."""
+    """The best by weight loads, both store, a slow one delays nobody, and either may be killed."""
     text = prompt(1, HIT + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB"
     heavy, light = serve(tmp_path, "heavy", "--tier", url), serve(tmp_path, "light")
     slow = serve(tmp_path, "heavy", "--tier", f"inject+{url}&latency=3600&timeout=60")
-    children = [ours(light.socket_path, name="light"), ours(heavy.socket_path, name="heavy", load_weight=2)]
-    with light, heavy, engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=100)) as running:
+    children = [
+        ours(light.socket_path, name="light"),
+        ours(heavy.socket_path, name="heavy", load_weight=2),
+    ]
+    with (
+        light,
+        heavy,
+        engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=100)) as running,
+    ):
         running.run(text, max_tokens=6)
         (oracle,) = running.run(text, max_tokens=6)
         assert oracle["cached_tokens"] == HIT
@@ -92,7 +99,10 @@ def test_two_daemons(tmp_path: Path) -> None:
             assert result["cached_tokens"] == HIT
             assert answer(result) == answer(oracle)
             until(
-                lambda: [now - then for now, then in zip(loaded(*daemons), before, strict=True)] == expected,
+                lambda: (
+                    [now - then for now, then in zip(loaded(*daemons), before, strict=True)]
+                    == expected
+                ),
                 f"{expected} of {[str(daemon.socket_path) for daemon in daemons]}",
             )
 
@@ -114,7 +124,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         # What was loaded from the one has gone to the other as well.
         served([0, HIT], loaded(light, heavy), light, heavy)
         until(lambda: is_fed(heavy), "all of it is on the disk")
-        # The heavier one reads for an hour: nobody waits for it, and nothing waits in it afterwards.
+        # The heavier one reads for an hour: no request waits for it, and no lookup is left in it.
         heavy.stop()
         slow.start()
         until(lambda: is_connected(running, slow), "the engine is back")
@@ -139,13 +149,20 @@ def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example"), "load_weight": 0.5},
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(tmp_path / "example"),
+            "load_weight": 0.5,
+        },
     }
     with serve(tmp_path, "node") as daemon:
         children = [example, ours(daemon.socket_path)]
-        with pytest.raises(EngineError, match="these child connectors do not support it: ExampleConnector"):
+        with pytest.raises(
+            EngineError, match="these child connectors do not support it: ExampleConnector"
+        ):
             engine(
-                "qwen3", tmp_path / "hma.log", multi("qwen3", children, "--no-disable-hybrid-kv-cache-manager")
+                "qwen3",
+                tmp_path / "hma.log",
+                multi("qwen3", children, "--no-disable-hybrid-kv-cache-manager"),
             ).__enter__()
         with engine("qwen3", tmp_path / "a.log", multi("qwen3", children)) as running:
             running.run(text, max_tokens=6)
@@ -182,7 +199,10 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
                 return server.complete(prompt(seed, HIT + 20), 3)
 
             first = [complete(seed) for seed in (1, 2)]
-            until(lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS, "both prompts are stored")
+            until(
+                lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS,
+                "both prompts are stored",
+            )
             server.post("/reset_prefix_cache")
             assert complete(1) == first[0]
             two.kill()
@@ -190,19 +210,34 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
             assert [complete(seed) for seed in (1, 2)] == first
 
             def is_shown() -> bool:
-                return by_connector(server)["vllm:kv_connector_mc_queries_total"]["HybridKVConnector"] == 5
+                return (
+                    by_connector(server)["vllm:kv_connector_mc_queries_total"]["HybridKVConnector"]
+                    == 5
+                )
 
             until(is_shown, "five requests are counted")
             shown = by_connector(server)
             tokens = shown["vllm:kv_connector_mc_hit_tokens_total"]
             assert tokens == {"HybridKVConnector": 2 * HIT, "HybridKVConnector-2": HIT}
             assert sum(tokens.values()) == shown["vllm:external_prefix_cache_hits_total"][""]
-            assert shown["vllm:kv_connector_mc_hits_total"] == {"HybridKVConnector": 2, "HybridKVConnector-2": 1}
+            assert shown["vllm:kv_connector_mc_hits_total"] == {
+                "HybridKVConnector": 2,
+                "HybridKVConnector-2": 1,
+            }
             misses = {"HybridKVConnector": 2, "HybridKVConnector-2": 4}
             assert shown["vllm:kv_connector_mc_misses_total"] == misses
             assert shown["vllm:kv_connector_mc_queries_total"] == dict.fromkeys(misses, 5)
             assert shown["vllm:kv_connector_mc_pending_loads"] == dict.fromkeys(misses, 0)
             assert min(shown["vllm:prompt_tokens_by_source_total"].values()) >= 0
-            assert shown["vllm:hybridkv_loaded_tokens_total"] == tokens, "each child's own statistics say the same"
-            assert server.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 3 * HIT
-            assert server.total("vllm:prompt_tokens_cached_by_source_total", source="external_unspecified") == 0
+            assert shown["vllm:hybridkv_loaded_tokens_total"] == tokens, (
+                "each child's own statistics say the same"
+            )
+            assert (
+                server.total("vllm:prompt_tokens_cached_by_source_total", source="host") == 3 * HIT
+            )
+            assert (
+                server.total(
+                    "vllm:prompt_tokens_cached_by_source_total", source="external_unspecified"
+                )
+                == 0
+            )

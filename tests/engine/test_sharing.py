@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.client.control import Control
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
 from tests.engine.support import answer, engine, prompt, stats, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -18,8 +18,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 CHUNK = 128
 
 
-def test_two_engines_at_the_same_time_share_one_daemon(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Both serve at once, from their first step on; each then hits what the other stored, windows included."""
+def test_two_engines_at_the_same_time_share_one_daemon(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Both serve at once, from their first step on; each then hits what the other stored.
+
+    A hit is compared with the other engine's own hit of the same length, windows included.
+    """
     prompts = [prompt(seed, 3 * CHUNK + 40) for seed in (1, 2)]
     with (
         engine("gemma3", tmp_path / "a.log", daemon.socket_path) as first,
@@ -30,23 +35,33 @@ def test_two_engines_at_the_same_time_share_one_daemon(daemon: DaemonProcess, tm
             running.begin({"do": "run", "prompts": [mine], "max_tokens": 8})
         computed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in computed] == [0, 0]
+        own = [
+            running.run(mine, max_tokens=8)[0]
+            for running, mine in ((first, prompts[0]), (second, prompts[1]))
+        ]
+        assert [result["cached_tokens"] for result in own] == [3 * CHUNK, 3 * CHUNK]
+        assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
         for running, other in ((first, prompts[1]), (second, prompts[0])):
             running.begin({"do": "run", "prompts": [other], "max_tokens": 8})
         crossed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
-        assert answer(crossed[0]) == answer(computed[1])
-        assert answer(crossed[1]) == answer(computed[0])
+        assert answer(crossed[0]) == answer(own[1])
+        assert answer(crossed[1]) == answer(own[0])
     until(lambda: stats(daemon.socket_path)["sessions"] == 0, "sessions end with their engines")
     values = stats(daemon.socket_path)
     assert (values["leases"], values["bytes_writing"]) == (0, 0)
 
 
 @pytest.mark.slow
-def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Every request is answered, and right; when the daemon is back, hits are back, without an engine restart."""
+def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Every answer is right; once the daemon is back, so are hits, without an engine restart."""
     prompts = [prompt(seed, 2 * 256 + 100 + seed) for seed in range(4)]
-    with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 1000}) as running:
+    with engine(
+        "qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 1000}
+    ) as running:
 
         def fresh(text: list[int]) -> dict[str, Any]:
             running.reset()
@@ -65,11 +80,17 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: Daemo
             assert answer(result) == answer(alone[index])
         daemon.process.send_signal(signal.SIGCONT)
 
-        until(lambda: fresh(prompts[0])["cached_tokens"] == 512, "the engine asks again after the pause")
+        until(
+            lambda: fresh(prompts[0])["cached_tokens"] == 512,
+            "the engine asks again after the pause",
+        )
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
         running.begin({"do": "run", "prompts": prompts, "max_tokens": 60})
-        until(lambda: stats(daemon.socket_path)["lookups"] > lookups, "the engine asks the daemon that dies")
+        until(
+            lambda: stats(daemon.socket_path)["lookups"] > lookups,
+            "the engine asks the daemon that dies",
+        )
         daemon.kill()
         results = running.end()
         assert [len(result["tokens"]) for result in results] == [60] * 4
@@ -79,7 +100,8 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: Daemo
         for index, text in enumerate(prompts):
 
             def hits(index: int = index, text: list[int] = text) -> bool:
-                # What comes before the worker and the write slots are there is not stored; each answer must be right.
+                # Nothing is stored before the worker and the write slots are there.
+                # Each answer must be right.
                 result = fresh(text)
                 right = alone if result["cached_tokens"] == 0 else again
                 assert answer(result) == answer(right[index])
@@ -89,12 +111,19 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(daemon: Daemo
 
 
 def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """A block pool so small that requests are preempted, and prefill in pieces: same answers as without a connector."""
-    tight = ("--num-gpu-blocks-override=25", "--max-model-len=1024", "--max-num-batched-tokens=192", "--max-num-seqs=4")
+    """With preemption and prefill in pieces, answers are the same as without a connector."""
+    tight = (
+        "--num-gpu-blocks-override=25",
+        "--max-model-len=1024",
+        "--max-num-batched-tokens=192",
+        "--max-num-seqs=4",
+    )
     prompts = [prompt(seed, 300 + 50 * seed) for seed in range(4)]
     with engine("gemma3", tmp_path / "plain.log", None, *tight) as plain:
         expected = [answer(plain.run(p, max_tokens=40)[0]) for p in prompts]
-    with engine("gemma3", tmp_path / "e.log", daemon.socket_path, *tight, extra={"checksum": "paranoid"}) as running:
+    with engine(
+        "gemma3", tmp_path / "e.log", daemon.socket_path, *tight, extra={"checksum": "paranoid"}
+    ) as running:
         for _ in range(3):
             results = running.run(*prompts, max_tokens=40)
             assert [result["tokens"] for result in results] == [tokens for tokens, _ in expected]
@@ -104,43 +133,52 @@ def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path:
 
 
 def test_drafts_that_are_rejected_are_never_stored(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """N-gram speculation, and a second turn on the generated tokens: as the engine's own cache of the same length."""
+    """N-gram drafts, then a second turn: answers are as with the engine's own cache."""
     ngram = (
-        '--speculative-config={"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":2,"prompt_lookup_min":1}'
+        '--speculative-config={"method":"ngram","num_speculative_tokens":3,'
+        '"prompt_lookup_max":2,"prompt_lookup_min":1}'
     )
     text = prompt(5, 2 * CHUNK + 30)
     with engine("qwen3", tmp_path / "plain.log", None, ngram) as plain:
         (first,) = plain.run(text, max_tokens=2 * CHUNK)
         turn = [*text, *first["tokens"], *prompt(6, 20)]
         (own,) = plain.run(turn, max_tokens=24)
-    with engine("qwen3", tmp_path / "e.log", daemon.socket_path, ngram, extra={"checksum": "paranoid"}) as running:
+    with engine(
+        "qwen3", tmp_path / "e.log", daemon.socket_path, ngram, extra={"checksum": "paranoid"}
+    ) as running:
         (again,) = running.run(text, max_tokens=2 * CHUNK)
         assert answer(again) == answer(first)
         running.reset()
         (second,) = running.run(turn, max_tokens=24)
-    assert second["cached_tokens"] == own["cached_tokens"] == 4 * CHUNK, "two chunks hold generated tokens"
+    assert second["cached_tokens"] == own["cached_tokens"] == 4 * CHUNK, (
+        "two chunks hold generated tokens"
+    )
     assert stats(daemon.socket_path)["tokens_loaded"] == 4 * CHUNK
     assert answer(second) == answer(own)
 
 
 def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -> None:
-    """`server: "auto"`: the daemon outlives the engine; killed under a living engine it comes back by itself."""
+    """With `server: "auto"` the daemon outlives the engine, and comes back when it is killed."""
     socket_path = str(tmp_path / "hybridkv" / "daemon.sock")
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     text = prompt(1, 3 * CHUNK + 20)
 
     def pid() -> int:
-        with Control(socket_path) as control:
+        with ControlClient(socket_path) as control:
             return control.welcome.pid
 
     def is_back() -> bool:
         running.run(prompt(2, 10), max_tokens=1)
         return Path(socket_path).exists() and stats(socket_path)["sessions"] == 1
 
-    with engine("qwen3", tmp_path / "a.log", "auto", extra={"ram": "128MiB"}, environment=environment) as running:
+    with engine(
+        "qwen3", tmp_path / "a.log", "auto", extra={"ram": "128MiB"}, environment=environment
+    ) as running:
         (computed,) = running.run(text, max_tokens=6)
     first = pid()
-    with engine("qwen3", tmp_path / "b.log", "auto", extra={"ram": "128MiB"}, environment=environment) as running:
+    with engine(
+        "qwen3", tmp_path / "b.log", "auto", extra={"ram": "128MiB"}, environment=environment
+    ) as running:
         assert pid() == first, "the second engine found the first one's daemon"
         (hit,) = running.run(text, max_tokens=6)
         assert hit["cached_tokens"] == 3 * CHUNK
@@ -151,7 +189,9 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
         assert pid() != first
         running.reset()
         (result,) = running.run(text, max_tokens=6)
-        assert result["cached_tokens"] == 3 * CHUNK, "it goes on with the cache of the one that was killed"
+        assert result["cached_tokens"] == 3 * CHUNK, (
+            "it goes on with the cache of the one that was killed"
+        )
         assert result["tokens"] == computed["tokens"]
     os.kill(pid(), signal.SIGINT)
     until(lambda: not Path(socket_path).exists(), "the daemon ends")
@@ -206,7 +246,9 @@ def test_explain_says_what_was_loaded_and_why_not(
     assert "the latest are: verify-" in capsys.readouterr().err
 
 
-def test_a_killed_engine_leaves_nothing_but_its_objects(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_a_killed_engine_leaves_nothing_but_its_objects(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
     """kill -9 while requests run: leases and write slots are back, and the next engine hits."""
     prompts = [prompt(seed, 3 * CHUNK + 20) for seed in range(4)]
     with engine("qwen3", tmp_path / "a.log", daemon.socket_path) as running:
@@ -214,11 +256,16 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(daemon: DaemonProcess, t
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
         running.begin({"do": "run", "prompts": prompts, "max_tokens": 500})
-        until(lambda: stats(daemon.socket_path)["lookups"] >= lookups + len(prompts), "all requests are looked up")
+        until(
+            lambda: stats(daemon.socket_path)["lookups"] >= lookups + len(prompts),
+            "all requests are looked up",
+        )
         held = stats(daemon.socket_path)
         assert (held["sessions"], held["bytes_writing"] > 0) == (1, True)
         os.kill(running.pid, signal.SIGKILL)
-        until(lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process")
+        until(
+            lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process"
+        )
         left = stats(daemon.socket_path)
         assert (left["leases"], left["bytes_writing"], left["connections"]) == (0, 0, 1)
     with engine("qwen3", tmp_path / "b.log", daemon.socket_path) as running:

@@ -17,7 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 if sys.argv[1] == "other build":
     type(current_platform).is_cpu = lambda self: False
 before = CpuPlatform.check_and_update_config
-import hybridkv.testing.shims
+import hybridkv.lab.shims
 print(CpuPlatform.check_and_update_config == before)
 """
 
@@ -30,7 +30,9 @@ print(CpuPlatform.check_and_update_config == before)
         ({"HYBRIDKV_SHIMS": "qwen3"}, "this build", "True"),
     ],
 )
-def test_only_for_its_model_and_only_on_the_cpu_build(environment: dict[str, str], build: str, untouched: str) -> None:
+def test_only_for_its_model_and_only_on_the_cpu_build(
+    environment: dict[str, str], build: str, untouched: str
+) -> None:
     needs_avx512()
     said = subprocess.run(
         [sys.executable, "-c", SAYS, build],
@@ -70,7 +72,17 @@ def test_the_mla_kernels_are_right_without_tiles(new: int, cached: int) -> None:
     rest = (0.05, 0.0, False, 0, None, None)
     if new > 1:
         fresh = kv[slots[cached:]].contiguous()
-        mine = (fresh, fresh[..., :LATENT], out, kv, kv[..., :LATENT], table, first, length, torch.tensor([new]))
+        mine = (
+            fresh,
+            fresh[..., :LATENT],
+            out,
+            kv,
+            kv[..., :LATENT],
+            table,
+            first,
+            length,
+            torch.tensor([new]),
+        )
         ops.cpu_mla_extend(query, *mine, torch.tensor([0]), new, *rest, None)
     else:
         partial = torch.zeros(1, HEADS, 2, LATENT + 1)

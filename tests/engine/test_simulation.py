@@ -1,6 +1,6 @@
-"""Real scheduler, block pool, tensors, connector and daemon under random load and faults, with an oracle.
+"""Real scheduler, block pool, tensors, connector and daemon under random load, with an oracle.
 
-A position is only ever computed from bytes that are this request's own: see tests/engine/simulation.py.
+A position is only computed from bytes that are this request's own: see tests/engine/simulation.py.
 """
 
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cli.engine import ENGINE_ENVIRONMENT
-from hybridkv.testing.models import bundled_environment
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
+from hybridkv.lab.models import bundled_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -30,12 +30,27 @@ TIGHT = (
 
 @pytest.mark.parametrize(
     "model",
-    ["gemma3", "qwen3next", "lfm2", *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4"))],
+    [
+        "gemma3",
+        "qwen3next",
+        "lfm2",
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4")),
+    ],
 )
-def test_no_position_is_ever_computed_from_other_bytes(model: str, tmp_path: Path, rng: random.Random) -> None:
-    """A small arena (eviction) and block pool (preemption); the daemon is killed, stopped, cleared, flipped."""
+def test_no_position_is_ever_computed_from_other_bytes(
+    model: str, tmp_path: Path, rng: random.Random
+) -> None:
+    """Arena and block pool are small; the daemon is killed, stopped, cleared, and bits flip."""
     seeds = [*FIXED_SEEDS, *(rng.getrandbits(32) for _ in range(FRESH_SEEDS))]
-    command = [sys.executable, "-m", "tests.engine.simulation", model, str(tmp_path / "d.sock"), "32MiB", *TIGHT]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.engine.simulation",
+        model,
+        str(tmp_path / "d.sock"),
+        "32MiB",
+        *TIGHT,
+    ]
     said = subprocess.run(
         [*command, *map(str, seeds)],
         capture_output=True,
@@ -46,8 +61,13 @@ def test_no_position_is_ever_computed_from_other_bytes(model: str, tmp_path: Pat
     )
     results = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
     failed = seeds[len(results) :]
-    assert said.returncode == 0, f"seed {failed[0] if failed else '?'} of {model}:\n{said.stderr[-3000:]}"
+    assert said.returncode == 0, (
+        f"seed {failed[0] if failed else '?'} of {model}:\n{said.stderr[-3000:]}"
+    )
     assert [result["seed"] for result in results] == seeds
-    total = {key: sum(result.get(key, 0) for result in results) for key in ("loaded", "aborts", "kill", "stop", "flip")}
+    total = {
+        key: sum(result.get(key, 0) for result in results)
+        for key in ("loaded", "aborts", "kill", "stop", "flip")
+    }
     assert results[-1]["loaded"] > 1000, "the load found the cache"
     assert all(total.values()), total

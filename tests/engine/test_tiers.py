@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cli.engine import Engine
 from hybridkv.cli.main import main
-from hybridkv.client.control import Control
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, prompt, stats, until
-from tests.storage.tiers.master import Master, needs_mooncake
+from tests.programs.tiers.master import Master, needs_mooncake
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -23,7 +23,9 @@ LOAD: dict[str, object] = {"load_policy": "always"}
 
 def serve(directory: Path, name: str, *options: str) -> DaemonProcess:
     (directory / name).mkdir(mode=0o700, exist_ok=True)
-    return DaemonProcess(str(directory / name / "daemon.sock"), "64MiB", options=["--node", name, *options])
+    return DaemonProcess(
+        str(directory / name / "daemon.sock"), "64MiB", options=["--node", name, *options]
+    )
 
 
 def is_written(daemon: DaemonProcess, tier: str, objects: int = 1) -> None:
@@ -42,14 +44,15 @@ def arena_gone(daemon: DaemonProcess) -> None:
     daemon.start()
 
 
-def hits(running: Engine, text: list[int], oracle: dict[str, Any], chunk: int) -> None:
+def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk: int) -> None:
     running.reset()
     (result,) = running.run(text, max_tokens=6)
     assert result["cached_tokens"] == oracle["cached_tokens"] == CHUNKS * chunk
     assert answer(result) == answer(oracle)
 
 
-@pytest.mark.parametrize("model", ["gemma3", pytest.param("qwen3next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gemma3", "qwen3next"])
 def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None:
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
@@ -66,7 +69,9 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             arena_gone(daemon)
             until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
-            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, "the daemon's reboot, under a living engine"
+            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, (
+                "the daemon's reboot, under a living engine"
+            )
         with engine(model, tmp_path / "b.log", daemon.socket_path, extra=LOAD) as running:
             hits(running, text, oracle, chunk)
         daemon.stop()
@@ -89,7 +94,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
-    """The first node's daemon gives the memory; both engines, and the first daemon's arena, may be gone meanwhile."""
+    """The first node's daemon gives the memory; both engines and its arena may be gone."""
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
     master = Master(tmp_path / "master.log", "300ms")
@@ -113,7 +118,7 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
         master.kill()
 
 
-def is_back(running: Engine, daemon: DaemonProcess) -> bool:
+def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
     """Whether an engine has noticed its new daemon; it looks in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
@@ -123,7 +128,7 @@ def is_back(running: Engine, daemon: DaemonProcess) -> bool:
 def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tier is slowed on purpose; `explain` says what was weighed, and the switch forces either."""
+    """The tier is slowed on purpose; `explain` says what was weighed, the switch forces either."""
     text = prompt(1, CHUNKS * 128 + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB"
     with (
@@ -132,16 +137,23 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     ):
         (oracle,) = running.run(text, max_tokens=4)
         is_written(daemon, "disk")
-    with serve(tmp_path, "slow", "--tier", f"inject+{url}&rate=150KiB&write=off&timeout=60") as daemon:
+    with serve(
+        tmp_path, "slow", "--tier", f"inject+{url}&rate=150KiB&write=off&timeout=60"
+    ) as daemon:
 
         def ask(log: str, policy: str, times: int) -> list[dict[str, Any]]:
-            """The answers of an engine, each from a daemon whose RAM is empty; its speed of prefill is known."""
+            """The answers of an engine of known prefill speed, each from a daemon of empty RAM."""
             results = []
-            with engine("gemma3", tmp_path / log, daemon.socket_path, extra={"load_policy": policy}) as running:
+            with engine(
+                "gemma3", tmp_path / log, daemon.socket_path, extra={"load_policy": policy}
+            ) as running:
                 for seed in range(3):
                     running.run(prompt(100 + seed, 512), max_tokens=1)
                 for _ in range(times):
-                    until(lambda: not stats(daemon.socket_path)["tier_disk_jobs_running"], "nothing comes up any more")
+                    until(
+                        lambda: not stats(daemon.socket_path)["tier_disk_jobs_running"],
+                        "nothing comes up any more",
+                    )
                     clear(daemon.socket_path)
                     running.reset()
                     results += running.run(text, max_tokens=4)
@@ -159,12 +171,12 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
 
 def clear(socket_path: str) -> None:
     """Empty RAM, and nothing else."""
-    with Control(socket_path) as control:
+    with ControlClient(socket_path) as control:
         control.clear()
 
 
 def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
-    """Its calls never come back: requests are computed or served from RAM, and the daemon ends when told to."""
+    """The tier's calls never return: requests are computed, and the daemon ends when told to."""
     text, other = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB&timeout=1"
     extra = {**LOAD, "load_timeout_seconds": 3}
@@ -183,7 +195,10 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
                 assert result["cached_tokens"] == 0
                 assert result["tokens"] == oracle["tokens"]
                 clear(hanging.socket_path)
-            until(lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1, "it is left alone")
+            until(
+                lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1,
+                "it is left alone",
+            )
             (first,) = running.run(other, max_tokens=6)
             running.reset()
             (again,) = running.run(other, max_tokens=6)

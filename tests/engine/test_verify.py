@@ -14,7 +14,10 @@ MODELS = (pytest.param("gemma3", marks=pytest.mark.slow), "qwen3next")
 
 def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
     said = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert said.stdout, said.stderr
     return said.returncode, json.loads(said.stdout)
@@ -60,7 +63,17 @@ def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
 
 def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen3", "--", "--max-model-len", "512"],
+        [
+            sys.executable,
+            "-m",
+            "hybridkv",
+            "verify",
+            "--model",
+            "qwen3",
+            "--",
+            "--max-model-len",
+            "512",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +85,10 @@ def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
 
 def test_an_unknown_model_is_one_clear_line() -> None:
     said = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen33"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen33"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert said.returncode == 2
     assert said.stderr.startswith("hybridkv: --model: 'qwen33' is not bundled; ")

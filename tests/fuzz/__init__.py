@@ -1,1 +1,1 @@
-"""Whatever bytes come in, the daemon answers or closes, keeps its books and lives: see CONTRIBUTING.md."""
+"""The daemon answers or closes on any bytes, keeps its books and lives: see CONTRIBUTING.md."""

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --cases N [--seed S] [--process-cases N]`: prints progress, and how to repeat a failure."""
+"""`python -m tests.fuzz --cases N [--seed S] [--process-cases N]` sends lies to daemons."""
 
 import argparse
 import logging
@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.lab.daemon_process import DaemonProcess
 from tests.fuzz.core import CoreFuzz
 from tests.fuzz.process import ProcessFuzz
 
@@ -22,8 +22,12 @@ SEED_BITS = 40
 def main() -> int:
     """1 where the daemon is at fault."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100_000, help="for the daemon's core in this process")
-    parser.add_argument("--process-cases", type=int, default=0, help="then for a daemon process over its socket")
+    parser.add_argument(
+        "--cases", type=int, default=100_000, help="for the daemon's core in this process"
+    )
+    parser.add_argument(
+        "--process-cases", type=int, default=0, help="then for a daemon process over its socket"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(SEED_BITS))
     options = parser.parse_args()
     logging.getLogger("hybridkv.daemon").setLevel(logging.ERROR)
@@ -50,7 +54,9 @@ def main() -> int:
                 DaemonProcess(str(Path(directory) / "daemon.sock"), "64MiB") as daemon,
             ):
                 ProcessFuzz(seed, daemon).run(options.process_cases)
-            print(f"{options.process_cases} cases over the socket, {time.monotonic() - started:.1f} s")
+            print(
+                f"{options.process_cases} cases over the socket, {time.monotonic() - started:.1f} s"
+            )
     except Exception:  # noqa: BLE001  # whatever it is, it failed this seed
         traceback.print_exc()
         socket = f"0 --process-cases {options.process_cases}"

@@ -1,4 +1,4 @@
-"""Lies told to the daemon's core in this process, and a second set of books that its answers must agree with."""
+"""Lies told to the daemon's core in this process; its answers must agree with our own books."""
 
 import random
 import time
@@ -9,22 +9,25 @@ from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
-from hybridkv.core.tiers import parse_tier
-from hybridkv.server.daemon import Daemon
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.sessions import ClientConnection, Process
+from hybridkv.daemon.slot_requests import clear
+from hybridkv.daemon.state import DaemonInfo
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
-from hybridkv.storage.line import Line as TierLine
-from hybridkv.storage.store import Store
-from hybridkv.storage.tiers.base import TierError
-from hybridkv.storage.transfer import Job, Outcome, execute
+from hybridkv.store.store import Store
+from hybridkv.tiers.contract import TierError
+from hybridkv.tiers.jobs import JobOutcome, TierJob, execute
+from hybridkv.tiers.state import TierState as TierLine
 from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     BATCH_MAX,
-    Abandon,
+    Clear,
     Commit,
     Drained,
     Error,
     Found,
-    Granted,
+    Free,
     Hello,
     Identify,
     Lookup,
@@ -32,11 +35,12 @@ from hybridkv.wire.messages import (
     Release,
     Reply,
     Request,
+    Reserved,
     geometry_from_wire,
 )
-from hybridkv.wire.protocol import REFUSALS, RULES, ErrorCode, State, refused
+from hybridkv.wire.protocol import RULES, ConnectionState, ErrorCode, closes, refused
 from tests.fuzz.liar import KINDS, Liar, Peer
-from tests.server.dict_tier import DictTier
+from tests.unit.daemon.dict_tier import DictTier
 
 ARENA_BYTES = 1 << 19
 CHECK_EVERY = 512
@@ -63,13 +67,13 @@ class Account:
 
 
 @dataclass(eq=False)
-class Line:
+class TierState:
     """One connection to the daemon, and what our books say of it."""
 
     number: int
     peer: Peer
     frames: Frames = field(default_factory=Frames)
-    state: State = State.NEW
+    state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
     drained: int = 0
     """Of a worker: the greeting before which it copies nothing."""
@@ -79,7 +83,7 @@ class Line:
 
 
 class CoreFuzz:
-    """One daemon's core with some liars. Every method raises AssertionError where the daemon is at fault."""
+    """One daemon's core with some liars. Methods raise AssertionError on the daemon's faults."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -87,19 +91,27 @@ class CoreFuzz:
         self._memory = memoryview(bytearray(ARENA_BYTES))
         store = Store(self._memory, FIRST_GENERATION)
         store.extents.grow(ARENA_BYTES)
-        self._jobs: list[Job] = []
+        self._jobs: list[TierJob] = []
         self._now = 1.0
         tiers = [DictTier({}, is_remote) for is_remote in (False, True)]
         lines = [
-            TierLine(at, f"sim{at}", tier, parse_tier(f"sim://{at}?write={write}", "tier"), self._jobs.append)
+            TierLine(
+                at,
+                f"sim{at}",
+                tier,
+                parse_tier(f"sim://{at}?write={write}", "tier"),
+                self._jobs.append,
+            )
             for at, (tier, write) in enumerate(zip(tiers, ("through", "back"), strict=True))
         ]
-        self.daemon = Daemon(store, "boot", "/nowhere", ARENA_BYTES, 1, lines)
+        self.daemon = Daemon(
+            store, DaemonInfo("boot", "/nowhere", ARENA_BYTES, ARENA_BYTES, 1), lines
+        )
         self._numbers = 0
         self._generation = FIRST_GENERATION
         self._accounts: dict[Account, str] = {}
         """Every session that has not ended, and its engine_id."""
-        self._lines: list[Line] = [self._open(kind) for kind in range(len(KINDS))]
+        self._lines: list[TierState] = [self._open(kind) for kind in range(len(KINDS))]
         self.seen: Counter[str] = Counter()
         """What came of the cases: replies by type, refusals by code."""
 
@@ -118,10 +130,10 @@ class CoreFuzz:
         self._tick()
         while self._jobs:
             self._work(None)
-        values = self.daemon.showing.values()
+        values = self.daemon.view.values().named()
         for name in ("sessions", "leases", "connections", "bytes_writing", "lookups_waiting"):
             assert values[name] == 0, f"{name} {values[name]} after the last client"
-        while self.daemon._clear():
+        while clear(self.daemon.state, ClientConnection(0, Process(0, 0)), Clear(0)).count:
             pass
         assert self.daemon.store.objects == 0
         self.daemon.check()
@@ -129,7 +141,7 @@ class CoreFuzz:
     def check(self) -> None:
         """The daemon's books in themselves, with ours, and with the headers in the arena."""
         self.daemon.check()
-        values = self.daemon.showing.values()
+        values = self.daemon.view.values().named()
         assert values["connections"] == len(self._lines)
         assert values["sessions"] == len(self._accounts)
         assert values["leases"] == sum(len(account.leases) for account in self._accounts)
@@ -138,13 +150,22 @@ class CoreFuzz:
             for names in account.leases.values():
                 for name in names:
                     state = self._header(name).state
-                    assert state in (SlotState.COMMITTED, SlotState.DROPPED), "a slot under a lease is not what it was"
+                    assert state in (SlotState.COMMITTED, SlotState.DROPPED), (
+                        "a slot under a lease is not what it was"
+                    )
             for name in account.writing:
                 header = self._header(name)
                 assert header.state is SlotState.WRITING
                 writing += slot_bytes(header.part_bytes, header.parts)
-        assert values["bytes_writing"] == writing + sum(slot.size_bytes for slot in self.daemon.promotion.slots())
-        waits = [wait for line in self._lines if line.account is not None for wait in line.account.waits.values()]
+        assert values["bytes_writing"] == writing + sum(
+            slot.size_bytes for slot in self.daemon.promotion.slots()
+        )
+        waits = [
+            wait
+            for line in self._lines
+            if line.account is not None
+            for wait in line.account.waits.values()
+        ]
         assert values["lookups_waiting"] == len(waits)
         assert all(deadline > self._now for _, _, deadline in waits), "a lookup waits for too long"
 
@@ -153,14 +174,14 @@ class CoreFuzz:
     def _work(self, ill: type[TierError] | None) -> None:
         """A tier's thread has done something, or failed."""
         job = self._jobs.pop(self._rng.randrange(len(self._jobs)))
-        tier = self.daemon.lines[job.line].tier
+        tier = self.daemon.tiers[job.tier].tier
         assert isinstance(tier, DictTier)
         tier.ill = ill
-        outcome: Outcome = execute(tier, job, self._memory)
+        outcome: JobOutcome = execute(tier, job, self._memory)
         tier.ill = None
         self.daemon.transferred(job, outcome, self._now)
         self._tick()
-        self.seen[f"job_{job.work}"] += 1
+        self.seen[f"job_{job.kind}"] += 1
 
     def _tick(self) -> None:
         self.daemon.tick(self._now)
@@ -172,7 +193,9 @@ class CoreFuzz:
             assert decode_reply(encode(found)[4:]) == found
             lookup, identity, _ = account.waits.pop(found.lease)
             assert found.id == lookup.id
-            assert identity == account.identity or not found.chunks, "other weights' bytes are found"
+            assert identity == account.identity or not found.chunks, (
+                "other weights' bytes are found"
+            )
             self._found(account, lookup, found)
             self.seen["found_later"] += 1
             self.seen["found_in_tiers"] += sum(found.tiers.values())
@@ -207,10 +230,10 @@ class CoreFuzz:
             # It waits for the rest of a frame, and would take what follows for it.
             self._again(at)
 
-    def _open(self, kind: int) -> Line:
+    def _open(self, kind: int) -> TierState:
         self._numbers += 1
         self.daemon.connect(self._numbers)
-        return Line(self._numbers, self._liar.peer(kind))
+        return TierState(self._numbers, self._liar.peer(kind))
 
     def _again(self, kind: int) -> None:
         """This client hangs up, and another one of its kind comes."""
@@ -221,7 +244,7 @@ class CoreFuzz:
     def _retire(self) -> None:
         """Sessions whose engine is gone end when no worker of it can be copying for them."""
         open_ones = {line.account for line in self._lines}
-        workers = [line for line in self._lines if line.state is State.WORKER]
+        workers = [line for line in self._lines if line.state is ConnectionState.WORKER]
         self._accounts = {
             account: name
             for account, name in self._accounts.items()
@@ -229,24 +252,28 @@ class CoreFuzz:
             or any(line.engine_id == name and line.drained <= account.number for line in workers)
         }
 
-    def _message(self, line: Line, request: Request) -> None:
-        before = self.daemon.showing.values() if self._rng.random() < 0.02 else None
+    def _message(self, line: TierState, request: Request) -> None:
+        before = self.daemon.view.values().named() if self._rng.random() < 0.02 else None
         started = time.process_time()
         reply = self.daemon.handle(line.number, request, self._now)
         seconds = time.process_time() - started
-        assert seconds < STALL_SECONDS, f"{type(request).__name__} took {seconds:.1f} s of the processor"
+        assert seconds < STALL_SECONDS, (
+            f"{type(request).__name__} took {seconds:.1f} s of the processor"
+        )
         self.seen[type(reply).__name__ if not isinstance(reply, Error) else reply.code] += 1
         if reply is not None:
             assert reply.id == getattr(request, "id", 0)
-            assert decode_reply(encode(reply)[4:]) == reply, "a reply that its own protocol does not allow"
+            assert decode_reply(encode(reply)[4:]) == reply, (
+                "a reply that its own protocol does not allow"
+            )
             self._liar.heard(line.peer, reply)
         because = refused(line.state, type(request))
         if isinstance(reply, Error):
             assert because in (None, reply.code)
-            assert before is None or _kept(before) == _kept(self.daemon.showing.values()), (
+            assert before is None or _kept(before) == _kept(self.daemon.view.values().named()), (
                 "a refused message changed something"
             )
-            line.closed = REFUSALS[ErrorCode(reply.code)].closes
+            line.closed = closes(reply.code)
             assert not line.closed or isinstance(request, Identify)
             return
         assert because is None
@@ -257,7 +284,7 @@ class CoreFuzz:
             assert type(reply) is expected.reply if expected.reply is not None else reply is None
         self._account(line, request, reply)
 
-    def _account(self, line: Line, request: Request, reply: Reply | None) -> None:
+    def _account(self, line: TierState, request: Request, reply: Reply | None) -> None:
         """Keep our books of a message that was taken, and look at what the answer says."""
         if isinstance(request, Hello):
             self._greeted(line, request)
@@ -272,7 +299,11 @@ class CoreFuzz:
                 account.identity = request.namespace
             case Lookup() if isinstance(reply, Pending):
                 assert request.wait_ms
-                account.waits[request.lease] = request, account.identity, self._now + request.wait_ms / 1e3
+                account.waits[request.lease] = (
+                    request,
+                    account.identity,
+                    self._now + request.wait_ms / 1e3,
+                )
             case Lookup():
                 assert isinstance(reply, Found)
                 self._found(account, request, reply)
@@ -281,9 +312,9 @@ class CoreFuzz:
                 account.leases.pop(request.lease, None)
             case Commit():
                 self._committed(account, request)
-            case Abandon():
+            case Free():
                 account.writing.difference_update(_names(request))
-        if isinstance(reply, Granted):
+        if isinstance(reply, Reserved):
             names = _names(reply)
             for name in names:
                 assert name[1] > self._generation, "a generation was used twice"
@@ -296,26 +327,32 @@ class CoreFuzz:
                 )
             account.writing.update(names)
 
-    def _greeted(self, line: Line, hello: Hello) -> None:
-        line.state = State(hello.role)
-        if line.state is State.CONTROL:
+    def _greeted(self, line: TierState, hello: Hello) -> None:
+        line.state = ConnectionState(hello.role)
+        if line.state is ConnectionState.CONTROL:
             return
         line.engine_id = hello.engine_id
-        if line.state is State.ENGINE:
+        if line.state is ConnectionState.ENGINE:
             assert hello.geometry is not None
             assert hello.namespace is not None
-            line.account = Account(geometry_from_wire(hello.geometry), hello.namespace, hello.session)
+            line.account = Account(
+                geometry_from_wire(hello.geometry), hello.namespace, hello.session
+            )
             self._accounts[line.account] = hello.engine_id
 
     def _found(self, account: Account, lookup: Lookup, found: Found) -> None:
-        """Every slot of a hit must be the object that was asked for, as its header in the arena says."""
+        """Every slot of a hit must be the object that was asked for, as its header says."""
         geometry = account.geometry
         asked = min(len(lookup.hashes) // HASH_BYTES, BATCH_MAX // len(geometry.groups))
         assert [len(mask) for mask in found.masks] == [asked] * len(geometry.groups)
         assert found.lease == lookup.lease
         assert found.chunks <= asked
         expected = [
-            (account.identity, group.gid, lookup.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES])
+            (
+                account.identity,
+                group.gid,
+                lookup.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES],
+            )
             for group in geometry.groups
             for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
         ]
@@ -328,7 +365,7 @@ class CoreFuzz:
             account.leases[found.lease] = names
 
     def _committed(self, account: Account, commit: Commit) -> None:
-        """A slot that was ours is now the object it was said to be, or free again; no other slot has changed."""
+        """A slot of ours is now the object it was said to be, or free; no other has changed."""
         groups = unpack_u64(commit.groups)
         if len(groups) == 1:
             groups *= len(_names(commit))
@@ -337,11 +374,19 @@ class CoreFuzz:
                 continue
             header = unpack_header(bytes(self._memory[name[0] : name[0] + HEADER_BYTES]))
             chunk_hash = commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-            if _names(commit).count(name) == 1 and header is not None and header.state is not SlotState.FREE:
+            if (
+                _names(commit).count(name) == 1
+                and header is not None
+                and header.state is not SlotState.FREE
+            ):
                 gid = account.geometry.groups[group].gid
                 assert header.generation == name[1]
                 assert header.state is SlotState.COMMITTED
-                assert (header.namespace, header.gid, header.chunk_hash) == (account.identity, gid, chunk_hash)
+                assert (header.namespace, header.gid, header.chunk_hash) == (
+                    account.identity,
+                    gid,
+                    chunk_hash,
+                )
         account.writing.difference_update(_names(commit))
 
     def _header(self, name: Name) -> SlotHeader:
@@ -351,10 +396,14 @@ class CoreFuzz:
         return header
 
 
-def _names(message: Found | Granted | Commit | Abandon) -> list[Name]:
+def _names(message: Found | Reserved | Commit | Free) -> list[Name]:
     return list(zip(unpack_u64(message.offsets), unpack_u64(message.generations), strict=True))
 
 
 def _kept(values: dict[str, float]) -> dict[str, float]:
     """What a refused message must not change: everything but the counts of messages."""
-    return {name: value for name, value in values.items() if not name.startswith(("requests_", "refused_"))}
+    return {
+        name: value
+        for name, value in values.items()
+        if not name.startswith(("requests_", "refused_"))
+    }

@@ -1,4 +1,4 @@
-"""Clients that lie: true messages with untrue contents, and frames that are no messages any more."""
+"""Clients that lie: true messages with untrue contents, and frames that are not messages."""
 
 import random
 from collections import deque
@@ -10,45 +10,47 @@ from typing import Any
 import msgspec
 
 from hybridkv.core.coverage import slot_shapes
-from hybridkv.core.geometry import Kind
+from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.wire.codec import encode
 from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
-    Abandon,
     Clear,
     Commit,
-    Condemn,
-    Describe,
     Drained,
     Explain,
     Found,
-    Granted,
+    Free,
     Hello,
     Identify,
     ListEngines,
     Lookup,
     Release,
     Reply,
+    ReportCorrupt,
+    ReportIdentity,
+    ReportRequest,
     Request,
+    RequestExplanation,
+    Reserve,
+    Reserved,
     Stats,
-    Tell,
-    Want,
     Welcome,
     WireGeometry,
     WireGroup,
     WireModel,
     geometry_to_wire,
 )
-from hybridkv.wire.protocol import State
+from hybridkv.wire.protocol import ConnectionState
 from tests.layouts import LAYOUTS
 
 NAMES = ("qwen3", "gemma3", "llama4", "qwen3next", "two_ranks_mla", "odd_window")
 WIRED = {name: geometry_to_wire(LAYOUTS[name]) for name in NAMES}
 SHAPES = {
-    name: [shape for group in LAYOUTS[name].groups for shape in slot_shapes(LAYOUTS[name], group)] for name in NAMES
+    name: [shape for group in LAYOUTS[name].groups for shape in slot_shapes(LAYOUTS[name], group)]
+    for name in NAMES
 }
 FITS = {
     name: {
@@ -64,7 +66,23 @@ FITS = {
 """Group indices by the bytes of one part."""
 HASHES = [bytes([number]) * HASH_BYTES for number in range(24)]
 U64_MAX = (1 << 64) - 1
-NUMBERS = (0, 1, 2, 3, 7, 255, 4096, 65535, 65536, (1 << 30) - 1, 1 << 30, 1 << 40, 1 << 62, (1 << 63) - 1, U64_MAX)
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    255,
+    4096,
+    65535,
+    65536,
+    (1 << 30) - 1,
+    1 << 30,
+    1 << 40,
+    1 << 62,
+    (1 << 63) - 1,
+    U64_MAX,
+)
 JUNK: tuple[Any, ...] = (
     *NUMBERS,
     None,
@@ -87,14 +105,34 @@ JUNK: tuple[Any, ...] = (
     {1: 2},
     msgspec.msgpack.Ext(5, b"ext"),
 )
-TOKENS = bytes((0xC0, 0xC1, 0xC4, 0xC6, 0xC9, 0xCB, 0xCF, 0xD3, 0xD9, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0x80, 0x90, 0xFF))
+TOKENS = bytes(
+    (
+        0xC0,
+        0xC1,
+        0xC4,
+        0xC6,
+        0xC9,
+        0xCB,
+        0xCF,
+        0xD3,
+        0xD9,
+        0xDB,
+        0xDC,
+        0xDD,
+        0xDE,
+        0xDF,
+        0x80,
+        0x90,
+        0xFF,
+    )
+)
 KINDS = (
-    *[(State.ENGINE, 0.0)] * 5,
-    (State.ENGINE, 0.01),
-    (State.WORKER, 0.05),
-    (State.CONTROL, 0.05),
-    *[(State.ENGINE, 0.8)] * 3,
-    (State.NEW, 0.8),
+    *[(ConnectionState.ENGINE, 0.0)] * 5,
+    (ConnectionState.ENGINE, 0.01),
+    (ConnectionState.WORKER, 0.05),
+    (ConnectionState.CONTROL, 0.05),
+    *[(ConnectionState.ENGINE, 0.8)] * 3,
+    (ConnectionState.NEW, 0.8),
 )
 """What the clients are, and how often their bytes are broken."""
 
@@ -104,10 +142,10 @@ class Peer:
     """What the liar knows of one connection, from what it said and heard there."""
 
     noise: float
-    role: State
+    role: ConnectionState
     engine_id: str
     layout: str
-    state: State = State.NEW
+    state: ConnectionState = ConnectionState.NEW
     leases: list[int] = field(default_factory=list)
     slots: list[tuple[int, int, int]] = field(default_factory=list)
     """(offset, generation, part bytes) of what was granted and not yet given away."""
@@ -167,9 +205,13 @@ class Liar:
     def piece(self, peer: Peer) -> bytes:
         """The bytes that this peer sends next: mostly one frame."""
         rng = self._rng
-        if peer.state is State.NEW and peer.role is not State.NEW and rng.random() < 0.9:
+        if (
+            peer.state is ConnectionState.NEW
+            and peer.role is not ConnectionState.NEW
+            and rng.random() < 0.9
+        ):
             return encode(self._greeting(peer))
-        strange = peer.state is peer.role is State.NEW and rng.random() < 0.5
+        strange = peer.state is peer.role is ConnectionState.NEW and rng.random() < 0.5
         maker = self._hello if strange else rng.choices(self._makers, cum_weights=self._weights)[0]
         frame = encode(maker(peer))
         if len(frame) < 4096:
@@ -184,10 +226,12 @@ class Liar:
             if reply.chunks:
                 peer.leases.append(reply.lease)
                 self._slots.extend(_names(reply)[:4])
-        elif isinstance(reply, Granted):
+        elif isinstance(reply, Reserved):
             names = _names(reply)
             self._slots.extend(names[:4])
-            peer.slots += [(offset, generation, reply.part_bytes) for offset, generation in names[:512]]
+            peer.slots += [
+                (offset, generation, reply.part_bytes) for offset, generation in names[:512]
+            ]
 
     # True messages
 
@@ -196,14 +240,22 @@ class Liar:
 
     def _identity(self, peer: Peer) -> bytes:
         number = NAMES.index(peer.layout) * 2 + (self._rng.random() < 0.3)
-        return bytes([number if self._rng.random() < 0.98 else self._rng.randrange(256)]) * HASH_BYTES
+        return (
+            bytes([number if self._rng.random() < 0.98 else self._rng.randrange(256)]) * HASH_BYTES
+        )
 
     def _greeting(self, peer: Peer) -> Hello:
-        if peer.role is not State.ENGINE:
+        if peer.role is not ConnectionState.ENGINE:
             return Hello(self._id(), PROTOCOL_VERSION, peer.role, peer.engine_id)
         model = WireModel(peer.layout, 4096, "auto", [1, 2], None, 2048)
         return Hello(
-            self._id(), PROTOCOL_VERSION, "engine", peer.engine_id, self._identity(peer), WIRED[peer.layout], model
+            self._id(),
+            PROTOCOL_VERSION,
+            "engine",
+            peer.engine_id,
+            self._identity(peer),
+            WIRED[peer.layout],
+            model,
         )
 
     def _hello(self, peer: Peer) -> Hello:
@@ -215,7 +267,9 @@ class Liar:
             PROTOCOL_VERSION if usual else number,
             rng.choice(("engine", "engine", "engine", "worker", "control")),
             peer.engine_id if usual else rng.choice(("", "e" * 256)),
-            rng.choice((self._identity(peer), rng.randbytes(HASH_BYTES))) if usual or rng.random() < 0.5 else None,
+            rng.choice((self._identity(peer), rng.randbytes(HASH_BYTES)))
+            if usual or rng.random() < 0.5
+            else None,
             rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
         )
 
@@ -226,8 +280,8 @@ class Liar:
         sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)
         groups: list[WireGroup] = []
         for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5))):
-            kind = rng.choice(tuple(Kind))
-            windowed = kind in (Kind.SLIDING, Kind.CHUNKED_LOCAL)
+            kind = rng.choice(tuple(GroupKind))
+            windowed = kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
             groups.append(
                 WireGroup(
                     gid if plain else rng.randrange(1 << 16),
@@ -240,25 +294,35 @@ class Liar:
                 )
             )
         chunk = rng.choice((128, 128, 1 << 30) if plain else sizes)
-        return WireGeometry(groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024)))
+        return WireGeometry(
+            groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024))
+        )
 
     def _lookup(self, peer: Peer) -> Lookup:
         rng = self._rng
         hashes = b"".join(HASHES[: rng.randrange(len(HASHES) + 1)])
         if rng.random() < 0.05:
             hashes = hashes[: rng.randrange(len(hashes) + 1)] + rng.randbytes(rng.randrange(40))
-        lease = rng.choice(peer.leases) if peer.leases and rng.random() < 0.1 else rng.randrange(1 << 40)
+        lease = (
+            rng.choice(peer.leases)
+            if peer.leases and rng.random() < 0.1
+            else rng.randrange(1 << 40)
+        )
         if rng.random() < 0.4:
             return Lookup(self._id(), lease, hashes)
-        wait_ms = rng.choice((0, 1, 100, 30_000)) if rng.random() < 0.98 else rng.choice((-1, 30_001, 1 << 63))
+        wait_ms = (
+            rng.choice((0, 1, 100, 30_000))
+            if rng.random() < 0.98
+            else rng.choice((-1, 30_001, 1 << 63))
+        )
         return Lookup(self._id(), lease, hashes, wait_ms, rng.choice((0, 1, 10_000, 1 << 62)))
 
-    def _want(self, peer: Peer) -> Want:
+    def _want(self, peer: Peer) -> Reserve:
         rng = self._rng
         if rng.random() < 0.05:
-            return Want(self._id(), rng.choice((1, 512, 1 << 40)), rng.choice((1, 2, 1024)), 1)
+            return Reserve(self._id(), rng.choice((1, 512, 1 << 40)), rng.choice((1, 2, 1024)), 1)
         part_bytes, parts = rng.choice(SHAPES[peer.layout])
-        return Want(self._id(), part_bytes, parts, rng.randrange(12))
+        return Reserve(self._id(), part_bytes, parts, rng.randrange(12))
 
     def _taken(self, peer: Peer, lies: float) -> list[tuple[int, int, int]]:
         """Up to six slots: the peer's own, and with this chance others' and such as never were."""
@@ -276,7 +340,9 @@ class Liar:
 
     def _packed(self, taken: list[tuple[int, int, int]], item: int) -> bytes:
         packed = pack_u64([one[item] for one in taken])
-        return packed if self._rng.random() < 0.99 else packed[: self._rng.randrange(len(packed) + 1)]
+        return (
+            packed if self._rng.random() < 0.99 else packed[: self._rng.randrange(len(packed) + 1)]
+        )
 
     def _commit(self, peer: Peer) -> Commit:
         rng = self._rng
@@ -292,7 +358,13 @@ class Liar:
             hashes = hashes[: rng.randrange(len(hashes) + 1)]
         if rng.random() < 0.3:
             groups = groups[:1]
-        commit = Commit(self._packed(taken, 0), self._packed(taken, 1), pack_u64(groups), hashes, rng.randrange(999))
+        commit = Commit(
+            self._packed(taken, 0),
+            self._packed(taken, 1),
+            pack_u64(groups),
+            hashes,
+            rng.randrange(999),
+        )
         if rng.random() < 0.3:
             return commit
         size = rng.choice((1, len(taken))) if rng.random() < 0.98 else rng.randrange(20)
@@ -303,18 +375,20 @@ class Liar:
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),
         )
 
-    def _abandon(self, peer: Peer) -> Abandon:
+    def _abandon(self, peer: Peer) -> Free:
         taken = self._taken(peer, 0.3)
-        return Abandon(self._packed(taken, 0), self._packed(taken, 1))
+        return Free(self._packed(taken, 0), self._packed(taken, 1))
 
-    def _condemn(self, peer: Peer) -> Condemn:
+    def _condemn(self, peer: Peer) -> ReportCorrupt:
         taken = [(*self._rng.choice(self._slots), 0) for _ in range(self._rng.randrange(3))]
-        return Condemn(self._packed(taken, 0), self._packed(taken, 1))
+        return ReportCorrupt(self._packed(taken, 0), self._packed(taken, 1))
 
     def _release(self, peer: Peer) -> Release:
         rng = self._rng
         if peer.leases and rng.random() < 0.9:
-            return Release(peer.leases.pop(rng.randrange(len(peer.leases))), 128, 512, rng.random() < 0.1)
+            return Release(
+                peer.leases.pop(rng.randrange(len(peer.leases))), 128, 512, rng.random() < 0.1
+            )
         return Release(rng.choice(NUMBERS[:-2]), rng.choice(NUMBERS[:-2]), 0, False)
 
     def _drained(self, peer: Peer) -> Drained:
@@ -323,12 +397,15 @@ class Liar:
     def _identify(self, peer: Peer) -> Identify:
         return Identify(self._id(), self._identity(peer))
 
-    def _tell(self, peer: Peer) -> Tell:
-        facts = {"first_chunk": self._rng.choice((HASHES[0].hex(), "no hash", "\N{SNOWMAN}", ""))}
-        return Tell(self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), facts)
+    def _tell(self, peer: Peer) -> ReportRequest:
+        first = self._rng.choice((HASHES[0], b"no hash", b""))
+        told = RequestExplanation(self._rng.choice(NUMBERS[:-2]), 0, first_chunk=first)
+        return ReportRequest(self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), told)
 
-    def _describe(self, peer: Peer) -> Describe:
-        return Describe({f"f{self._rng.randrange(9)}": "\0" * self._rng.randrange(512) for _ in range(3)})
+    def _describe(self, peer: Peer) -> ReportIdentity:
+        return ReportIdentity(
+            {f"f{self._rng.randrange(9)}": "\0" * self._rng.randrange(512) for _ in range(3)}
+        )
 
     def _explain(self, peer: Peer) -> Explain:
         return Explain(self._id(), self._rng.choice(("", "r", "x", f"r{self._rng.randrange(100)}")))
@@ -336,9 +413,11 @@ class Liar:
     def _huge(self, peer: Peer) -> Request:
         rng = self._rng
         if rng.random() < 0.5:
-            return Lookup(self._id(), rng.randrange(1 << 40), rng.choice((HASHES[0], HASHES[5])) * (1 << 16))
+            return Lookup(
+                self._id(), rng.randrange(1 << 40), rng.choice((HASHES[0], HASHES[5])) * (1 << 16)
+            )
         part_bytes, parts = SHAPES[peer.layout][0]
-        return Want(self._id(), part_bytes, parts, 1 << 16)
+        return Reserve(self._id(), part_bytes, parts, 1 << 16)
 
     # Broken frames
 
@@ -375,7 +454,9 @@ class Liar:
 
     def _spliced(self) -> bytes:
         one, other = self._frame()[4:], self._rng.choice(self._frames)[4:]
-        return _framed(one[: self._rng.randrange(len(one))] + other[self._rng.randrange(len(other)) :])
+        return _framed(
+            one[: self._rng.randrange(len(one))] + other[self._rng.randrange(len(other)) :]
+        )
 
     def _stuffed(self) -> bytes:
         body = self._frame()[4:]
@@ -414,7 +495,13 @@ class Liar:
     def _deep(self) -> bytes:
         """Arrays in arrays, as a value or behind a whole message, where they must be skipped."""
         depth = self._rng.choice((10, 1000, 100_000)) if self._rng.random() < 0.2 else 10
-        start = (b"", b"\x81\xa1x", b"\x98\xa5hello\x01\x01", b"\x93\xa5stats\x01", b"\x93\xa5clear\x01")
+        start = (
+            b"",
+            b"\x81\xa1x",
+            b"\x98\xa5hello\x01\x01",
+            b"\x93\xa5stats\x01",
+            b"\x93\xa5clear\x01",
+        )
         return _framed(self._rng.choice(start) + b"\x91" * depth + b"\xc0")
 
 
@@ -422,5 +509,5 @@ def _framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def _names(reply: Found | Granted) -> list[tuple[int, int]]:
+def _names(reply: Found | Reserved) -> list[tuple[int, int]]:
     return list(zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True))

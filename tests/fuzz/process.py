@@ -1,4 +1,4 @@
-"""The same lies over the real socket of a real daemon, beside a good client that must notice nothing."""
+"""The same lies over the real socket of a real daemon; a good client must notice nothing."""
 
 import contextlib
 import multiprocessing
@@ -11,26 +11,26 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybridkv.client.control import Control
+from hybridkv.client.control import ControlClient
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotState, unpack_header
-from hybridkv.testing.daemon import DaemonProcess
 from hybridkv.wire.codec import Frames, decode_reply
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
     Error,
     Found,
-    Granted,
     Hello,
     Lookup,
     Release,
-    Want,
+    Reserve,
+    Reserved,
     geometry_to_wire,
 )
-from hybridkv.wire.protocol import REFUSALS, ErrorCode
+from hybridkv.wire.protocol import closes
 from tests.conftest import DEADLINE_SECONDS
 from tests.fuzz.liar import KINDS, Liar, Peer
 from tests.layouts import LAYOUTS
@@ -54,7 +54,7 @@ class Line:
 
 
 class ProcessFuzz:
-    """Liars and one good client of one daemon process. Raises AssertionError where the daemon is at fault."""
+    """Liars and a good client of one process. Raises AssertionError on the daemon's faults."""
 
     def __init__(self, seed: int, daemon: DaemonProcess) -> None:
         self._seed = seed
@@ -64,7 +64,7 @@ class ProcessFuzz:
 
     def run(self, cases: int) -> None:
         """So many pieces of bytes, then the questions of the good client."""
-        with Control(self._daemon.socket_path, DEADLINE_SECONDS, GOOD) as good:
+        with ControlClient(self._daemon.socket_path, DEADLINE_SECONDS, GOOD) as good:
             _store(good, 3, first=0)
             found = good.call(Lookup(2, 1, _hashes(0, 3)))
             assert isinstance(found, Found)
@@ -73,12 +73,16 @@ class ProcessFuzz:
             before = good.stats().values
             # In a process of their own: what an engine's workers hold ends with their process.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-                self.seen += elsewhere.submit(_lie, self._daemon.socket_path, self._seed, cases).result()
+                self.seen += elsewhere.submit(
+                    _lie, self._daemon.socket_path, self._seed, cases
+                ).result()
             self._settled(good, before)
             self._held(good, found, SlotState.COMMITTED, SlotState.DROPPED)
             self._held(good, granted, SlotState.WRITING)
             good.tell(Release(1))
-            good.tell(Commit(granted.offsets, granted.generations, pack_u64([0, 0]), _hashes(100, 2)))
+            good.tell(
+                Commit(granted.offsets, granted.generations, pack_u64([0, 0]), _hashes(100, 2))
+            )
             again = good.call(Lookup(3, 2, _hashes(100, 2)))
             assert isinstance(again, Found)
             assert again.chunks == 2, "read your writes"
@@ -88,18 +92,22 @@ class ProcessFuzz:
         assert self._daemon.process is not None
         assert self._daemon.process.poll() is None
 
-    def _settled(self, good: Control, before: dict[str, float]) -> None:
+    def _settled(self, good: ControlClient, before: dict[str, float]) -> None:
         """The daemon reads the end of a connection in its own time."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         values = good.stats().values
         while any(values[name] != before[name] for name in HELD):
-            assert time.monotonic() < deadline, {name: (before[name], values[name]) for name in HELD}
+            assert time.monotonic() < deadline, {
+                name: (before[name], values[name]) for name in HELD
+            }
             values = good.stats().values
 
-    def _held(self, good: Control, names: Found | Granted, *states: SlotState) -> None:
-        """What the good client holds is in the arena as it was; an object may have been dropped under its lease."""
+    def _held(self, good: ControlClient, names: Found | Reserved, *states: SlotState) -> None:
+        """What the good client holds is unchanged in the arena; a leased object may be dropped."""
         arena = attach_arena(Path(good.welcome.arena_path), good.welcome.arena_bytes)
-        for offset, generation in zip(unpack_u64(names.offsets), unpack_u64(names.generations), strict=True):
+        for offset, generation in zip(
+            unpack_u64(names.offsets), unpack_u64(names.generations), strict=True
+        ):
             header = unpack_header(bytes(arena.memory[offset : offset + HEADER_BYTES]))
             assert header is not None
             assert header.state in states
@@ -157,7 +165,7 @@ class _Liars:
                 return
 
     def _closed(self, line: Line) -> bool:
-        """Read what is there; whether the daemon has closed the connection, which it does with a reason only."""
+        """Read what is there; whether the daemon closed the connection, which needs a reason."""
         while True:
             try:
                 received = line.sock.recv(1 << 18)
@@ -177,24 +185,26 @@ class _Liars:
 
 
 def _closes(code: str) -> bool:
-    return bool(code) and REFUSALS[ErrorCode(code)].closes
+    return bool(code) and closes(code)
 
 
 def _hashes(first: int, count: int) -> bytes:
     return b"".join(bytes([number]) * HASH_BYTES for number in range(first, first + count))
 
 
-def _grant(good: Control, count: int) -> Granted:
+def _grant(good: ControlClient, count: int) -> Reserved:
     """A young daemon grants fewer slots than asked for while pages are being reserved."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
-        granted = good.call(Want(4, PART, 1, count))
-        assert isinstance(granted, Granted)
+        granted = good.call(Reserve(4, PART, 1, count))
+        assert isinstance(granted, Reserved)
         if len(unpack_u64(granted.offsets)) == count:
             return granted
         assert time.monotonic() < deadline
 
 
-def _store(good: Control, count: int, first: int) -> None:
+def _store(good: ControlClient, count: int, first: int) -> None:
     granted = _grant(good, count)
-    good.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), _hashes(first, count)))
+    good.tell(
+        Commit(granted.offsets, granted.generations, pack_u64([0] * count), _hashes(first, count))
+    )

@@ -1,4 +1,4 @@
-"""Whatever bytes come in: an error reply or a closed connection, books that agree, and a daemon that lives."""
+"""Any bytes get an error reply or a closed connection, books agree, and the daemon lives."""
 
 import random
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.protocol import ErrorCode
 from tests.fuzz.core import CoreFuzz
 from tests.fuzz.process import ProcessFuzz
@@ -14,17 +14,30 @@ from tests.fuzz.process import ProcessFuzz
 SEED = 20260
 CASES = 15_000
 PROCESS_CASES = 8_000
-NOT_HERE = {ErrorCode.INTERNAL, ErrorCode.OTHER_USER, ErrorCode.CONNECTIONS, ErrorCode.SESSIONS, ErrorCode.TOO_LARGE}
+NOT_HERE = {
+    ErrorCode.INTERNAL,
+    ErrorCode.OTHER_USER,
+    ErrorCode.CONNECTIONS,
+    ErrorCode.SESSIONS,
+    ErrorCode.TOO_LARGE,
+}
 """Needs another user, thousands of connections or megabytes of facts; or must never be."""
 
 
 def test_the_core_with_a_fixed_seed_meets_every_refusal_and_every_reply() -> None:
     fuzz = CoreFuzz(SEED)
     fuzz.run(CASES)
-    values = fuzz.daemon.showing.values()
+    values = fuzz.daemon.view.values().named()
     fuzz.finish()
     assert set(ErrorCode) - NOT_HERE <= set(fuzz.seen), "the liars have become tame"
-    for name in ("lookups_hit", "objects_stored", "duplicates", "evicted", "objects_condemned", "commits_unknown"):
+    for name in (
+        "lookups_hit",
+        "objects_stored",
+        "duplicates",
+        "evicted",
+        "objects_condemned",
+        "commits_unknown",
+    ):
         assert values[name] > 0, f"no {name}: the liars have become tame"
     for name in ("Pending", "found_later", "found_in_tiers", "job_read", "job_write", "job_find"):
         assert fuzz.seen[name] > 0, f"no {name}: the tiers have become tame"

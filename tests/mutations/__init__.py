@@ -1,1 +1,1 @@
-"""Live faults, and the tests that docs/REQUIREMENTS.md names for them; `python -m tests.mutations` sees them red."""
+"""Faults in the code, and the tests that docs/REQUIREMENTS.md names as those that notice them."""

@@ -1,7 +1,8 @@
-"""`python -m tests.mutations [NAME|REQUIREMENT ...]`: puts each fault into a copy of the package and expects red tests.
+"""Puts each fault into a copy of the package and expects its tests to fail.
 
-First all their tests are run on an unchanged copy, where they must pass. Exits with 1 where one does not, or where a
-fault is not noticed by every test that is named for it.
+`python -m tests.mutations [NAME|REQUIREMENT ...]` first runs all their tests on an unchanged copy,
+where they must pass. It exits with 1 where one does not, or where a fault is not noticed by every
+test that is named for it.
 """
 
 import argparse
@@ -27,15 +28,21 @@ COMMAND_SECONDS = 300
 def main() -> int:
     """The number of faults that nobody noticed, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
-    parser.add_argument("names", nargs="*", help="names of faults, or ids of requirements; none: all")
-    parser.add_argument("--skip-green", action="store_true", help="do not run the tests on the unchanged copy first")
+    parser.add_argument(
+        "names", nargs="*", help="names of faults, or ids of requirements; none: all"
+    )
+    parser.add_argument(
+        "--skip-green", action="store_true", help="do not run the tests on the unchanged copy first"
+    )
     options = parser.parse_args()
     chosen = [
         mutation
         for mutation in MUTATIONS
         if not options.names or {mutation.name, *mutation.requirements} & set(options.names)
     ]
-    if stale := [f"{mutation.name}: {problem}" for mutation in chosen if (problem := mutation.problem())]:
+    if stale := [
+        f"{mutation.name}: {problem}" for mutation in chosen if (problem := mutation.problem())
+    ]:
         print("\n".join(stale))
         return 1
     started = time.monotonic()
@@ -48,7 +55,8 @@ def main() -> int:
         survived += bool(missed)
         said = "red" if not missed else "SURVIVED"
         seconds = time.monotonic() - began
-        print(f"{number:3}/{len(chosen)}  {said:8} {seconds:5.1f} s  {mutation.name}: {mutation.fault}", flush=True)
+        head = f"{number:3}/{len(chosen)}  {said:8} {seconds:5.1f} s"
+        print(f"{head}  {mutation.name}: {mutation.fault}", flush=True)
         for test in missed:
             print(f"{'':22} not red: {test}", flush=True)
     print(f"{len(chosen)} faults, {survived} not noticed, {time.monotonic() - started:.0f} s")
@@ -62,7 +70,9 @@ def _green(mutations: Iterable[Mutation]) -> bool:
     outcomes = _run(tests, None)
     for test, red in outcomes.items():
         if red is not False:
-            print(f"not green without a fault: {test}" + (" (it did not run)" if red is None else ""))
+            print(
+                f"not green without a fault: {test}" + (" (it did not run)" if red is None else "")
+            )
     print(f"{len(tests)} tests on an unchanged copy, {time.monotonic() - began:.0f} s", flush=True)
     return all(red is False for red in outcomes.values())
 
@@ -87,15 +97,29 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
         ours = [test for test in tests if not is_command(test)]
         if ours:
             red = _pytest(ours, environment)
-            outcomes.update({test: any(nodes(red, test)) if nodes(red, test) else None for test in ours})
-        outcomes.update({test: _command(test, package, environment) for test in tests if is_command(test)})
+            outcomes.update(
+                {test: any(nodes(red, test)) if nodes(red, test) else None for test in ours}
+            )
+        outcomes.update(
+            {test: _command(test, package, environment) for test in tests if is_command(test)}
+        )
         return outcomes
 
 
 def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool]:
     """For each node that ran whether it failed."""
-    options = f"-q --no-header --tb=no -p tests.mutations.report -p no:cacheprovider --timeout={TEST_SECONDS}"
-    command = [sys.executable, "-m", "pytest", *options.split(), "--hypothesis-seed=0", "-m", "not gpu", *tests]
+    options = "-q --no-header --tb=no -p tests.mutations.report -p no:cacheprovider"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options.split(),
+        f"--timeout={TEST_SECONDS}",
+        "--hypothesis-seed=0",
+        "-m",
+        "not gpu",
+        *tests,
+    ]
     subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
     told = Path(environment[RESULTS_VARIABLE])
     return results(told.read_text()) if told.is_file() else {}
@@ -108,15 +132,30 @@ def _command(test: str, package: Path, environment: dict[str, str]) -> bool | No
     command = [sys.executable, "-c", begin]
     match module:
         case "ruff":
-            command = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), str(package)]
+            command = [
+                sys.executable,
+                "-m",
+                "ruff",
+                "check",
+                "--config",
+                str(ROOT / "pyproject.toml"),
+                str(package),
+            ]
         case "importlinter.cli":
-            command[-1] += "from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+            command[-1] += (
+                "from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+            )
         case _:
             command[-1] += f"sys.argv = {[module, *arguments]!r}; "
             command[-1] += f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
     try:
         ended = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, check=False, timeout=COMMAND_SECONDS
+            command,
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            check=False,
+            timeout=COMMAND_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return True

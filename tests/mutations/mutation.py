@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.mutations.anchors import NoMatch
+from tests.mutations.matching import mutated
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hybridkv"
 COMMANDS = ("tests.simulation", "tests.daemonsim", "ruff", "importlinter.cli")
@@ -16,10 +19,10 @@ class Mutation:
     name: str
     fault: str
     """What it is, in a line."""
-    path: str
-    """The file below src/hybridkv."""
+    anchor: str
+    """The function, class or constant that is changed; see anchors.py for its form."""
     old: str
-    """Occurs exactly once in the file."""
+    """Matches at one place of the anchor; "" is the beginning of its body."""
     new: str
     requirements: tuple[str, ...]
     tests: tuple[str, ...]
@@ -27,16 +30,20 @@ class Mutation:
 
     def problem(self) -> str:
         """Why the fault cannot be put in as it is written; "" where it can."""
-        source = PACKAGE / self.path
-        if not source.is_file():
-            return f"{self.path} is not there"
-        count = source.read_text().count(self.old)
-        return "" if count == 1 else f"its old text occurs {count} times in {self.path}"
+        try:
+            self.mutated()
+        except NoMatch as error:
+            return str(error)
+        return ""
+
+    def mutated(self) -> tuple[Path, str]:
+        """The path below the package of the file that changes, and its text with the fault."""
+        return mutated(PACKAGE, self.anchor, self.old, self.new)
 
     def apply(self, package: Path) -> None:
         """Put it into the copy of the package at `package`."""
-        target = package / self.path
-        target.write_text(target.read_text().replace(self.old, self.new))
+        path, text = self.mutated()
+        (package / path).write_text(text)
 
 
 def is_command(test: str) -> bool:

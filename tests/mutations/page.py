@@ -1,7 +1,8 @@
-"""The last column of docs/REQUIREMENTS.md. `python -m tests.mutations.page --write` brings it up to date.
+"""The last column of docs/REQUIREMENTS.md.
 
-A row is `| id | what it asks | where | held by |`. Where faults carry the id the last cell is made from them; else it
-is written by hand and says why the item is not met.
+`python -m tests.mutations.page --write` brings it up to date. A row is
+`| id | what it asks | where | held by |`. Where faults carry the id, the last cell is made from
+them; else it is written by hand and says why the item is not met.
 """
 
 import re
@@ -40,7 +41,9 @@ def rows(text: str) -> list[Row]:
 
 def held(requirement: str) -> str:
     """What shows that an item is held, fault by fault; "" where no fault carries it."""
-    return "<br>".join(_shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements)
+    return "<br>".join(
+        _shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements
+    )
 
 
 def document(text: str) -> str:

@@ -1,4 +1,7 @@
-"""A pytest plugin for runs on a copy of the package: says what failed, and that the copy is what was tested."""
+"""A pytest plugin for runs on a copy of the package.
+
+It says what failed, and that the copy is what was tested.
+"""
 
 import json
 import os
@@ -30,7 +33,10 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Only what a test itself finds counts: a fixture that fails proves little, and takes no finding back."""
+    """Only what a test itself finds counts.
+
+    A fixture that fails proves little, and takes no finding back.
+    """
     if report.when == "call" and not report.skipped:
         _tell(report.nodeid, bool(report.failed))
         if report.failed:

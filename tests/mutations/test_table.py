@@ -1,4 +1,4 @@
-"""The table of faults fits the code, and docs/REQUIREMENTS.md the table; no fault is put in here."""
+"""The table of faults fits the code, and docs/REQUIREMENTS.md fits the table."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.mutations.matching import identifiers
 from tests.mutations.mutation import PACKAGE, ROOT, Mutation, is_command, nodes
 from tests.mutations.page import DOCUMENT, document, held, ids, rows
 from tests.mutations.report import RESULTS_VARIABLE, pytest_runtest_logreport, results
@@ -22,7 +23,9 @@ def names(path: str) -> set[str]:
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)}
+            found |= {
+                f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)
+            }
     return found
 
 
@@ -35,14 +38,23 @@ def is_there(test: str) -> bool:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_fault_can_be_put_in_and_its_tests_are_there(mutation: Mutation) -> None:
     assert not mutation.problem()
-    assert mutation.old != mutation.new
     assert mutation.tests
     assert [test for test in mutation.tests if not is_command(test) and not is_there(test)] == []
     assert set(mutation.requirements) <= set(ids())
     assert mutation.requirements
-    if mutation.path.endswith(".py"):
-        source = (PACKAGE / mutation.path).read_text().replace(mutation.old, mutation.new)
-        ast.parse(source)
+    path, text = mutation.mutated()
+    source = (PACKAGE / path).read_text()
+    assert text != source
+    if path.suffix == ".py":
+        assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(source))
+
+
+def test_no_fault_uses_a_name_that_the_package_has_not() -> None:
+    """It would raise NameError, and every test would be red for that."""
+    known = {"deepcopy"}.union(*(identifiers(file.read_text()) for file in PACKAGE.rglob("*.py")))
+    for mutation in MUTATIONS:
+        ours = identifiers(mutation.new) - identifiers(mutation.old)
+        assert ours <= known, mutation.name
 
 
 def test_every_fault_has_a_name_of_its_own() -> None:
@@ -84,7 +96,10 @@ def test_a_node_is_found_with_and_without_its_parameters() -> None:
 
 
 def test_a_test_whose_process_died_is_red_and_one_that_did_not_run_is_nothing() -> None:
-    assert results('{"a": true}\n{"a": false}\n{"b": true}\n{"b": null}\n{"c": true}\n') == {"a": False, "c": True}
+    assert results('{"a": true}\n{"a": false}\n{"b": true}\n{"b": null}\n{"c": true}\n') == {
+        "a": False,
+        "c": True,
+    }
 
 
 @pytest.mark.parametrize(

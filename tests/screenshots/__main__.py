@@ -1,4 +1,4 @@
-"""`python -m tests.screenshots`: a daemon under load, and pictures of what it shows; scripts/screenshots calls this."""
+"""`python -m tests.screenshots` takes pictures of a daemon under load for scripts/screenshots."""
 
 import argparse
 import os
@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from hybridkv.client.control import Control
-from hybridkv.testing.daemon import DaemonProcess
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
 from tests.screenshots.browser import Browser, find_browser
 from tests.screenshots.load import ENGINES, Player
 
@@ -29,13 +29,23 @@ RUN = "import sys; from hybridkv.cli.main import main; sys.exit(main())"
 def main() -> int:
     """Make the pictures."""
     parser = argparse.ArgumentParser(prog="scripts/screenshots", description=__doc__)
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="of load before the first picture (%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=int,
+        default=SECONDS,
+        help="of load before the first picture (%(default)s)",
+    )
     parser.add_argument("--images", type=Path, default=IMAGES, metavar="DIRECTORY")
     arguments = parser.parse_args()
     browser = find_browser()
-    missing = [name for name, there in (("chromium", browser), ("tmux", shutil.which("tmux"))) if not there]
+    missing = [
+        name for name, there in (("chromium", browser), ("tmux", shutil.which("tmux"))) if not there
+    ]
     if browser is None or missing:
-        print(f"{' and '.join(missing)} not found; apt-get install {' '.join(missing)} works", file=sys.stderr)
+        print(
+            f"{' and '.join(missing)} not found; apt-get install {' '.join(missing)} works",
+            file=sys.stderr,
+        )
         return 2
     arguments.images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="hybridkv-demo-") as place:
@@ -59,8 +69,8 @@ def main() -> int:
 
 def take(browser: Browser, socket_path: str, images: Path) -> None:
     """The pictures, of a daemon that is at work."""
-    with Control(socket_path) as control:
-        url = control.stats().info["metrics"].removesuffix("metrics")
+    with ControlClient(socket_path) as control:
+        url = control.stats().metrics_url.removesuffix("metrics")
     for name, is_dark in (("status.png", False), ("status-dark.png", True)):
         browser.picture(url, images / name, is_dark)
         print(images / name)
@@ -68,9 +78,16 @@ def take(browser: Browser, socket_path: str, images: Path) -> None:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text.from_ansi(shown))
     # The picture is shown without the network: whatever monospaced font is there does.
-    svg = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="hybridkv top", clear=False), flags=re.DOTALL)
+    svg = re.sub(
+        r"@font-face \{.*?\}\s*",
+        "",
+        console.export_svg(title="hybridkv top", clear=False),
+        flags=re.DOTALL,
+    )
     (images / "top.svg").write_text(svg)
-    (images / "top.txt").write_text("\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n")
+    (images / "top.txt").write_text(
+        "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
+    )
     print(images / "top.svg", images / "top.txt", sep="\n")
 
 
@@ -78,12 +95,23 @@ def terminal(arguments: list[str], columns: int, lines: int, until: str = "hybri
     """What a command shows in a terminal of that size, with its colours. Raises TimeoutError."""
     command = shlex.join([sys.executable, "-c", RUN, *arguments])
     tmux = ["tmux", "-L", f"hybridkv-{os.getpid()}"]
-    start = ["new-session", "-d", "-x", str(columns), "-y", str(lines), "-e", f"PYTHONPATH={os.pathsep.join(sys.path)}"]
+    start = [
+        "new-session",
+        "-d",
+        "-x",
+        str(columns),
+        "-y",
+        str(lines),
+        "-e",
+        f"PYTHONPATH={os.pathsep.join(sys.path)}",
+    ]
     subprocess.run([*tmux, "-f", "/dev/null", *start, command], check=True)
     try:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            shown = subprocess.run([*tmux, "capture-pane", "-p", "-e"], check=True, stdout=subprocess.PIPE, text=True)
+            shown = subprocess.run(
+                [*tmux, "capture-pane", "-p", "-e"], check=True, stdout=subprocess.PIPE, text=True
+            )
             if until in shown.stdout:
                 return shown.stdout
             time.sleep(0.2)

@@ -24,9 +24,15 @@ class Browser:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def picture(self, url: str, image: Path, is_dark: bool = False, size: tuple[int, int] = (WIDTH, HEIGHT)) -> None:
+    def picture(
+        self, url: str, image: Path, is_dark: bool = False, size: tuple[int, int] = (WIDTH, HEIGHT)
+    ) -> None:
         """Write a PNG of the page."""
-        self._run(url, [f"--screenshot={image}", f"--window-size={size[0]},{size[1]}", "--hide-scrollbars"], is_dark)
+        self._run(
+            url,
+            [f"--screenshot={image}", f"--window-size={size[0]},{size[1]}", "--hide-scrollbars"],
+            is_dark,
+        )
         assert image.stat().st_size
 
     def elements(self, url: str) -> str:

@@ -1,4 +1,4 @@
-"""Engines without a model that keep a daemon busy: conversations that grow, most of them come back, some never."""
+"""Engines without a model that keep a daemon busy with growing conversations."""
 
 import math
 import random
@@ -6,15 +6,23 @@ import threading
 import time
 from typing import NamedTuple
 
-from hybridkv.connector.story import tell
+from hybridkv.connector.scheduler.explain import explain_request
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.wire.messages import PROTOCOL_VERSION as VERSION
-from hybridkv.wire.messages import Commit, Found, Hello, Release, Tell, WireModel, geometry_to_wire
-from tests.server.tierclient import Client, hashes
+from hybridkv.wire.messages import (
+    Commit,
+    Found,
+    Hello,
+    Release,
+    ReportRequest,
+    WireModel,
+    geometry_to_wire,
+)
+from tests.unit.daemon.tierclient import Client, hashes
 
 
 class Served(NamedTuple):
@@ -28,23 +36,23 @@ class Served(NamedTuple):
     per_second: float
 
 
-def group(gid: int, kind: Kind, tokens: int, size: int, window: int = 0) -> Group:
+def group(gid: int, kind: GroupKind, tokens: int, size: int, window: int = 0) -> Group:
     """A group whose blocks have `size` bytes."""
     return Group(gid, kind, tokens, (size,), window)
 
 
 NEXT = Geometry(
     (
-        group(0, Kind.FULL, 256, 192 << 10),
-        group(1, Kind.RECURRENT, 256, 96 << 10),
-        group(2, Kind.RECURRENT, 256, 96 << 10),
+        group(0, GroupKind.FULL, 256, 192 << 10),
+        group(1, GroupKind.RECURRENT, 256, 96 << 10),
+        group(2, GroupKind.RECURRENT, 256, 96 << 10),
     ),
     256,
     256,
     256,
 )
 GEMMA = Geometry(
-    (group(0, Kind.SLIDING, 128, 80 << 10, 1024), group(1, Kind.FULL, 128, 64 << 10)),
+    (group(0, GroupKind.SLIDING, 128, 80 << 10, 1024), group(1, GroupKind.FULL, 128, 64 << 10)),
     128,
     128,
     128,
@@ -83,11 +91,15 @@ class Player(threading.Thread):
     def run(self) -> None:
         """See threading."""
         served = self._served
-        model = WireModel(served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192)
+        model = WireModel(
+            served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192
+        )
         try:
             client = Client(self._socket_path, served.geometry, served.name, served.identity)
             wire = geometry_to_wire(served.geometry)
-            client._link.greet_with(Hello(1, VERSION, "engine", served.name, served.identity, wire, model))
+            client._link.greet_with(
+                Hello(1, VERSION, "engine", served.name, served.identity, wire, model)
+            )
             with client:
                 while not self._over.is_set():
                     self._request(client)
@@ -103,11 +115,15 @@ class Player(threading.Thread):
         if rng.random() < STRANGERS:
             # Somebody whose question nobody repeats.
             prompt = rng.randrange(10_000, 1 << 30)
-        turns = self._turns[prompt] = self._turns.get(prompt, rng.randrange(2, 8)) + rng.choice((0, 0, 1))
+        turns = self._turns[prompt] = self._turns.get(prompt, rng.randrange(2, 8)) + rng.choice(
+            (0, 0, 1)
+        )
         if turns > 24:
             self._turns[prompt] = 4
         chunks = min(turns, 24)
-        tokens = chunks * served.geometry.chunk_tokens + rng.randrange(1, served.geometry.chunk_tokens)
+        tokens = chunks * served.geometry.chunk_tokens + rng.randrange(
+            1, served.geometry.chunk_tokens
+        )
         number = client.ask(prompt, chunks, 1000, PREFILL)
         found = client.answer(number)
         loaded = found.chunks * served.geometry.chunk_tokens
@@ -116,10 +132,11 @@ class Player(threading.Thread):
             client._tell(Release(number, loaded, size))
         stored = self._store(client, prompt, chunks, found)
         asked = b"".join(hashes(prompt, chunks))
-        why = "" if loaded else "nothing of it was found"
-        facts = tell(served.geometry, tokens, asked, found, 0, (loaded, size), stored, why)
+        told = explain_request(
+            served.geometry, tokens, asked, found, 0, (loaded, size), stored, ("", "")
+        )
         self._requests += 1
-        client._tell(Tell(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", facts))
+        client._tell(ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", told))
 
     def _sizes(self, found: Found) -> list[int]:
         geometry = self._served.geometry
@@ -127,7 +144,7 @@ class Player(threading.Thread):
             part_bytes(geometry, group, chunk)
             for group, mask in zip(geometry.groups, found.masks, strict=True)
             for chunk in range(found.chunks)
-            if mask[chunk] and (group.kind is not Kind.RECURRENT or chunk == found.chunks - 1)
+            if mask[chunk] and (group.kind is not GroupKind.RECURRENT or chunk == found.chunks - 1)
         ]
 
     def _store(self, client: Client, prompt: int, chunks: int, found: Found) -> int:
@@ -139,7 +156,7 @@ class Player(threading.Thread):
                 for chunk in range(chunks)
                 if not found.masks[index][chunk]
                 and part_bytes(geometry, group, chunk)
-                and (group.kind is not Kind.RECURRENT or chunk == chunks - 1)
+                and (group.kind is not GroupKind.RECURRENT or chunk == chunks - 1)
             ][:BATCH]
             if not missing:
                 continue
@@ -151,7 +168,7 @@ class Player(threading.Thread):
                 client._tell(
                     Commit(
                         pack_u64([offset]), pack_u64([generation]), pack_u64([index]), names[chunk],
-                        geometry.chunk_tokens if group.kind is Kind.FULL else 0, parent,
+                        geometry.chunk_tokens if group.kind is GroupKind.FULL else 0, parent,
                     )
                 )  # fmt: skip
                 stored += 1

@@ -1,1 +1,1 @@
-"""vLLM's scheduler and our connector and daemon on groups drawn from real layouts; `python -m tests.simulation`."""
+"""vLLM's scheduler, our connector and the daemon on real layouts: `python -m tests.simulation`."""

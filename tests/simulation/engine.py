@@ -1,6 +1,6 @@
-"""One engine without a model: vLLM's real scheduler, our connector in both roles, and memory that an oracle knows.
+"""One engine without a model: vLLM's scheduler, our connector, and memory that an oracle knows.
 
-What it replaces is the model runner. Its hooks are called in the order of vLLM's own (KVConnectorModelRunnerMixin).
+It replaces the model runner. Hooks are called in vLLM's order (KVConnectorModelRunnerMixin).
 """
 
 import copy
@@ -24,17 +24,17 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-import hybridkv.connector.scheduler
-import hybridkv.connector.worker
+import hybridkv.connector.scheduler.role
+import hybridkv.connector.worker.role
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
-from hybridkv.connector.copier import Copier, HostCopier
-from hybridkv.connector.layout import group_geometry
-from hybridkv.connector.scheduler import ROOM_SECONDS
+from hybridkv.connector.copy.contract import Copier
+from hybridkv.connector.copy.host import HostCopier
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.plans import CopyOp
-from hybridkv.core.requests import State
-from hybridkv.testing.models import bundled_models
+from hybridkv.lab.models import bundled_models
+from hybridkv.vllm.block_room import ROOM_SECONDS
+from hybridkv.vllm.layout import group_geometry
 from hybridkv.wire.messages import Report, Stats
 from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.layouts import WORD, Layout
@@ -79,7 +79,7 @@ class Chance:
 
 
 class BusyCopier:
-    """The real copier with the habits of one on a GPU: loads take some steps, and some stores are shed."""
+    """The real copier with habits of a GPU's: loads take some steps, and some stores are shed."""
 
     def __init__(self, copier: Copier, chance: Chance) -> None:
         self._copier = copier
@@ -154,35 +154,48 @@ class Rank:
         for gid, member in enumerate(layout.members):
             layers = []
             tokens = 1 if member.is_recurrent else member.block
-            for layer, (name, width) in enumerate(zip(layout.layer_names(gid), member.layers, strict=True)):
-                view = self.memory[layer][:, : tokens * width].view(shape.num_blocks, 1, tokens, width)
+            for layer, (name, width) in enumerate(
+                zip(layout.layer_names(gid), member.layers, strict=True)
+            ):
+                view = self.memory[layer][:, : tokens * width].view(
+                    shape.num_blocks, 1, tokens, width
+                )
                 tensors[name] = view.view(torch.int8) if member.is_recurrent else view
                 layers.append(view.numpy()[:, 0])
             if gid in kv_config.prefix_cacheable_group_ids:
                 spec = kv_config.kv_cache_groups[gid].kv_cache_spec
                 group = group_geometry(gid, spec, (WORD,))
                 groups.append(GroupWords(group, layers, 0 if group.replicated else rank))
-        self.scratch = [gid for gid, member in enumerate(layout.members) if member.what == "scratch"]
+        self.scratch = [
+            gid for gid, member in enumerate(layout.members) if member.what == "scratch"
+        ]
         self.oracle = Oracle(groups)
         self.connector = HybridKVConnector(config, KVConnectorRole.WORKER, kv_config)
         self.connector.register_kv_caches(tensors)
         self.side: Any = self.connector._worker
 
-    def run(self, output: Any, fresh: list[int], work: list[tuple[Traced, int, int, Any]]) -> KVConnectorOutput:
-        """One step: zero and copy blocks, compute, then what the connector does after the forward pass."""
+    def run(
+        self, output: Any, fresh: list[int], work: list[tuple[Traced, int, int, Any]]
+    ) -> KVConnectorOutput:
+        """One step: zero and copy blocks, compute, then the connector's part after the forward."""
         self.words[:, fresh] = POISON
         for copied in output.kv_cache_block_copies or ():
             self.words[:, copied.dst_block_id] = self.words[:, copied.src_block_id]
-        # A layer writes the keys and values of all the step's tokens before any of them reads; a request may share
-        # blocks that another one fills in this very step. Recurrent state is read first, then written.
+        # A layer writes the keys and values of all the step's tokens before any token reads.
+        # So a request may share blocks that another request fills in this very step.
+        # Recurrent state is read first, then written.
         for traced, start, _, table in work:
-            self.oracle.check(traced.request.request_id, traced.content, start, table, recurrent=True)
+            self.oracle.check(
+                traced.request.request_id, traced.content, start, table, recurrent=True
+            )
         for traced, start, end, table in work:
             self.oracle.write(traced.content, start, end, table)
             for gid in self.scratch:
                 self.words[:, table[gid][0]] = POISON + end
         for traced, start, _, table in work:
-            self.oracle.check(traced.request.request_id, traced.content, start, table, recurrent=False)
+            self.oracle.check(
+                traced.request.request_id, traced.content, start, table, recurrent=False
+            )
         assert not output.has_sync_kv_loads
         self.connector.bind_connector_metadata(output.kv_connector_metadata)
         self.connector.handle_preemptions(output.kv_connector_metadata)
@@ -215,8 +228,8 @@ class Engine:
         self._chance = chance
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
         self._asked_since: dict[str, float] = {}
-        vars(hybridkv.connector.scheduler).update(time=CLOCK)
-        vars(hybridkv.connector.worker).update(
+        vars(hybridkv.connector.scheduler.role).update(time=CLOCK)
+        vars(hybridkv.connector.worker.role).update(
             time=CLOCK, HostCopier=lambda *args: BusyCopier(HostCopier(*args), chance)
         )
         self.scheduler: Any = Scheduler(
@@ -232,7 +245,10 @@ class Engine:
         self.connector = self.scheduler.connector
         self.ranks = [Rank(shape, config, rank) for rank in range(shape.ranks)]
         self.connector.set_xfer_handshake_metadata(
-            {number: rank.connector.get_handshake_metadata() for number, rank in enumerate(self.ranks)}
+            {
+                number: rank.connector.get_handshake_metadata()
+                for number, rank in enumerate(self.ranks)
+            }
         )
         self.side: Any = self.connector._scheduler
         self.geometry = self.side._geometry
@@ -273,12 +289,19 @@ class Engine:
         del self.traced[name]
 
     def loading(self) -> bool:
-        """Whether a request that does not run holds blocks: it is being loaded, has been, or was aborted meanwhile."""
-        manager, running = self.scheduler.kv_cache_manager, {r.request_id for r in self.scheduler.running}
-        return any(any(manager.get_block_ids(name)) for name in self.scheduler.requests if name not in running)
+        """Whether a request that does not run holds blocks: it loads, did so, or was aborted."""
+        manager, running = (
+            self.scheduler.kv_cache_manager,
+            {r.request_id for r in self.scheduler.running},
+        )
+        return any(
+            any(manager.get_block_ids(name))
+            for name in self.scheduler.requests
+            if name not in running
+        )
 
     def _refuse_false_local_hits(self) -> None:
-        """Where an attention chunk does not end on a block, vLLM 0.32 offers local hits whose blocks are null."""
+        """Where an attention chunk ends within a block, vLLM 0.32 offers hits of null blocks."""
         manager = self.scheduler.kv_cache_manager
         find, groups = manager.get_computed_blocks, self.ranks[0].oracle.groups
 
@@ -286,7 +309,9 @@ class Engine:
             blocks, tokens, boundary = find(request)
             for group in (words.group for words in groups):
                 read = read_by(group, tokens)
-                kept = blocks.blocks[group.gid][read.start // group.tokens_per_block :] if read else ()
+                kept = (
+                    blocks.blocks[group.gid][read.start // group.tokens_per_block :] if read else ()
+                )
                 if any(block.is_null for block in kept):
                     self.counts["false_local_hits"] += 1
                     return manager.empty_kv_cache_blocks, 0, 0
@@ -297,24 +322,35 @@ class Engine:
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
         if tokens is None:
             since = self._asked_since.setdefault(request.request_id, CLOCK.now)
-            asked = self.side._requests.get(request.request_id)
-            patience = self._patience + ROOM_SECONDS * bool(self.side._held)
-            if asked is not None and asked.pending is not None:
-                patience += self._patience + asked.pending.wait_ms / 1e3
-            assert CLOCK.now - since <= patience, f"{request.request_id} waits for its lookup past the deadline"
+            asked = self.side._requests.by_id.get(request.request_id)
+            patience = self._patience + ROOM_SECONDS * bool(self.side._room)
+            if asked is not None and asked.lookup.pending is not None:
+                patience += self._patience + asked.lookup.pending.wait_ms / 1e3
+            assert CLOCK.now - since <= patience, (
+                f"{request.request_id} waits for its lookup past the deadline"
+            )
         else:
             self._asked_since.pop(request.request_id, None)
-        tracked = self.side._requests.get(request.request_id)
-        found = tracked.found.chunks * self.geometry.chunk_tokens if tracked and tracked.found else 0
+        tracked = self.side._requests.by_id.get(request.request_id)
+        answer = tracked.lookup.found if tracked else None
+        found = answer.chunks * self.geometry.chunk_tokens if answer else 0
         if tokens:
             kind = (
-                "external" if not local else "mixed" if local % self.geometry.chunk_tokens == 0 else "mixed_unaligned"
+                "external"
+                if not local
+                else "mixed"
+                if local % self.geometry.chunk_tokens == 0
+                else "mixed_unaligned"
             )
             self.counts[f"hit_{kind}"] += 1
             self.counts["hit_resumed"] += request.num_preemptions > 0
-            self.counts["hit_whole_prompt"] += local + tokens + self.geometry.chunk_tokens >= request.num_tokens
+            self.counts["hit_whole_prompt"] += (
+                local + tokens + self.geometry.chunk_tokens >= request.num_tokens
+            )
         elif found and local:
-            self.counts["hit_local_longer" if local > found else "hit_local_equal"] += local >= found
+            self.counts["hit_local_longer" if local > found else "hit_local_equal"] += (
+                local >= found
+            )
 
     # Steps
 
@@ -344,7 +380,9 @@ class Engine:
                 self.dashboard.take(told.scheduler_stats)
         self._repeat(self._chance.repeat(), report)
         self.counts["tokens"] += sum(end - start for _, start, end, _ in work)
-        answered = [name for name in names if RequestStatus.is_finished(self.traced[name].request.status)]
+        answered = [
+            name for name in names if RequestStatus.is_finished(self.traced[name].request.status)
+        ]
         for name in answered:
             request = self.traced.pop(name).request
             assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED, request.status
@@ -381,7 +419,7 @@ class Engine:
     # The daemon
 
     def settle(self) -> None:
-        """Wait until the daemon has answered all that it was asked; so a seed runs nearly the same way every time."""
+        """Wait until the daemon has answered everything, so that a seed repeats nearly the same."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             waiting = []
@@ -391,7 +429,7 @@ class Engine:
                     link.poll(CLOCK.now)
                 if link.fd is not None and link.welcome is None:
                     waiting.append(link.fd)
-            link = self.side._link
+            link = self.side._session.link
             if link.fd is not None and (link.welcome is None or self._is_owed()):
                 waiting.append(link.fd)
             if not waiting:
@@ -400,13 +438,13 @@ class Engine:
 
     def cut(self) -> None:
         """The connection ends under the scheduler role."""
-        sock = self.side._link._sock
+        sock = self.side._session.link._sock
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
-        """Wait until the daemon has seen all that was sent; its values, or None where there is no connection."""
-        link = self.side._link
+        """Wait until the daemon has seen all that was sent; its values, or None without a link."""
+        link = self.side._session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
         if not link.send(Stats(BARRIER_ID), CLOCK.now):
             return None
@@ -426,12 +464,12 @@ class Engine:
     def _is_owed(self) -> bool:
         asked = any(pool.asked for pool in self.side._stores.credits._pools.values())
         return asked or any(
-            tracked.state is State.PREFETCHING and tracked.sent and tracked.found is None
-            for tracked in self.side._by_lease.values()
+            tracked.is_prefetching and tracked.lookup.sent and tracked.lookup.found is None
+            for tracked in self.side._requests.by_lease.values()
         )
 
     def close(self) -> None:
-        """End the engine's session, connected: this process lives on, so the workers must say that they are done."""
+        """End the session while connected: this process lives on, so workers must say `drained`."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for link in (rank.side._link for rank in self.ranks):
             # A link may not have noticed yet that its daemon was killed.

@@ -1,11 +1,14 @@
-"""KV cache groups of real models as vLLM 0.32 resolves them, at their true sizes and scaled down by one factor."""
+"""KV cache groups of real models as vLLM 0.32 resolves them, at true sizes and scaled down."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -25,7 +28,7 @@ WORD = 8
 
 @dataclass(frozen=True)
 class Member:
-    """One group: `what` it is, tokens per block, its window or attention chunk, and words per token of each layer."""
+    """One group: `what` it is, tokens per block, its window, and words per token of each layer."""
 
     what: str
     block: int
@@ -66,7 +69,9 @@ class Member:
                 return CircularBufferSpec(**{**attention, "head_size": 2 * words, "head_size_v": 0})
             case "recurrent":
                 shapes, dtypes = ((words,),), (torch.int64,)
-                return MambaSpec(block_size=self.block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+                return MambaSpec(
+                    block_size=self.block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"
+                )
         raise ValueError(self.what)
 
 
@@ -86,7 +91,7 @@ class Layout:
 
     @property
     def block_size(self) -> int:
-        """vLLM's cache_config.block_size, which its scheduler takes for the recurrent groups' block."""
+        """vLLM's cache_config.block_size, which its scheduler uses for the recurrent groups."""
         return min(member.block for member in self.members if member.what != "scratch")
 
     @property
@@ -99,13 +104,15 @@ class Layout:
         return [f"g{gid}.l{layer}" for layer in range(len(self.members[gid].layers))]
 
     def config(self, vllm_config: Any, num_blocks: int, worker: bool) -> KVCacheConfig:
-        """vLLM's config of these groups; like vLLM, only the worker's keeps every layer's own spec."""
+        """vLLM's config of these groups; as in vLLM, only the worker's has each layer's spec."""
         groups = [
             KVCacheGroupSpec(self.layer_names(gid), member.spec(member.layers[0]))
             for gid, member in enumerate(self.members)
         ]
         config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        config.prefix_cache_retention_interval = vllm_config.cache_config.prefix_cache_retention_interval
+        config.prefix_cache_retention_interval = (
+            vllm_config.cache_config.prefix_cache_retention_interval
+        )
         config.kv_cache_layout = "simulated"
         scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
         config.hash_block_size = hash_block
@@ -116,7 +123,9 @@ class Layout:
             if worker and len(set(member.layers)) > 1:
                 layers = zip(group.layer_names, member.layers, strict=True)
                 specs = {name: member.spec(words) for name, words in layers}
-                group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=member.block, kv_cache_specs=specs)
+                group.kv_cache_spec = UniformTypeKVCacheSpecs(
+                    block_size=member.block, kv_cache_specs=specs
+                )
         return config
 
     def blocks_for(self, tokens: int, budget: int) -> int:
@@ -141,7 +150,9 @@ def _m(what: str, block: int, window: int = 0, layers: tuple[int, ...] = (1,)) -
 
 def _scaled(layout: Layout, factor: int, name: str) -> Layout:
     members = tuple(
-        Member(member.what, max(2, member.block // factor), -(-member.window // factor), member.layers)
+        Member(
+            member.what, max(2, member.block // factor), -(-member.window // factor), member.layers
+        )
         for member in layout.members
     )
     return Layout(name, members, 4)
@@ -154,12 +165,18 @@ _TRUE = (
     Layout("gemma4", (_m("sliding", 256, 512), _m("sliding", 256, 512), _m("full", 128)), 1),
     Layout("gptoss", (_m("sliding", 128, 128), _m("full", 128)), 1),
     Layout("llama4", (*(_m("chunked", 128, 512),) * 3, _m("full", 128)), 1),
-    Layout("qwen3next", (*(_m("recurrent", 256, layers=(3, 3)),) * 3, _m("full", 256, layers=(1, 1))), 1),
+    Layout(
+        "qwen3next",
+        (*(_m("recurrent", 256, layers=(3, 3)),) * 3, _m("full", 256, layers=(1, 1))),
+        1,
+    ),
     Layout("qwen3next_1056", (*(_m("recurrent", 1056),) * 3, _m("full", 1056)), 1),
     Layout("falconh1", (_m("full", 640), _m("recurrent", 640)), 1),
     Layout("granite", (*(_m("recurrent", 640),) * 3, _m("full", 640)), 1),
     Layout("lfm2", (*(_m("recurrent", 128),) * 3, _m("full", 128)), 1),
-    Layout("glm53", (_m("recurrent", 3584), _m("scratch", 4), _m("scratch", 64), _m("mla", 3584)), 1),
+    Layout(
+        "glm53", (_m("recurrent", 3584), _m("scratch", 4), _m("scratch", 64), _m("mla", 3584)), 1
+    ),
     Layout(
         "deepseekv4",
         (
@@ -197,8 +214,11 @@ LAYOUTS = {
         Layout("odd_window", (_m("sliding", 16, 33), _m("sliding", 16, 17), _m("full", 16))),
         Layout("wide_full", (_m("full", 64), _m("sliding", 16, 40))),
         Layout("all_sliding", (_m("sliding", 16, 40), _m("sliding", 32, 100))),
-        Layout("everything", (_m("recurrent", 16), _m("full", 16), _m("sliding", 32, 50), _m("sliding", 48, 20))),
+        Layout(
+            "everything",
+            (_m("recurrent", 16), _m("full", 16), _m("sliding", 32, 50), _m("sliding", 48, 20)),
+        ),
         Layout("recurrent_fine", (_m("recurrent", 16), _m("full", 64))),
     )
 }
-"""By name. `_small` ones are scaled; the last seven keep what is hard about a model and not its numbers."""
+"""By name. `_small` ones are scaled; the last seven keep a model's hard parts, not its numbers."""

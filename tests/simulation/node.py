@@ -1,4 +1,4 @@
-"""The real daemon processes that the seeds of one process share, and the clock that the connector sees."""
+"""The real daemon processes that the seeds of a process share, and the connector's clock."""
 
 import os
 import random
@@ -8,11 +8,11 @@ import signal
 import time
 from pathlib import Path
 
-from hybridkv.client.control import Control
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import checksum_offset, payload_offset
-from hybridkv.testing.daemon import DaemonProcess
 from tests.conftest import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10
@@ -56,7 +56,7 @@ class Node:
         self.is_deep = "--tier" in options
         """Whether it has tiers below RAM; then a kill takes the arena with it."""
         self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ram, options=options)
-        self._control: Control | None = None
+        self._control: ControlClient | None = None
         self.stopped = False
         self.spoilt: set[tuple[int, int]] = set()
         """(offset, generation) of slots whose bytes were changed from outside."""
@@ -67,18 +67,18 @@ class Node:
         return self._daemon.socket_path
 
     @property
-    def control(self) -> Control:
+    def control(self) -> ControlClient:
         """A connection of our own, made anew after a kill."""
         if self._daemon.process is None:
             self._daemon.start()
         if self._control is None:
-            self._control = Control(self.socket_path, DEADLINE_SECONDS)
+            self._control = ControlClient(self.socket_path, DEADLINE_SECONDS)
             self._control.__enter__()
             self._until("bytes_reserved", self._control.stats().values["bytes_arena"])
         return self._control
 
     def fresh(self) -> None:
-        """Whatever earlier seeds left is gone; raises AssertionError where something is held by nobody."""
+        """What earlier seeds left is gone; raises AssertionError where something is still held."""
         for name in ("sessions", "leases", "bytes_writing"):
             self._until(name, 0)
         if self.is_deep:
@@ -91,7 +91,7 @@ class Node:
         self.spoilt.clear()
 
     def kill(self) -> None:
-        """End it with -9 and start another, which goes on with its arena, or with what tiers below have."""
+        """End it with -9 and start another, which goes on with its arena or the tiers below."""
         self.resume()
         self._end()
         self._daemon.start()
@@ -121,7 +121,7 @@ class Node:
             self.stopped = False
 
     def flip(self, rng: random.Random, count: int) -> int:
-        """Change a bit of some committed slots: payload, checksum, or generation; returns how many."""
+        """Flip a bit in some committed slots: payload, checksum or generation; returns how many."""
         welcome = self.control.welcome
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         slots = list(committed_slots(arena.memory))
@@ -129,7 +129,9 @@ class Node:
         for offset, header in chosen:
             rank = rng.randrange(header.parts)
             payload = offset + payload_offset(header.parts) + rank * header.part_bytes
-            at = rng.choice((payload + rng.randrange(header.part_bytes), offset + checksum_offset(rank) + 3))
+            at = rng.choice(
+                (payload + rng.randrange(header.part_bytes), offset + checksum_offset(rank) + 3)
+            )
             arena.memory[at] ^= 1 << rng.randrange(1, 8)
             self.spoilt.add((offset, header.generation))
         arena.close()

@@ -1,7 +1,7 @@
 """What every block must hold: the content of a token is a hash of the prefix that ends with it.
 
-So bytes of another prefix, position, group, layer or rank are seen at once.  A word of the engine's memory is the
-content of its token, mixed with a constant of the place it is in.
+So bytes of another prefix, position, group, layer or rank are seen at once. A word of the engine's
+memory is the content of its token, mixed with a constant of the place it is in.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.core.geometry import Group, Kind
+from hybridkv.core.geometry import Group, GroupKind
 
 Words = npt.NDArray[np.int64]
 
@@ -19,7 +19,7 @@ _MIX = 0x1E3779B97F4A7C15
 
 
 class Content:
-    """The content of one request's tokens, by position; `salt` is what else its bytes depend on (weights, tenant)."""
+    """The content of a request's tokens, by position; `salt` has what else its bytes depend on."""
 
     def __init__(self, tokens: Sequence[int], salt: int = 0) -> None:
         self._tokens = tokens
@@ -43,14 +43,14 @@ class Content:
 
 @dataclass(frozen=True)
 class GroupWords:
-    """The memory of a group: `[block, token, word]` per layer; one token for a recurrent group, its state."""
+    """The memory of a group: `[block, token, word]` per layer; one token holds recurrent state."""
 
     group: Group
     layers: list[Words]
     rank: int = 0
 
     def mixed(self, layer: int, content: Words) -> Words:
-        """What tokens of this content look like in a layer, shaped to be compared with `[..., token, word]`."""
+        """What tokens of this content look like in a layer, shaped as `[..., token, word]`."""
         place = (self.rank * 16 + self.group.gid) * 16 + layer + 1
         mixed: Words = content ^ (place * _MIX % (1 << 62))
         return mixed[..., None]
@@ -62,11 +62,18 @@ class Oracle:
     def __init__(self, groups: Sequence[GroupWords]) -> None:
         self.groups = groups
 
-    def check(self, name: str, content: Content, start: int, table: Sequence[Sequence[int]], recurrent: bool) -> None:
-        """Everything that computing token `start` reads, and all else the engine keeps for the request, is its own."""
+    def check(
+        self,
+        name: str,
+        content: Content,
+        start: int,
+        table: Sequence[Sequence[int]],
+        recurrent: bool,
+    ) -> None:
+        """All that computing token `start` reads, and all that the request keeps, is its own."""
         for words in self.groups:
             group = words.group
-            if start and (group.kind is Kind.RECURRENT) == recurrent:
+            if start and (group.kind is GroupKind.RECURRENT) == recurrent:
                 read = read_by(group, start)
                 if recurrent:
                     blocks = [table[group.gid][(start - 1) // group.tokens_per_block]]
@@ -79,14 +86,16 @@ class Oracle:
         """What computing tokens [start, end) leaves in the cache."""
         for words in self.groups:
             size = words.group.tokens_per_block
-            if words.group.kind is Kind.RECURRENT:
+            if words.group.kind is GroupKind.RECURRENT:
                 blocks = np.array([table[words.group.gid][(end - 1) // size]])
                 offsets, fresh = np.zeros(1, np.int64), content.upto(end)[-1:]
             else:
                 positions = np.arange(start, end)
                 blocks = np.array(table[words.group.gid], np.int64)[positions // size]
                 offsets, fresh = positions % size, content.upto(end)[start:]
-            assert blocks.all(), f"the engine has no block in group {words.group.gid} for tokens it computes"
+            assert blocks.all(), (
+                f"the engine has no block in group {words.group.gid} for tokens it computes"
+            )
             for layer, view in enumerate(words.layers):
                 view[blocks, offsets] = words.mixed(layer, fresh)
 
@@ -94,11 +103,15 @@ class Oracle:
         """Whether a block that ends at `boundary` holds what it must, whole."""
         expected = content.upto(boundary)[block_tokens(words.group, boundary)]
         return all(
-            np.array_equal(view[block], np.broadcast_to(words.mixed(layer, expected), view[block].shape))
+            np.array_equal(
+                view[block], np.broadcast_to(words.mixed(layer, expected), view[block].shape)
+            )
             for layer, view in enumerate(words.layers)
         )
 
-    def _check_attention(self, name: str, words: GroupWords, content: Words, read: range, table: Sequence[int]) -> None:
+    def _check_attention(
+        self, name: str, words: GroupWords, content: Words, read: range, table: Sequence[int]
+    ) -> None:
         size = words.group.tokens_per_block
         start = len(content)
         whole = start // size
@@ -113,7 +126,12 @@ class Oracle:
             self._expect(name, words, blocks[whole:], content[whole * size :][None], [whole * size])
 
     def _expect(
-        self, name: str, words: GroupWords, blocks: Sequence[int] | Words, expected: Words, at: Sequence[int] | Words
+        self,
+        name: str,
+        words: GroupWords,
+        blocks: Sequence[int] | Words,
+        expected: Words,
+        at: Sequence[int] | Words,
     ) -> None:
         expected = expected.reshape(len(blocks), -1)
         for layer, view in enumerate(words.layers):
@@ -121,24 +139,26 @@ class Oracle:
             if wrong.any():
                 block, token = (int(index) for index in np.argwhere(wrong)[0][:2])
                 raise AssertionError(
-                    f"{name}: group {words.group.gid} ({words.group.kind}) rank {words.rank} layer {layer}: "
-                    f"{int(wrong.any(axis=2).sum())} of {expected.size} tokens wrong, first {int(at[block]) + token} "
+                    f"{name}: group {words.group.gid} ({words.group.kind}) "
+                    f"rank {words.rank} layer {layer}: "
+                    f"{int(wrong.any(axis=2).sum())} of {expected.size} tokens wrong, "
+                    f"first {int(at[block]) + token} "
                     f"in block {int(blocks[block])}"
                 )
 
 
 def read_by(group: Group, token: int) -> range:
-    """Tokens whose cached content computing `token` reads; written here once more, so that it is not our own rule."""
+    """Tokens whose cached content computing `token` reads; the oracle has this rule of its own."""
     first = {
-        Kind.FULL: 0,
-        Kind.SLIDING: token - group.window_tokens + 1,
-        Kind.CHUNKED_LOCAL: token - token % group.window_tokens if group.window_tokens else 0,
-        Kind.RECURRENT: token - 1,
+        GroupKind.FULL: 0,
+        GroupKind.SLIDING: token - group.window_tokens + 1,
+        GroupKind.CHUNKED_LOCAL: token - token % group.window_tokens if group.window_tokens else 0,
+        GroupKind.RECURRENT: token - 1,
     }[group.kind]
     return range(max(0, first), token)
 
 
 def block_tokens(group: Group, boundary: int) -> slice:
     """The tokens whose content stands in the block that ends at `boundary`."""
-    first = boundary - 1 if group.kind is Kind.RECURRENT else boundary - group.tokens_per_block
+    first = boundary - 1 if group.kind is GroupKind.RECURRENT else boundary - group.tokens_per_block
     return slice(first, boundary)

@@ -25,7 +25,7 @@ class Router:
     def __init__(self) -> None:
         self.blocks: dict[ExternalBlockHash, Believed] = {}
         self.was_cleared = False
-        """vLLM clears all media at once; a later event may then follow a block that is not known any more."""
+        """vLLM clears all media at once; a later event may then follow an unknown block."""
         self.counts: Counter[str] = Counter()
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
@@ -38,19 +38,25 @@ class Router:
                 self._stored(event)
             elif isinstance(event, BlockRemoved) and event.medium == "CPU":
                 for name in event.block_hashes:
-                    assert self.was_cleared or name in self.blocks, "a block that was never stored is removed"
+                    assert self.was_cleared or name in self.blocks, (
+                        "a block that was never stored is removed"
+                    )
                     self.blocks.pop(name, None)
                 self.counts["heard_removed"] += len(event.block_hashes)
 
     def _stored(self, event: BlockStored) -> None:
         size, parent = event.block_size, event.parent_block_hash
-        assert parent is None or parent in self.blocks or self.was_cleared, "a hole in a chain of prefixes"
+        assert parent is None or parent in self.blocks or self.was_cleared, (
+            "a hole in a chain of prefixes"
+        )
         assert len(event.token_ids) == size * len(event.block_hashes)
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
         for at, name in enumerate(event.block_hashes):
             assert name not in self.blocks, "a block is stored twice"
-            self.blocks[name] = Believed(parent, tuple(event.token_ids[at * size : (at + 1) * size]))
+            self.blocks[name] = Believed(
+                parent, tuple(event.token_ids[at * size : (at + 1) * size])
+            )
             parent = name
         self.counts["heard_stored"] += len(event.block_hashes)
 
@@ -81,7 +87,9 @@ class Dashboard:
         if connector is not None:
             self.hits += connector.hits
             assert all(tokens > 0 for tokens in connector.hits_by_source.values())
-            self.by_source.update({source.value: tokens for source, tokens in connector.hits_by_source.items()})
+            self.by_source.update(
+                {source.value: tokens for source, tokens in connector.hits_by_source.items()}
+            )
 
     def add(self, payload: Mapping[str, Any]) -> None:
         """A payload of the connector's."""
@@ -95,7 +103,9 @@ class Dashboard:
         assert {name for name, value in counters.items() if value} == set(arrived)
         for name, value in arrived.items():
             assert abs(value - counters[name]) <= 1e-6 * max(1.0, abs(value)), name
-        by_tier = sum(value for name, value in arrived.items() if name.startswith("tokens_loaded_from_"))
+        by_tier = sum(
+            value for name, value in arrived.items() if name.startswith("tokens_loaded_from_")
+        )
         assert by_tier == arrived.get("tokens_loaded", 0)
         assert sum(self.by_source.values()) == self.hits
         assert self.by_source["external_unspecified"] == self.by_source["device"] == 0

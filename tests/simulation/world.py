@@ -1,4 +1,4 @@
-"""One seed: engines, a daemon, random requests, and all that can go wrong; an AssertionError is a lie or a stall."""
+"""One seed: engines, a daemon, random requests and faults; AssertionError: a lie or a stall."""
 
 import dataclasses
 import random
@@ -10,16 +10,21 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.v1.core.kv_cache_utils import BlockHash, get_block_hash, get_group_id, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    get_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.request import Request
 
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.core.coverage import largest_hit, stored_blocks
-from hybridkv.core.geometry import Geometry, Kind
+from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.inspect import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset, slot_bytes, tag_of_hash
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.slots import SlotHeader, payload_offset, short_hash, slot_bytes
 from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
@@ -28,9 +33,22 @@ from tests.simulation.oracle import Content, GroupWords
 
 STEPS_MAX = 4000
 FAULTS_UNTIL = STEPS_MAX // 2
-"""Most seeds take a hundred steps. What weight updates, which preempt all requests, do not let come to its end before
-this step must come to it afterwards."""
-FAULTS = ("reset", "flush", "clear", "stop", "flip", "identity", "forget", "abort", "late", "repeat", "cut", "shed")
+"""Most seeds take a hundred steps. Weight updates preempt all requests, and may keep them from
+ending before this step; afterwards the requests must end."""
+FAULTS = (
+    "reset",
+    "flush",
+    "clear",
+    "stop",
+    "flip",
+    "identity",
+    "forget",
+    "abort",
+    "late",
+    "repeat",
+    "cut",
+    "shed",
+)
 FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""
 KILL_RATE = 0.05
@@ -52,7 +70,7 @@ class Draw:
     fault_rate: float
     step_seconds: float
     intermission: str
-    """What is lost once half of the requests are answered: "engine" (its own cache), "daemon" or "nothing"."""
+    """What is lost after half of the requests: "engine" (its own cache), "daemon" or "nothing"."""
     lag: int
     """Steps by which the workers' reports come late."""
 
@@ -67,11 +85,17 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
     derived = rng.random() < 0.15 and unit >= 32
     if derived:
         chunk = -(-128 // unit) * unit
-    max_model_len = chunk * (rng.choice((4, 6, 9)) if unit < 256 else rng.choice((3, 4))) + rng.randrange(unit)
-    budget = rng.choice((unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk)))
+    max_model_len = chunk * (
+        rng.choice((4, 6, 9)) if unit < 256 else rng.choice((3, 4))
+    ) + rng.randrange(unit)
+    budget = rng.choice(
+        (unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk))
+    )
     budget = max(16, budget, *(member.block for member in layout.members if member.is_recurrent))
     needed = layout.blocks_for(max_model_len, budget)
-    sparse = any(member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members)
+    sparse = any(
+        member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members
+    )
     ranks = 2 if rng.random() < 0.15 else 1
     faults = frozenset(fault for fault in FAULTS if rng.random() < FAULT_RATE)
     if rng.random() < KILL_RATE:
@@ -83,7 +107,9 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
     settings: dict[str, object] = {
         "lookup_timeout_ms": rng.choice((20, 100, 1000)),
         "store_generated": rng.random() < 0.8,
-        "checksum": rng.choice(("on", "paranoid") if "flip" in faults else ("on", "off", "paranoid")),
+        "checksum": rng.choice(
+            ("on", "paranoid") if "flip" in faults else ("on", "off", "paranoid")
+        ),
         "weights_identity": "simulated",
         "load_policy": rng.choice(("always", "faster")),
     }
@@ -91,7 +117,9 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         settings["hybrid_chunk_size"] = chunk
     shape = Shape(
         layout=layout,
-        num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0))) + 2 + 2 * len(layout.members),
+        num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0)))
+        + 2
+        + 2 * len(layout.members),
         max_model_len=max_model_len,
         budget=budget,
         max_seqs=rng.choice((2, 4, 8)),
@@ -157,7 +185,12 @@ class World:
             node.resume()
             for site in life.sites:
                 site.engine.close()
-        return {"seed": seed, "layout": drawn.shape.layout.name, "arena": drawn.arena, **life.totals()}
+        return {
+            "seed": seed,
+            "layout": drawn.shape.layout.name,
+            "arena": drawn.arena,
+            **life.totals(),
+        }
 
 
 class _Life:
@@ -174,7 +207,9 @@ class _Life:
         for number in range(drawn.engines):
             shape = drawn.shape
             if number:
-                shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20), packed=shape.packed)
+                shape = dataclasses.replace(
+                    shape, num_blocks=shape.num_blocks + rng.randrange(20), packed=shape.packed
+                )
             chance = Chance(self._late, self._shed, self._repeat, self._between)
             self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
         self._geometry: Geometry = self.sites[0].engine.geometry
@@ -200,7 +235,9 @@ class _Life:
             for site in self.sites:
                 self._step(site)
                 self._check_progress(site, step)
-            busy = any(s.engine.scheduler.has_requests() or not s.engine.quiet() for s in self.sites)
+            busy = any(
+                s.engine.scheduler.has_requests() or not s.engine.quiet() for s in self.sites
+            )
             idle = 0 if busy or self._requests < due else idle + 1
             if idle == 2 and due == drawn.requests:
                 break
@@ -208,7 +245,9 @@ class _Life:
                 due = drawn.requests
                 self._intermission()
         else:
-            raise AssertionError(f"requests wait for ever: {[s.engine.scheduler.requests for s in self.sites]}")
+            raise AssertionError(
+                f"requests wait for ever: {[s.engine.scheduler.requests for s in self.sites]}"
+            )
         self.counts["steps"] = step
         self._node.resume()
         self._audit()
@@ -255,7 +294,20 @@ class _Life:
     def _add(self, site: Site) -> None:
         rng, chunk = self._rng, self._geometry.chunk_tokens
         stem = rng.choice([*self._stems, *site.done[-3:]])
-        cut = rng.choice(("any", "any", "boundary", "boundary", "before", "after", "whole", "whole", "whole", "short"))
+        cut = rng.choice(
+            (
+                "any",
+                "any",
+                "boundary",
+                "boundary",
+                "before",
+                "after",
+                "whole",
+                "whole",
+                "whole",
+                "short",
+            )
+        )
         boundary = rng.randrange(len(stem) // chunk + 1) * chunk
         kept = {
             "any": rng.randrange(1, len(stem) + 1),
@@ -270,7 +322,9 @@ class _Life:
             prompt = prompt + rng.choices(VOCABULARY, k=rng.choice((1, 5, chunk // 2 + 1, chunk)))
         prompt = prompt[: self._room]
         self._requests += 1
-        generated = rng.choice((1, 1, 2, 5, min(self._geometry.hash_tokens + 1, 40), min(chunk + 3, 40)))
+        generated = rng.choice(
+            (1, 1, 2, 5, min(self._geometry.hash_tokens + 1, 40), min(chunk + 3, 40))
+        )
         salt = rng.choice(("a", "b")) if rng.random() < 0.1 else None
         request = Request(
             f"r{self._requests}",
@@ -348,8 +402,10 @@ class _Life:
         """Of the requests in the state that few are in."""
         by_state: dict[str, list[str]] = {}
         for name, traced in site.engine.traced.items():
-            tracked = site.engine.side._requests.get(name)
-            state = f"{traced.request.status.name.lower()}_{tracked.state if tracked else 'untracked'}"
+            tracked = site.engine.side._requests.by_id.get(name)
+            state = (
+                f"{traced.request.status.name.lower()}_{tracked.state if tracked else 'untracked'}"
+            )
             by_state.setdefault(state, []).append(name)
         if by_state:
             state = self._rng.choice(sorted(by_state))
@@ -357,7 +413,7 @@ class _Life:
             self.counts[f"abort_{state}"] += 1
 
     def _new_weights(self, site: Site) -> None:
-        """As an update of the weights: all that was computed is computed again, and is other bytes."""
+        """Like an update of the weights: all is computed again, with other bytes."""
         engine = site.engine
         if engine.loading():
             return
@@ -379,13 +435,19 @@ class _Life:
             self.counts["answered"] += 1
 
     def _check_progress(self, site: Site, step: int) -> None:
-        """The engine takes blocks back from running requests only: loads that fill its pool would wait for ever."""
+        """Only running requests give blocks back: loads that fill the pool would wait for ever."""
         engine = site.engine
         if engine.counts["tokens"] != site.progress[0]:
             site.progress = engine.counts["tokens"], step
         holding = len(engine.scheduler.kv_holding_waiting)
-        stuck = step - site.progress[1] > STUCK_STEPS and engine.quiet() and not engine.scheduler.running
-        assert not (stuck and holding > 1), f"{holding} requests hold the blocks that each of them needs to run"
+        stuck = (
+            step - site.progress[1] > STUCK_STEPS
+            and engine.quiet()
+            and not engine.scheduler.running
+        )
+        assert not (stuck and holding > 1), (
+            f"{holding} requests hold the blocks that each of them needs to run"
+        )
 
     # What must hold
 
@@ -394,13 +456,15 @@ class _Life:
             traced.named = 0
 
     def _name(self, site: Site) -> None:
-        namespace = site.engine.side._link._hello.namespace
+        namespace = site.engine.side._session.link._hello.namespace
         unit = site.engine.hash_tokens
         for traced in site.engine.traced.values():
             hashes = traced.request.block_hashes
             for index in range(traced.named, len(hashes)):
                 named = traced.content, (index + 1) * unit
-                self._names[namespace, bytes(hashes[index])] = site.names[bytes(hashes[index])] = named
+                self._names[namespace, bytes(hashes[index])] = site.names[bytes(hashes[index])] = (
+                    named
+                )
             traced.named = len(hashes)
 
     def _audit(self) -> None:
@@ -409,12 +473,21 @@ class _Life:
             engine = site.engine
             side = engine.side
             free, blocks = engine.pool.get_num_free_blocks(), engine.pool.num_gpu_blocks
-            assert free == blocks - 1, f"{blocks - 1 - free} blocks of the engine are never given back"
-            assert not side._requests, f"requests are tracked for ever: {list(side._requests)}"
-            assert not side._by_lease, f"leases are tracked for ever: {list(side._by_lease)}"
-            assert not side._stores._storing, f"stores are never settled: {list(side._stores._storing)}"
+            assert free == blocks - 1, (
+                f"{blocks - 1 - free} blocks of the engine are never given back"
+            )
+            requests = side._requests
+            assert not requests.by_id, f"requests are tracked for ever: {list(requests.by_id)}"
+            assert not requests.by_lease, f"leases are tracked for ever: {list(requests.by_lease)}"
+            assert not side._stores._storing, (
+                f"stores are never settled: {list(side._stores._storing)}"
+            )
             for connector in (engine.connector, *(rank.connector for rank in engine.ranks)):
-                faults = {name: count for name, count in connector.counters.items() if name.startswith("fault_")}
+                faults = {
+                    name: count
+                    for name, count in connector.counters.items()
+                    if name.startswith("fault_")
+                }
                 assert not faults, f"hooks faulted: {faults}"
             refused = [name for name in engine.connector.counters if name.startswith("refused_")]
             assert not refused, f"the daemon refused: {refused}"
@@ -427,18 +500,19 @@ class _Life:
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
                 site.engine.step()
-        # What went is told at the end of a turn of the daemon's; the second answer comes after that. From here on each
-        # step may ask for slots, and what then goes is told after it.
+        # The daemon tells of evictions at the end of its turn; the second answer comes after that.
+        # From here on each step may ask for slots, and evictions are told after it.
         for _ in range(2):
             for site in self.sites:
                 site.engine.barrier()
-        present = [self._present(site.engine.side._link._hello.namespace) for site in self.sites]
+        sessions = [site.engine.side._session for site in self.sites]
+        present = [self._present(session.link._hello.namespace) for session in sessions]
         for site, objects in zip(self.sites, present, strict=True):
             self._audit_router(site, objects)
         self._audit_arena()
 
     def _audit_router(self, site: Site, present: set[tuple[int, bytes]]) -> None:
-        """Whoever believed the engine's events would find what they say, and every count has arrived."""
+        """A reader of the engine's events would find what they say, and every count has arrived."""
         engine, geometry = site.engine, self._geometry
         engine.step()
         stats = engine.connector.get_kv_connector_stats()
@@ -446,7 +520,10 @@ class _Life:
             engine.dashboard.add(stats.to_dict())
         engine.dashboard.check(engine.connector.counters)
         router = engine.router
-        names = {maybe_convert_block_hash(BlockHash(name)): (name, *named) for name, named in site.names.items()}
+        names = {
+            maybe_convert_block_hash(BlockHash(name)): (name, *named)
+            for name, named in site.names.items()
+        }
         inner = {one.parent for one in router.blocks.values()}
         for name in router.blocks:
             chain = router.chain(name) if name not in inner else None
@@ -457,7 +534,9 @@ class _Life:
             assert len(tokens) == boundary, "the tokens of a prefix"
             assert list(content._tokens[:boundary]) == tokens
             ends = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
-            masks = [bytes((group.gid, one) in present for one in ends) for group in geometry.groups]
+            masks = [
+                bytes((group.gid, one) in present for one in ends) for group in geometry.groups
+            ]
             hit = largest_hit(geometry, masks, len(ends)) * geometry.chunk_tokens
             assert hit == boundary, f"{boundary} tokens are announced, a lookup would hit {hit}"
             self.counts["announced_chains"] += 1
@@ -470,27 +549,40 @@ class _Life:
             headers = [header for _, header in committed_slots(arena.memory)]
         finally:
             arena.close()
-        return {(header.gid, header.chunk_hash) for header in headers if header.namespace == namespace}
+        return {
+            (header.gid, header.chunk_hash) for header in headers if header.namespace == namespace
+        }
 
     def _audit_engine(self, site: Site) -> None:
         """Each block that a later request could hit in the engine holds what its hash says."""
         for rank in site.engine.ranks:
             groups = {words.group.gid: words for words in rank.oracle.groups}
             for block in site.engine.pool.blocks:
-                words = groups.get(get_group_id(block.block_hash)) if block.block_hash is not None else None
+                words = (
+                    groups.get(get_group_id(block.block_hash))
+                    if block.block_hash is not None
+                    else None
+                )
                 if words is None:
                     continue
                 boundary = block.block_hash_num_tokens
                 content, named = site.names[bytes(get_block_hash(block.block_hash))]
-                assert named == boundary, f"block {block.block_id} is named for {named} tokens and holds {boundary}"
+                assert named == boundary, (
+                    f"block {block.block_id} is named for {named} tokens and holds {boundary}"
+                )
                 holds = rank.oracle.holds(words, block.block_id, content, boundary)
-                assert holds, f"block {block.block_id} of group {words.group.gid} at {boundary} is cached and wrong"
+                assert holds, (
+                    f"block {block.block_id} of group {words.group.gid} at {boundary} "
+                    "is cached and wrong"
+                )
                 self.counts["blocks_audited"] += 1
 
     def _audit_arena(self) -> None:
-        """Each object that a later lookup could find holds what its name says, and names what is before it."""
+        """Each object that a lookup could find holds what its name says, and names its parent."""
         welcome = self._node.control.welcome
-        tags = {(identity, tag_of_hash(name)): named for (identity, name), named in self._names.items()}
+        tags = {
+            (identity, short_hash(name)): named for (identity, name), named in self._names.items()
+        }
         taken: Counter[int] = Counter()
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
@@ -498,44 +590,64 @@ class _Life:
                 if (offset, header.generation) in self._node.spoilt:
                     continue
                 named = self._names.get((header.namespace, header.chunk_hash))
-                assert named is not None, f"the object at {offset} has a name that nothing was computed for"
-                before = tags.get((header.namespace, header.parent_tag)) if header.parent_tag else (named[0], 0)
-                assert before is not None, f"the object at {offset} comes after a chunk that nobody knows"
+                assert named is not None, (
+                    f"the object at {offset} has a name that nothing was computed for"
+                )
+                before = (
+                    tags.get((header.namespace, header.parent_short))
+                    if header.parent_short
+                    else (named[0], 0)
+                )
+                assert before is not None, (
+                    f"the object at {offset} comes after a chunk that nobody knows"
+                )
                 assert before[1] == named[1] - self._geometry.chunk_tokens
                 assert np.array_equal(before[0].upto(before[1]), named[0].upto(before[1]))
                 taken[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
                 for rank in range(header.parts):
-                    part = arena.memory[start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes]
+                    part = arena.memory[
+                        start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes
+                    ]
                     self._audit_part(header, rank, np.frombuffer(part, np.int64).copy(), *named)
                 self.counts["objects_audited"] += 1
                 self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
             arena.close()
         quota = self._node.quota_bytes
-        assert quota is None or all(size <= quota for tenant, size in taken.items() if tenant), taken
+        assert quota is None or all(size <= quota for tenant, size in taken.items() if tenant), (
+            taken
+        )
         assert set(taken) <= {0, tenant_of("a"), tenant_of("b")}
 
-    def _audit_part(self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int) -> None:
-        words = next(w for w in self.sites[0].engine.ranks[rank].oracle.groups if w.group.gid == header.gid)
+    def _audit_part(
+        self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int
+    ) -> None:
+        words = next(
+            w for w in self.sites[0].engine.ranks[rank].oracle.groups if w.group.gid == header.gid
+        )
         chunk, rest = divmod(boundary, self._geometry.chunk_tokens)
         assert not rest, f"an object of group {header.gid} ends inside a chunk, at {boundary}"
         group = words.group
         positions = stored_blocks(self._geometry, group, chunk - 1)
         expected = _stored(words, content.upto(boundary), positions)
-        assert np.array_equal(part, expected), f"the object of group {group.gid}, rank {rank}, at {boundary} is wrong"
+        assert np.array_equal(part, expected), (
+            f"the object of group {group.gid}, rank {rank}, at {boundary} is wrong"
+        )
 
 
 def _stored(words: GroupWords, content: Any, positions: range) -> Any:
     """The words of one rank's part of an object."""
     size = words.group.tokens_per_block
-    if words.group.kind is Kind.RECURRENT:
+    if words.group.kind is GroupKind.RECURRENT:
         cells = content[positions.stop * size - 1 :][:1]
     else:
         cells = content[positions.start * size : positions.stop * size]
     layers = []
     for layer, view in enumerate(words.layers):
-        layers.append(np.broadcast_to(words.mixed(layer, cells), (len(cells), view.shape[2])).ravel())
+        layers.append(
+            np.broadcast_to(words.mixed(layer, cells), (len(cells), view.shape[2])).ravel()
+        )
     return np.concatenate(layers)
 
 

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridkv.cli.progress import progress
-from hybridkv.client.control import Control
+from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.geometry import Kind
+from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.paths import check_socket_path
 from hybridkv.core.sizes import format_size
+from hybridkv.lab.bundle import Bundle
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.inspect import committed_slots
+from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.signature import is_signed
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, slot_bytes, unpack_header
-from hybridkv.storage.record import TAG_BYTES, Record, RecordName, head_bytes, write_head
-from hybridkv.storage.tiers.bundle import Bundle
-from hybridkv.storage.tiers.files import FileName, Proof, check_root, homes, prove_file, records
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.tiers.disk.files import FileName, prove_file, records
+from hybridkv.tiers.disk.writers import check_root, homes
+from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 EXIT_DAMAGED = 1
 Wanted = Callable[[bytes], bool]
-"""Whether the objects of an identity are."""
+"""Whether the objects of an identity are exported."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--disk", metavar="DIRECTORY", help="of hybridkv serve; daemons may use it")
     source.add_argument("--socket", metavar="PATH", help="a daemon, for what it has in memory")
     parser.add_argument(
-        "--identity", default="", metavar="HEX_PREFIX", help="only objects of this identity, as stats tells it"
+        "--identity",
+        default="",
+        metavar="HEX_PREFIX",
+        help="only objects of this identity, as stats tells it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -47,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     prefix = arguments.identity.lower()
     if prefix.strip("0123456789abcdef") or len(prefix) > 2 * HASH_BYTES:
         raise ConfigError(
-            f"identity={arguments.identity!r} is not the beginning of an identity; hexadecimal digits as "
-            '"hybridkv stats" tells them work'
+            f"identity={arguments.identity!r} is not the beginning of an identity",
+            'hexadecimal digits as "hybridkv stats" tells them work',
         )
     counts: Counter[str] = Counter()
 
@@ -74,23 +78,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _appears(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there as a whole or not at all."""
+    """The new file at `path`, which is there as a whole or not at all."""
     with contextlib.suppress(OSError):
-        # A pipe or a device is not what somebody else has under that name afterwards.
+        # To replace a pipe or a device would write to no reader of it.
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise ConfigError(f"export: {path} is no file that could be replaced; the name of a new one works")
+            raise ConfigError(
+                f"export: {path} is no file that could be replaced", "the name of a new one works"
+            )
     part = path.with_name(f"{path.name}.part")
     try:
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with open(fd, "wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(part, flags, 0o600), "wb") as file:
                 yield file
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"export: {path} cannot be written ({error.strerror}); a file in a directory with room works"
+            f"export: {path} cannot be written ({error.strerror})",
+            "a file in a directory with room works",
         ) from error
 
 
@@ -105,35 +112,32 @@ def _from_disk(root: Path, bundle: Bundle, wanted: Wanted, counts: Counter[str])
                         found.append((os.stat(path).st_mtime, path, name))
     except OSError as error:
         raise ConfigError(
-            f"disk: {root} cannot be read ({error.strerror}); a directory that you may read works"
+            f"disk: {root} cannot be read ({error.strerror})", "a directory that you may read works"
         ) from error
-    # The oldest first: whoever imports it takes the last ones for the youngest.
+    # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
     known: set[bytes] = set()
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             if name.key not in known:
                 proof = prove_file(path, name)
-                if proof is not None and _take(bundle, proof, counts):
+                if proof is None:
+                    pass  # a daemon removed it
+                elif proof.damage is not None or proof.record is None:
+                    counts["damaged"] += 1
+                else:
+                    bundle.add(proof.record, proof.memory)
                     known.add(name.key)
             step()
 
 
-def _take(bundle: Bundle, proof: Proof, counts: Counter[str]) -> bool:
-    if proof.damage is not None or proof.record is None:
-        counts["damaged"] += 1
-        return False
-    bundle.add(proof.record, proof.memory)
-    return True
-
-
 def _from_memory(socket_path: str, bundle: Bundle, wanted: Wanted, counts: Counter[str]) -> None:
-    with Control(socket_path) as control:
+    with ControlClient(socket_path) as control:
         prefixes = {
             (engine.namespace, group.gid)
             for engine in control.engines()
             for group in engine.geometry.groups
-            if group.kind is Kind.FULL
+            if group.kind is GroupKind.FULL
         }
         arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
         try:
@@ -143,36 +147,40 @@ def _from_memory(socket_path: str, bundle: Bundle, wanted: Wanted, counts: Count
                 for offset, header in committed_slots(memory):
                     if wanted(header.namespace):
                         is_prefix = (header.namespace, header.gid) in prefixes
-                        _take_slot(memory, offset, header, is_prefix, bundle, counts)
+                        result = _add_slot(memory, offset, header, is_prefix, bundle)
+                        counts.update([result] if result else [])
                     step()
             memory.release()
         finally:
             arena.close()
 
 
-def _take_slot(
-    memory: memoryview, offset: int, header: SlotHeader, is_prefix: bool, bundle: Bundle, counts: Counter[str]
-) -> None:
-    """Copy an object out of the memory that others change meanwhile."""
+def _add_slot(
+    memory: memoryview, offset: int, header: SlotHeader, is_prefix: bool, bundle: Bundle
+) -> str:
+    """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
     size = slot_bytes(header.part_bytes, header.parts)
     if offset + size > len(memory):
-        counts["changed meanwhile"] += 1
-        return
+        return "changed meanwhile"
     copy = memoryview(bytearray(memory[offset : offset + size]))
     if unpack_header(bytes(memory[offset : offset + HEADER_BYTES])) != header:
-        counts["changed meanwhile"] += 1
-        return
-    match is_signed(copy, header.part_bytes, header.parts, header.generation):
-        case None:
-            # Of an engine with `checksum: "off"`: nobody could say that these bytes are right.
-            counts["not signed"] += 1
-        case False:
-            counts["damaged"] += 1
-        case True:
-            parent = header.parent_tag.to_bytes(TAG_BYTES, "little") if is_prefix else bytes(TAG_BYTES)
-            name = RecordName(header.namespace, header.gid, header.chunk_hash)
-            record = Record(name, header.part_bytes, header.parts, header.generation, parent, header.tenant)
-            head = memoryview(bytearray(head_bytes(header.parts)))
-            write_head(record, copy, head)
-            copy[: len(head)] = head
-            bundle.add(record, copy)
+        return "changed meanwhile"
+    signed = is_signed(copy, header.part_bytes, header.parts, header.generation)
+    if signed is None:
+        # An engine with `checksum: "off"` wrote it, so nobody can prove its bytes.
+        return "not signed"
+    if not signed:
+        return "damaged"
+    record = Record(
+        RecordName(header.namespace, header.gid, header.chunk_hash),
+        header.part_bytes,
+        header.parts,
+        header.generation,
+        (header.parent_short if is_prefix else 0).to_bytes(SHORT_HASH_BYTES, "little"),
+        header.tenant,
+    )
+    head = memoryview(bytearray(head_bytes(header.parts)))
+    write_head(record, copy, head)
+    copy[: len(head)] = head
+    bundle.add(record, copy)
+    return ""

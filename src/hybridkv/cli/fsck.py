@@ -7,23 +7,25 @@ from typing import Any
 
 from rich.table import Table
 
-from hybridkv.cli.plain import plain, plain_console
 from hybridkv.cli.progress import progress
+from hybridkv.cli.terminal import plain, plain_console
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import format_size
-from hybridkv.storage.tiers.files import check_root
-from hybridkv.storage.tiers.fsck import Report, WriterReport, fsck, list_files
+from hybridkv.tiers.disk.fsck import FsckReport, fsck, list_files
+from hybridkv.tiers.disk.writers import check_root
 
 EXIT_DAMAGED = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `fsck`."""
-    parser.add_argument("--disk", required=True, metavar="DIRECTORY", help="as of hybridkv serve; daemons may use it")
+    where = "as of hybridkv serve; daemons may use it"
+    parser.add_argument("--disk", required=True, metavar="DIRECTORY", help=where)
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="put damaged files into quarantine, give whole ones their own names, remove what dead writers began",
+        help="put damaged files into quarantine, give whole ones their own names,"
+        " remove what dead writers began",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -38,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
             report = fsck(root, files, arguments.repair, step)
     except OSError as error:
         raise ConfigError(
-            f"disk: {root} cannot be checked ({error.strerror}); a directory that you may read"
-            f"{' and write to' if arguments.repair else ''} works"
+            f"disk: {root} cannot be checked ({error.strerror})",
+            f"a directory that you may read{' and write to' if arguments.repair else ''} works",
         ) from error
     if arguments.json:
         print(json.dumps(_json(report), indent=2))
@@ -48,45 +50,35 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DAMAGED if report.damaged > report.repaired else 0
 
 
-def _json(report: Report) -> dict[str, Any]:
+def _json(report: FsckReport) -> dict[str, Any]:
     return {
         "damaged": report.damaged,
         "repaired": report.repaired,
         "quarantined": report.quarantined,
         "quarantined_bytes": report.quarantined_bytes,
-        "writers": [_json_writer(writer) for writer in report.writers],
+        "writers": [
+            vars(writer) | {"damaged": {str(kind): n for kind, n in sorted(writer.damaged.items())}}
+            for writer in report.writers
+        ],
         "files": [finding._asdict() for finding in report.findings],
     }
 
 
-def _json_writer(writer: WriterReport) -> dict[str, Any]:
-    return {
-        "name": writer.name,
-        "is_alive": writer.is_alive,
-        "whole": writer.whole,
-        "whole_bytes": writer.whole_bytes,
-        "damaged": {str(damage): count for damage, count in sorted(writer.damaged.items())},
-        "damaged_bytes": writer.damaged_bytes,
-        "repaired": writer.repaired,
-        "foreign": writer.foreign,
-        "leftovers": writer.leftovers,
-        "leftovers_removed": writer.leftovers_removed,
-    }
-
-
-def _print(report: Report) -> None:
+def _print(report: FsckReport) -> None:
     table = Table()
-    for column in ("writer", "lives", "whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed"):
-        table.add_column(column, justify="left" if column in ("writer", "lives", "damaged") else "right")
-    for writer in report.writers:
-        damaged = ", ".join(f"{count} {damage}" for damage, count in sorted(writer.damaged.items()))
+    for column in ("writer", "lives"):
+        table.add_column(column)
+    for column in ("whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed"):
+        table.add_column(column, justify="left" if column == "damaged" else "right")
+    for one in report.writers:
+        damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
+        counts = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
         table.add_row(
-            plain(writer.name),
-            "yes" if writer.is_alive else "no",
-            *(str(writer.whole), format_size(writer.whole_bytes), damaged or "0", str(writer.repaired)),
-            *(str(writer.foreign), str(writer.leftovers), str(writer.leftovers_removed)),
+            *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
+            *(format_size(one.whole_bytes), damaged or "0", *map(str, counts)),
         )
     plain_console(120).print(table)
     for finding in report.findings:
-        print(f"{plain(finding.path)}: {finding.damage}{f'; {finding.done}' if finding.done else ''}")
+        done = f"; {finding.done}" if finding.done else ""
+        print(f"{plain(finding.path)}: {finding.damage}{done}")
     print(f"quarantine: {report.quarantined} files, {format_size(report.quarantined_bytes)}")

@@ -1,4 +1,4 @@
-"""The `hybridkv` command. Each subcommand imports what it needs when it runs, so that `serve` starts fast."""
+"""The `hybridkv` command. Each subcommand is imported when it runs, so that `serve` starts fast."""
 
 import argparse
 import contextlib
@@ -13,26 +13,34 @@ from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141
-"""As of a program that SIGPIPE ended."""
+"""The exit status of a program that SIGPIPE ended."""
 COMMANDS = {
-    "serve": ("hybridkv.cli.serve", "run the cache daemon of this node"),
-    "stats": ("hybridkv.cli.control", "print the daemon's counters"),
-    "top": ("hybridkv.cli.top", "show what the daemon does, live"),
-    "explain": ("hybridkv.cli.explain", "say what became of a request, and why"),
-    "fsck": ("hybridkv.cli.fsck", "prove every object in a directory, and put right what is wrong"),
-    "export": ("hybridkv.cli.export", "write objects to one file, from a directory or a daemon's memory"),
-    "import": ("hybridkv.cli.imports", "put the objects of an exported file into a directory"),
-    "clear": ("hybridkv.cli.control", "drop everything that the daemon holds"),
-    "plan": ("hybridkv.cli.plan", "say what a model costs in the cache, and from which prompt on it helps"),
-    "replay": ("hybridkv.cli.replay", "say what caches of several sizes would have hit on a trace of prompts"),
-    "doctor": ("hybridkv.cli.doctor", "check a vllm serve command line before it is served"),
-    "verify": ("hybridkv.cli.verify", "prove on real engines that the cache changes no answer"),
-    "bench": ("hybridkv.cli.bench", "measure the byte path and the lookup"),
+    name: (f"hybridkv.cli.{module}", about)
+    for name, module, about in (
+        ("serve", "serve", "run the cache daemon of this node"),
+        ("stats", "control", "print the daemon's counters"),
+        ("top", "top", "show what the daemon does, live"),
+        ("explain", "explain", "say what became of a request, and why"),
+        ("fsck", "fsck", "prove every object in a directory, and put right what is wrong"),
+        ("export", "export", "write objects to one file, from a directory or a daemon's memory"),
+        ("import", "import_", "put the objects of an exported file into a directory"),
+        ("clear", "control", "drop everything that the daemon holds"),
+        ("plan", "plan", "say what a model costs in the cache, and from which prompt on it helps"),
+        (
+            "replay",
+            "replay",
+            "say what caches of several sizes would have hit on a trace of prompts",
+        ),
+        ("doctor", "doctor", "check a vllm serve command line before it is served"),
+        ("verify", "verify", "prove on real engines that the cache changes no answer"),
+        ("bench", "bench", "measure the byte path and the lookup"),
+    )
 }
+"""By name: the module, and what `hybridkv --help` says of the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for bad input, with one line that says what works)."""
+    """Run one command; returns the exit status: 2 for bad input, with one line on what works."""
     try:
         try:
             return _run(argv)
@@ -45,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """What is still to be written would be an error again when the interpreter ends."""
+    """Send what is still buffered nowhere, or it would fail again when the interpreter ends."""
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             # A stream without a descriptor is nobody's pipe.
@@ -61,12 +69,15 @@ def _run(argv: Sequence[str] | None) -> int:
         # What the terminal's encoding does not have must not end a command.
         sys.stdout.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="hybridkv", description="A KV cache outside the LLM engine.")
+    about = "A KV cache outside the LLM engine."
+    parser = argparse.ArgumentParser(prog="hybridkv", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = arguments[0] if arguments else ""
     for name, (module, help_text) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_text, description=help_text.capitalize() + ".")
+        subparser = subparsers.add_parser(
+            name, help=help_text, description=help_text.capitalize() + "."
+        )
         if name == chosen:
             importlib.import_module(module).add_arguments(subparser)
     parsed = parser.parse_args(arguments)

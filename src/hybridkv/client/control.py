@@ -1,50 +1,38 @@
-"""Blocking calls with a deadline, for commands and for start-up. Never used on the engine's hot path."""
+"""Blocking calls with a deadline, for commands and start-up; never for an engine's hooks."""
 
 import select
 import time
+from typing import TypeVar
 
 from hybridkv.client.link import Link
-from hybridkv.core.errors import HybridKVError
-from hybridkv.wire.messages import (
-    CHANGES_MAX,
-    PROTOCOL_VERSION,
-    TEXT_MAX,
-    Clear,
-    Done,
-    Engines,
-    Error,
-    Explain,
-    Explained,
-    Hello,
-    ListEngines,
-    Reply,
-    Report,
-    Request,
-    Stats,
-    Welcome,
-    WireEngine,
-)
+from hybridkv.core.errors import HybridKVError, RemediedError
+from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import CHANGES_MAX, PROTOCOL_VERSION, TEXT_MAX, Hello, Reply, Request
+
+_Answer = TypeVar("_Answer", bound=Reply)
 
 
-class DaemonUnreachableError(HybridKVError):
+class DaemonUnreachableError(RemediedError):
     """No daemon answers at the socket."""
 
 
 class DaemonRefusedError(DaemonUnreachableError):
-    """Whoever serves the socket will not serve us: another user, or another protocol version."""
+    """Whoever serves the socket is of another user, or of another protocol version."""
 
 
-class Control:
+class ControlClient:
     """A control connection; a context manager."""
 
-    def __init__(self, socket_path: str, timeout_seconds: float = 5.0, hello: Hello | None = None) -> None:
+    def __init__(
+        self, socket_path: str, timeout_seconds: float = 5.0, hello: Hello | None = None
+    ) -> None:
         self._socket_path = socket_path
         self._timeout_seconds = timeout_seconds
         self._why = "nothing listens there"
         self._link = Link(socket_path, hello or Hello(1, PROTOCOL_VERSION, "control"), self._lost)
         self._ids = 1
 
-    def __enter__(self) -> "Control":
+    def __enter__(self) -> "ControlClient":
         try:
             self._greet()
         except BaseException:
@@ -65,59 +53,57 @@ class Control:
         self._link.close()
 
     @property
-    def welcome(self) -> Welcome:
+    def welcome(self) -> wire.Welcome:
         """The daemon's greeting."""
         assert self._link.welcome is not None
         return self._link.welcome
 
     def call(self, request: Request) -> Reply:
-        """Send one request and wait for its reply; raises DaemonUnreachableError, or HybridKVError on a refusal."""
+        """The reply to a request. Raises DaemonUnreachableError, or HybridKVError on a refusal."""
         deadline = time.monotonic() + self._timeout_seconds
         if not self._link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
         while True:
             for reply in self._link.poll(time.monotonic()):
-                if isinstance(reply, Error):
+                if isinstance(reply, wire.Error):
                     raise HybridKVError(reply.message)
                 if reply.id == getattr(request, "id", 0):
                     return reply
             self._wait(deadline)
 
     def tell(self, request: Request) -> None:
-        """Send a one-way message."""
+        """Send a one-way message. Raises DaemonUnreachableError."""
         if not self._link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
-    def stats(self, status: bool = False) -> Report:
-        """The daemon's counters; with `status` also what its status page shows."""
-        reply = self.call(Stats(self._next_id(), status))
-        assert isinstance(reply, Report)
-        return reply
+    def stats(self, status: bool = False) -> wire.Report:
+        """The daemon's values and tiers; with `status` also what its status page shows."""
+        return self._ask(wire.Stats(self._next_id(), status), wire.Report)
 
-    def explain(self, request_id: str) -> Explained:
+    def explain(self, request_id: str) -> wire.Explained:
         """What became of a request."""
-        reply = self.call(Explain(self._next_id(), request_id[:TEXT_MAX]))
-        assert isinstance(reply, Explained)
-        return reply
+        return self._ask(wire.Explain(self._next_id(), request_id[:TEXT_MAX]), wire.Explained)
 
-    def engines(self) -> list[WireEngine]:
-        """Every engine that is connected."""
-        reply = self.call(ListEngines(self._next_id()))
-        assert isinstance(reply, Engines)
-        return reply.engines
+    def engines(self) -> list[wire.WireEngine]:
+        """Every session of an engine."""
+        return self._ask(wire.ListEngines(self._next_id()), wire.Engines).engines
 
     def clear(self, tiers: bool = False) -> int:
-        """Drop every object; returns how many. With `tiers` those below RAM begin to remove theirs as well."""
+        """Drop every object, and with `tiers` begin to empty those below RAM; how many in RAM."""
         dropped = 0
         while True:
-            reply = self.call(Clear(self._next_id()))
-            assert isinstance(reply, Done)
-            dropped += reply.count
-            if reply.count < CHANGES_MAX:
+            count = self._ask(wire.Clear(self._next_id()), wire.Done).count
+            dropped += count
+            if count < CHANGES_MAX:
                 break
         if tiers:
-            self.call(Clear(self._next_id(), tiers=True))
+            self.call(wire.Clear(self._next_id(), tiers=True))
         return dropped
+
+    def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
+        reply = self.call(request)
+        assert isinstance(reply, kind)
+        return reply
 
     def _next_id(self) -> int:
         self._ids += 1
@@ -130,8 +116,8 @@ class Control:
         left = deadline - time.monotonic()
         if left <= 0 or (self._link.fd is None and not connecting):
             raise DaemonUnreachableError(
-                f'no daemon answers at {self._socket_path} ({self._why}); start one: "hybridkv serve --socket '
-                f'{self._socket_path}"'
+                f"no daemon answers at {self._socket_path} ({self._why})",
+                f'start one: "hybridkv serve --socket {self._socket_path}"',
             )
         descriptors = [self._link.fd] if self._link.fd is not None else []
         select.select(descriptors, [], [], min(left, 0.02))

@@ -1,4 +1,4 @@
-"""Write slots granted ahead of need, so that a store costs the engine's step no round trip."""
+"""Write slots reserved ahead of need, so that a store costs the engine's step no round trip."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from hybridkv.core.packed import U64
 from hybridkv.wire.messages import CHANGES_MAX
 
 RETRY_SECONDS = 0.02
-"""After a grant of fewer slots than asked for, the next question waits this long."""
+"""How long the next request waits after the daemon granted fewer slots than it was asked for."""
 
 
 @dataclass
-class _Pool:
+class _SlotPool:
     target: int
     offsets: bytes = b""
     generations: bytes = b""
     asked: deque[int] = field(default_factory=deque)
-    """Slots that the daemon was asked for and has not answered yet, question by question."""
+    """The slots of each request that the daemon has not answered yet."""
     retry_at: float = 0.0
 
     @property
@@ -26,14 +26,14 @@ class _Pool:
         return len(self.offsets) // U64
 
 
-class Credits:
-    """Pools of write slots by shape, as packed arrays (core.packed). Refilled when half empty."""
+class SlotCredits:
+    """Pools of write slots by shape, as packed arrays (core.packed), refilled when half empty."""
 
     def __init__(self, targets: Mapping[SlotShape, int]) -> None:
-        self._pools = {shape: _Pool(target) for shape, target in targets.items()}
+        self._pools = {shape: _SlotPool(target) for shape, target in targets.items()}
 
     def take(self, shape: SlotShape, count: int) -> tuple[bytes, bytes]:
-        """(offsets, generations) of at most `count` slots of `shape`; fewer: shed the rest."""
+        """(offsets, generations) of at most `count` slots of `shape`, which leave the pool."""
         pool = self._pools.get(shape)
         if pool is None:
             return b"", b""
@@ -43,7 +43,7 @@ class Credits:
         return taken
 
     def wanted(self, now: float) -> list[tuple[SlotShape, int]]:
-        """(shape, count) to ask the daemon for now, one by one; each is then taken as asked until `granted`."""
+        """(shape, count) of each request to send to the daemon now; `granted` takes the answers."""
         wanted: list[tuple[SlotShape, int]] = []
         for shape, pool in self._pools.items():
             if not pool.asked and now >= pool.retry_at and pool.count * 2 <= pool.target:
@@ -53,7 +53,7 @@ class Credits:
         return wanted
 
     def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
-        """The daemon's next answer, maybe shorter than asked for."""
+        """The daemon's next answer, maybe with fewer slots than it was asked for."""
         pool = self._pools.get(shape)
         if pool is None:
             return
@@ -65,7 +65,7 @@ class Credits:
 
     @property
     def awaited(self) -> bool:
-        """Whether the daemon still owes an answer to what was `wanted`."""
+        """Whether a request to the daemon is not answered yet."""
         return any(pool.asked for pool in self._pools.values())
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""A connection to the daemon that never blocks: hooks of the engine call `poll` and `send`, nothing waits."""
+"""A connection to the daemon that never blocks, so that hooks of the engine can use it."""
 
 import contextlib
 import errno
@@ -14,30 +14,31 @@ from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Reques
 
 RECONNECT_SECONDS = 0.1
 SEND_QUEUE_BYTES_MAX = 8 << 20
-"""A daemon that lets this much pile up is treated as gone."""
+"""The connection to a daemon that leaves more than this unread is ended."""
 FLUSH_BYTES = 1 << 18
-"""With more than that queued it is sent without waiting for `flush`."""
+"""A longer queue is sent without waiting for `flush`."""
 RECEIVE_BYTES = 1 << 18
 HELLO_SECONDS = 2.0
 
 
 class Link:
-    """One connection, made again by itself after a loss. Times are seconds of the clock given to each call."""
+    """One connection, which is made again after a loss. `now` is seconds of any one clock."""
 
     def __init__(self, socket_path: str, hello: Hello, on_loss: Callable[[str], None]) -> None:
+        """`on_loss` is called with the reason, in words, whenever the connection is lost."""
         self.welcome: Welcome | None = None
-        """The daemon's greeting while the connection is usable, else None."""
+        """The daemon's greeting while the connection can be used, else None."""
         self.refusal: str | None = None
-        """The daemon's sentence when it last refused the greeting; such a link is tried again, but slowly."""
+        """Why the daemon refused the last greeting; it is greeted again every HELLO_SECONDS."""
         self._socket_path = socket_path
         self._hello = hello
         self._on_loss = on_loss
         self.greetings = 0
-        """How often the daemon was greeted; an engine tells it, see wire.messages.Hello."""
+        """How often the daemon was greeted; an engine sends this number in Hello."""
         self._sock: socket.socket | None = None
         self._frames = Frames()
         self._in = memoryview(bytearray(RECEIVE_BYTES))
-        """Received into, so that no call to `poll` asks for memory."""
+        """The buffer of every `poll`, so that no call allocates memory."""
         self._out = bytearray()
         self._retry_at = 0.0
         self._hello_deadline = 0.0
@@ -48,51 +49,32 @@ class Link:
         return self._sock.fileno() if self._sock is not None else None
 
     def poll(self, now: float) -> list[Reply]:
-        """Connect or receive, whichever is due; replies in order, without the greeting.
+        """Connect or receive, whichever is due: the replies in order, without the greeting.
 
-        What came before the end of a connection is returned first and the loss is told by the next call, so that
-        nothing that was lost with it is taken for new.
+        Replies that came before the end of a connection are returned first, and the next call
+        reports the loss, so that no reply of a lost connection seems to belong to a new one.
         """
         if self._sock is None:
             if now < self._retry_at:
                 return []
             self._connect(now)
         replies: list[Reply] = []
-        while self._sock is not None:
-            try:
-                received = self._sock.recv_into(self._in)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                if not replies:
-                    self._lose(f"connection broken: {error.strerror}", now)
-                break
-            if not received:
-                if not replies:
-                    self._lose("connection closed by the daemon", now)
-                break
-            try:
-                for body in self._frames.feed(self._in[:received]):
-                    self._take(decode_reply(body), replies, now)
-                    if self._sock is None:
-                        break
-            except WireError as error:
-                self._lose(f"nonsense from the daemon: {error}", now)
-            if received < RECEIVE_BYTES:
-                break
-        if self._sock is not None:
-            if self.welcome is None and now > self._hello_deadline:
-                self._lose("the daemon does not greet", now)
-            else:
-                self._flush(now)
+        while self._sock is not None and self._receive(self._sock, replies, now):
+            pass
+        if self._sock is None:
+            return []
+        if self.welcome is None and now > self._hello_deadline:
+            self._lose("the daemon does not greet", now)
+            return []
+        self._flush(now)
         return replies if self._sock is not None else []
 
     def send(self, request: Request, now: float) -> bool:
-        """Queue and send what fits; False where there is no usable connection or the queue is full."""
+        """Queue and send what fits; False where no connection is usable or the queue is full."""
         return self.queue(request, now) and self.flush(now)
 
     def queue(self, request: Request, now: float) -> bool:
-        """As `send`, but it leaves with the next `flush` or `poll`: several in one go wake the daemon once."""
+        """As `send`, but several messages leave together with the next `flush` or `poll`."""
         if self._sock is None or self.welcome is None:
             return False
         append(self._out, request)
@@ -103,21 +85,21 @@ class Link:
         return self._sock is not None
 
     def flush(self, now: float) -> bool:
-        """Send what fits of what is queued; False where there is no connection (any more)."""
+        """Send as much of the queue as fits; False where there is no connection any more."""
         if self._out and self._sock is not None:
             self._flush(now)
         return self._sock is not None
 
     def greet_with(self, hello: Hello) -> None:
-        """Use another greeting from the next connection on; one that is not welcomed yet is made anew at once."""
+        """Use another greeting from the next connection on; one without a welcome is made anew."""
         self._hello = hello
         if self._sock is not None and self.welcome is None:
-            # Its old greeting may still be answered, and nothing else can be sent before that.
+            # The daemon may still answer the old greeting.
             self._sock.close()
             self._sock = None
 
     def close(self, farewell: Request | None = None) -> None:
-        """End the connection for good, with a last word if there is room for it."""
+        """End the connection for good; `farewell` is sent if there is room for it."""
         if self._sock is not None:
             if farewell is not None and self.welcome is not None:
                 with contextlib.suppress(OSError):
@@ -127,24 +109,49 @@ class Link:
         self.welcome = None
         self._retry_at = float("inf")
 
+    def _receive(self, sock: socket.socket, replies: list[Reply], now: float) -> bool:
+        """Add the next replies; True where there may be more."""
+        try:
+            received = sock.recv_into(self._in)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if not replies:
+                self._lose(f"connection broken: {error.strerror}", now)
+            return False
+        if not received:
+            if not replies:
+                self._lose("connection closed by the daemon", now)
+            return False
+        try:
+            for body in self._frames.feed(self._in[:received]):
+                self._take(decode_reply(body), replies, now)
+                if self._sock is None:
+                    break
+        except WireError as error:
+            self._lose(f"nonsense from the daemon: {error}", now)
+        return received == RECEIVE_BYTES
+
     def _take(self, reply: Reply, replies: list[Reply], now: float) -> None:
         if self.welcome is not None:
             replies.append(reply)
         elif isinstance(reply, Welcome) and reply.version == PROTOCOL_VERSION:
             self.welcome, self.refusal = reply, None
         elif self._sock is not None:
-            self.refusal = reply.message if isinstance(reply, Error) else f"unexpected greeting {type(reply).__name__}"
+            unexpected = f"unexpected greeting {type(reply).__name__}"
+            self.refusal = reply.message if isinstance(reply, Error) else unexpected
             self._lose(self.refusal, now)
             self._retry_at = now + HELLO_SECONDS
 
     def _connect(self, now: float) -> None:
         sock: socket.socket | None = None
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            sock = socket.socket(socket.AF_UNIX, kind)
             sock.connect(self._socket_path)
         except OSError:
-            # Also EAGAIN, a full backlog: a Unix socket has no connection in progress to wait for. Without a socket,
-            # there is no descriptor left for a moment.
+            # EAGAIN is a full backlog: a Unix socket has no connection in progress to wait for.
+            # Without a socket the process has no descriptor left at this moment.
             if sock is not None:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
@@ -157,8 +164,8 @@ class Link:
         self._sock = sock
         self._frames = Frames()
         self.greetings += 1
-        numbered = msgspec.structs.replace(self._hello, session=self._hello.session + self.greetings)
-        self._out = bytearray(encode(numbered))
+        session = self._hello.session + self.greetings
+        self._out = bytearray(encode(msgspec.structs.replace(self._hello, session=session)))
         self._hello_deadline = now + HELLO_SECONDS
         self._flush(now)
 
@@ -172,7 +179,7 @@ class Link:
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.ECONNRESET):
                 self._lose(f"connection broken: {error.strerror}", now)
-            # On a reset the next poll still reads what the daemon said last, then sees the end.
+            # After a reset the next poll still reads the daemon's last replies, then the end.
             self._out.clear()
 
     def _lose(self, why: str, now: float) -> None:
@@ -187,7 +194,7 @@ class Link:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """User id of the process at the other end, from the kernel."""
+    """The user id of the process at the other end, from the kernel."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", raw)[1]
     return uid

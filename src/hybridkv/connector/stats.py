@@ -1,101 +1,90 @@
-"""Statistics of the connector through vLLM's own pipeline, from the engine process to the API server's /metrics.
+"""Statistics of the connector, of which docs/METRICS.md shows the tables.
 
-The scheduler role counts (workers report to it); in each step what is new travels as deltas with vLLM's scheduler
-statistics, and the API server adds them up, so no counter ever goes down. A payload that is not understood is ignored
-and counted. docs/METRICS.md shows the tables.
+The scheduler role counts, and the workers report to it. A payload that is not understood is
+ignored and counted.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-logger = logging.getLogger("vllm.hybridkv")
+from hybridkv.vllm.metrics import (
+    Deltas,
+    EngineMetrics,
+    FamilyType,
+    MetricFamily,
+    attempt,
+    counter,
+    gauge,
+)
 
 PREFIX = "vllm:hybridkv_"
 OBSERVATIONS_MAX = 1024
-"""Of one histogram in one payload; more are counted as dropped."""
+"""Values of one histogram in one payload; those beyond it are counted as dropped."""
 NAMES_MAX = 1024
-"""Counters in one payload."""
-LABELS_MAX = 64
-"""Label values of one family that are told apart; what comes later is "other"."""
+"""Counters, gauges or histograms in one payload."""
 NUMBER_MAX = 1 << 62
-"""Larger ones, infinities and what is no number are not believed."""
+"""Larger numbers, infinities and what is no number are not believed."""
 MALFORMED = "stats_malformed"
 DROPPED = "stats_dropped_observations"
-OTHER = "other"
-
-
-class What(StrEnum):
-    """Kinds of metrics."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric. Its name is PREFIX and its key in FAMILIES; Prometheus puts `_total` behind those of counters."""
-
-    what: What
-    about: str
-    labels: tuple[str, ...] = ()
-    """Besides those that vLLM gives: model_name and engine."""
-    buckets: tuple[float, ...] = ()
-
 
 Cell = tuple[str, tuple[str, ...]]
 """A family and the values of its labels."""
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+"""Buckets of histograms."""
 
-FAMILIES: Mapping[str, Family] = {
-    "lookups": Family(
-        What.COUNTER,
-        "Requests looked up, by result (hit, miss, declined) and reason. A hit that is then not taken counts twice: "
-        "as a hit, and as declined.",
-        ("result", "reason"),
+
+def _seconds(about: str) -> MetricFamily:
+    return MetricFamily(FamilyType.HISTOGRAM, about, (), SECONDS)
+
+
+FAMILIES: Mapping[str, MetricFamily] = {
+    "lookups": counter(
+        "Requests looked up, by result (hit, miss, declined) and reason. "
+        "A hit that is then not taken counts twice: as a hit, and as declined.",
+        *("result", "reason"),
     ),
-    "lookups_asked": Family(What.COUNTER, "Lookups sent to the daemon."),
-    "lookups_promoted": Family(What.COUNTER, "Lookups for which the daemon read tiers below RAM."),
-    "lookup_wait_seconds": Family(
-        What.HISTOGRAM, "From a lookup's question to its answer, or to its deadline, in seconds.", (), SECONDS
+    "lookups_asked": counter("Lookups sent to the daemon."),
+    "lookups_promoted": counter("Lookups for which the daemon read tiers below RAM."),
+    "lookup_wait_seconds": _seconds(
+        "From a lookup's question to its answer, or to its deadline, in seconds."
     ),
-    "loads": Family(What.COUNTER, "Loads that ended, by result (loaded, failed).", ("result",)),
-    "load_seconds": Family(
-        What.HISTOGRAM,
-        "From a request's blocks to the end of its load, in seconds, as the scheduler sees it.",
-        (),
-        SECONDS,
+    "loads": counter("Loads that ended, by result (loaded, failed).", "result"),
+    "load_seconds": _seconds(
+        "From a request's blocks to the end of its load, in seconds, as the scheduler sees it."
     ),
-    "loaded_tokens": Family(What.COUNTER, "Prompt tokens loaded instead of computed."),
-    "loaded_tokens_by_tier": Family(
-        What.COUNTER, "The same tokens by the tier that had them when they were looked up.", ("tier",)
+    "loaded_tokens": counter("Prompt tokens loaded instead of computed."),
+    "loaded_tokens_by_tier": counter(
+        "The same tokens by the tier that had them when they were looked up.", "tier"
     ),
-    "load_bytes": Family(What.COUNTER, "Bytes of KV cache loaded, of all ranks together."),
-    "load_copy_seconds": Family(What.COUNTER, "Seconds from the start of each load in a worker to its end, summed."),
-    "stored_objects": Family(What.COUNTER, "Objects (one group's bytes of one chunk) stored."),
-    "store_bytes": Family(What.COUNTER, "Bytes of KV cache stored, of all ranks together."),
-    "store_copy_seconds": Family(What.COUNTER, "Seconds that workers spent copying out within steps, summed."),
-    "stores_shed": Family(What.COUNTER, "Objects that were not stored, or not yet, by reason.", ("reason",)),
-    "faults": Family(What.COUNTER, "Errors inside the connector that were kept from the engine, by hook.", ("hook",)),
-    "daemon_connects": Family(What.COUNTER, "Lives of the daemon that were connected to."),
-    "daemon_losses": Family(What.COUNTER, "Connections to the daemon that were lost, or could not be kept."),
-    "daemon_refusals": Family(What.COUNTER, "Requests that the daemon refused, by its error code.", ("code",)),
-    "daemon_unsent": Family(What.COUNTER, "Messages that found no connection, by message.", ("message",)),
-    "condemned_slots": Family(What.COUNTER, "Slots whose bytes were proven wrong before they could be used."),
-    "kv_event_chunks": Family(
-        What.COUNTER, "Chunks that KV events told routers of, by event (stored, removed).", ("event",)
+    "load_bytes": counter("Bytes of KV cache loaded, of all ranks together."),
+    "load_copy_seconds": counter(
+        "Seconds from the start of each load in a worker to its end, summed."
     ),
-    "events": Family(What.COUNTER, "Whatever else was counted, by event.", ("event",)),
-    "breaker_open": Family(What.GAUGE, "1 while the daemon is left alone because it did not answer in time."),
-    "daemon_connected": Family(What.GAUGE, "1 while there is a connection to the daemon."),
-    "loads_pending": Family(What.GAUGE, "Requests that have blocks for a load and did not run since."),
+    "stored_objects": counter("Objects (one group's bytes of one chunk) stored."),
+    "store_bytes": counter("Bytes of KV cache stored, of all ranks together."),
+    "store_copy_seconds": counter("Seconds that workers spent copying out within steps, summed."),
+    "stores_shed": counter("Objects that were not stored, or not yet, by reason.", "reason"),
+    "faults": counter(
+        "Errors inside the connector that were kept from the engine, by hook.", "hook"
+    ),
+    "daemon_connects": counter("Lives of the daemon that were connected to."),
+    "daemon_losses": counter("Connections to the daemon that were lost, or could not be kept."),
+    "daemon_refusals": counter("Requests that the daemon refused, by its error code.", "code"),
+    "daemon_unsent": counter("Messages that found no connection, by message.", "message"),
+    "condemned_slots": counter("Slots whose bytes were proven wrong before they could be used."),
+    "kv_event_chunks": counter(
+        "Chunks that KV events told routers of, by event (stored, removed).", "event"
+    ),
+    "events": counter("Whatever else was counted, by event.", "event"),
+    "breaker_open": gauge("1 while the daemon is left alone because it did not answer in time."),
+    "daemon_connected": gauge("1 while there is a connection to the daemon."),
+    "loads_pending": gauge("Requests that have blocks for a load and did not run since."),
 }
+"""The metrics; PREFIX stands before their names."""
 
 EXACT: Mapping[str, Cell] = {
     "lookups": ("lookups_asked", ()),
@@ -126,37 +115,21 @@ PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("refused_", "daemon_refusals", ()),
     ("unsent_", "daemon_unsent", ()),
 )
-"""Other counters that begin so: their family and its labels, of which the last one is the rest of the name."""
+"""Other counters by how they begin: their family, and its labels before the rest of the name."""
 
 
-def cell_of(counter: str) -> Cell:
-    """Where a counter is exported: exactly one place, also for one that nobody thought of."""
-    if counter in EXACT:
-        return EXACT[counter]
+def cell_of(name: str) -> Cell:
+    """The one place where a counter is exported; any name has one."""
+    if name in EXACT:
+        return EXACT[name]
     for prefix, family, labels in PREFIXES:
-        if counter.startswith(prefix) and len(counter) > len(prefix):
-            return family, (*labels, counter.removeprefix(prefix))
-    return "events", (counter,)
+        if name.startswith(prefix) and len(name) > len(prefix):
+            return family, (*labels, name.removeprefix(prefix))
+    return "events", (name,)
 
 
-class Deltas:
-    """What was added to some counters since the last time."""
-
-    def __init__(self, counters: Mapping[str, float]) -> None:
-        self._counters = counters
-        self._told: dict[str, float] = {}
-
-    def take(self) -> dict[str, float]:
-        """Names and what was added, each more than nothing."""
-        told = self._told
-        added = {name: value - told.get(name, 0) for name, value in self._counters.items() if value > told.get(name, 0)}
-        for name in added:
-            told[name] = self._counters[name]
-        return added
-
-
-class Meter:
-    """What one engine counted, measured and is like, until vLLM takes it. Called in every step, so it is cheap."""
+class StatsCollector:
+    """What one engine counted and measured until vLLM takes it. Every step calls it."""
 
     def __init__(self, counters: Mapping[str, float]) -> None:
         self._deltas = Deltas(counters)
@@ -164,11 +137,11 @@ class Meter:
         self._gauges: dict[str, float] = {}
 
     def observe(self, family: str, value: float) -> None:
-        """One more value of a histogram."""
+        """Add a value to a histogram."""
         self._observed.setdefault(family, []).append(value)
 
     def take(self, gauges: Mapping[str, float]) -> "HybridKVStats | None":
-        """What is new; None = nothing."""
+        """What is new since the last call, with the gauges that changed; None = nothing."""
         counters = self._deltas.take()
         changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
         if not counters and not changed and not self._observed:
@@ -179,7 +152,7 @@ class Meter:
 
 
 class HybridKVStats(KVConnectorStats):
-    """Deltas of counters, present values of gauges, and new values of histograms; `data` is plain and serialisable."""
+    """Deltas of counters, values of gauges and new values of histograms, as plain `data`."""
 
     def __init__(self, data: object = None) -> None:
         super().__init__(data=_sound({} if data is None else data))
@@ -193,7 +166,7 @@ class HybridKVStats(KVConnectorStats):
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> "HybridKVStats":
-        """Both together, in this object: counters add up, of gauges the later value stands."""
+        """Add `other` to this object: counters add up, and of gauges the later value stands."""
         added = _sound(other.data)
         counters = self.data["counters"]
         for name, value in added["counters"].items():
@@ -205,12 +178,13 @@ class HybridKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One interval in a line of vLLM's log."""
+        """One interval for vLLM's log line."""
         counters: dict[str, float] = self.data["counters"]
         cells = [(cell_of(name), value) for name, value in counters.items()]
 
         def total(family: str, *labels: str) -> int:
-            return round(sum(value for (name, of), value in cells if name == family and of[: len(labels)] == labels))
+            found = (n for (name, of), n in cells if name == family and of[: len(labels)] == labels)
+            return round(sum(found))
 
         line: dict[str, int | float] = {
             "Lookup hits": total("lookups", "hit"),
@@ -226,37 +200,73 @@ class HybridKVStats(KVConnectorStats):
         waits = self.data["observed"].get("load_seconds")
         if waits:
             line["Avg load (ms)"] = round(1e3 * sum(waits) / len(waits), 2)
-        for name, trouble in (
-            ("Failed loads", total("loads", "failed")),
-            ("Objects shed", total("stores_shed")),
-            ("Daemon losses", total("daemon_losses")),
-            ("Faults", total("faults")),
-        ):
-            if trouble:
-                line[name] = trouble
-        return line
+        troubles = {
+            "Failed loads": total("loads", "failed"),
+            "Objects shed": total("stores_shed"),
+            "Daemon losses": total("daemon_losses"),
+            "Faults": total("faults"),
+        }
+        return line | {name: count for name, count in troubles.items() if count}
+
+
+class HybridKVPromMetrics(EngineMetrics):
+    """FAMILIES at the API server's /metrics. No payload makes it raise."""
+
+    def __init__(self, *vllm_arguments: Any) -> None:
+        super().__init__(PREFIX, FAMILIES, *vllm_arguments)
+        # What can be named ahead begins at 0, so that rates know its first increase.
+        unlabelled = ((name, ()) for name, family in FAMILIES.items() if not family.labels)
+        for cell in (*EXACT.values(), *unlabelled):
+            for engine in self.per_engine_labelvalues:
+                self.cell(engine, *cell)
+        self._malformed = {
+            engine: self.cell(engine, *cell_of(MALFORMED)) for engine in self.per_engine_labelvalues
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one engine's payload; what cannot be read is counted."""
+        if engine_idx not in self._malformed:
+            engine_idx = next(iter(self._malformed))
+            transfer_stats_data = {"counters": {MALFORMED: 1}}
+        work = partial(self._take, transfer_stats_data, engine_idx)
+        attempt("HybridKVConnector", "observe", work, self._malformed[engine_idx].inc)
+
+    def _take(self, payload: object, engine: int) -> None:
+        data = _sound(payload)
+        for name, added in data["counters"].items():
+            self.cell(engine, *cell_of(name)).inc(added)
+        unknown = 0
+        for name, value in data["gauges"].items():
+            if _is(name, FamilyType.GAUGE):
+                self.cell(engine, name).set(value)
+            else:
+                unknown += 1
+        for name, values in data["observed"].items():
+            if not _is(name, FamilyType.HISTOGRAM):
+                unknown += 1
+                continue
+            observe: Callable[[float], None] = self.cell(engine, name).observe
+            for value in values:
+                observe(value)
+        if unknown:
+            self._malformed[engine].inc(unknown)
+
+
+def _is(name: str, what: FamilyType) -> bool:
+    return name in FAMILIES and FAMILIES[name].what is what
 
 
 def _sound(given: object) -> dict[str, Any]:
     """The data without what cannot be read, which is counted."""
-    counters: dict[str, float] = {}
-    gauges: dict[str, float] = {}
-    observed: dict[str, list[float]] = {}
     data: Mapping[Any, Any] = given if isinstance(given, Mapping) else {}
-    malformed = 0 if data is given else 1
-    malformed += len(data.keys() - {"counters", "gauges", "observed"})
-    for part, kept in (("counters", counters), ("gauges", gauges)):
-        for name, value in _items(data.get(part, {})):
-            # A counter that went down, say in a payload that was not ours, must not take the exported one with it.
-            if _is_name(name) and _is_number(value) and len(kept) < NAMES_MAX and (part == "gauges" or value >= 0):
-                kept[name] = value
-            else:
-                malformed += 1
-    dropped = 0
-    for name, values in _items(data.get("observed", {})):
-        if not _is_name(name) or not isinstance(values, list | tuple) or len(observed) >= NAMES_MAX:
-            malformed += 1
-            continue
+    # A counter that went down must not take the exported one with it.
+    counters, bad_counters = _items(data.get("counters"), lambda n: _is_number(n) and n >= 0)
+    gauges, bad_gauges = _items(data.get("gauges"), _is_number)
+    lists, bad_lists = _items(data.get("observed"), lambda value: isinstance(value, list | tuple))
+    malformed = (data is not given) + len(data.keys() - {"counters", "gauges", "observed"})
+    malformed += bad_counters + bad_gauges + bad_lists
+    dropped, observed = 0, {}
+    for name, values in lists.items():
         # The sum of a histogram is a counter as well.
         good = [value for value in values if _is_number(value) and value >= 0]
         malformed += len(values) - len(good)
@@ -269,11 +279,12 @@ def _sound(given: object) -> dict[str, Any]:
     return {"counters": counters, "gauges": gauges, "observed": observed}
 
 
-def _items(part: object) -> Iterator[tuple[Any, Any]]:
-    if isinstance(part, Mapping):
-        yield from part.items()
-    elif part is not None:
-        yield None, None
+def _items(part: object, is_good: Callable[[Any], bool]) -> tuple[dict[str, Any], int]:
+    """(at most NAMES_MAX good items of a part by name, how many others it has)."""
+    if not isinstance(part, Mapping):
+        return {}, int(part is not None)
+    good = [item for item in part.items() if _is_name(item[0]) and is_good(item[1])][:NAMES_MAX]
+    return dict(good), len(part) - len(good)
 
 
 def _is_name(name: object) -> bool:
@@ -281,83 +292,5 @@ def _is_name(name: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -NUMBER_MAX < value < NUMBER_MAX
-
-
-class HybridKVPromMetrics(KVConnectorPromMetrics):
-    """Every family under the labels that vLLM gives, with the metric classes that vLLM gives. Never raises later."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._families = {name: self._make(name, family) for name, family in FAMILIES.items()}
-        self._children: dict[tuple[int, Cell], Any] = {}
-        self._has_failed = False
-        self._told_apart: dict[str, set[tuple[str, ...]]] = {name: set() for name in FAMILIES}
-        # What can be named ahead begins at 0, so that rates know its first increase.
-        for engine in per_engine_labelvalues:
-            for cell in (*EXACT.values(), *((name, ()) for name, family in FAMILIES.items() if not family.labels)):
-                self._child(engine, cell)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """One engine's payload; what cannot be read is counted."""
-        try:
-            if engine_idx not in self.per_engine_labelvalues:
-                engine_idx = next(iter(self.per_engine_labelvalues))
-                transfer_stats_data = {"counters": {MALFORMED: 1}}
-            self._take(_sound(transfer_stats_data), engine_idx)
-        except Exception as error:  # the supervised boundary: the API server goes on without our numbers
-            logger.log(
-                logging.DEBUG if self._has_failed else logging.ERROR,
-                "hybridkv: statistics could not be exported",
-                exc_info=error,
-            )
-            self._has_failed = True
-
-    def _take(self, data: Mapping[str, Any], engine: int) -> None:
-        for counter, added in data["counters"].items():
-            self._child(engine, cell_of(counter)).inc(added)
-        unknown = 0
-        for name, value in data["gauges"].items():
-            if self._is(name, What.GAUGE):
-                self._child(engine, (name, ())).set(value)
-            else:
-                unknown += 1
-        for name, values in data["observed"].items():
-            if not self._is(name, What.HISTOGRAM):
-                unknown += 1
-                continue
-            observe: Callable[[float], None] = self._child(engine, (name, ())).observe
-            for value in values:
-                observe(value)
-        if unknown:
-            self._child(engine, cell_of(MALFORMED)).inc(unknown)
-
-    def _is(self, name: str, what: What) -> bool:
-        return name in FAMILIES and FAMILIES[name].what is what
-
-    def _make(self, name: str, family: Family) -> Any:
-        labels = [*self._labelnames, *family.labels]
-        about = {"name": PREFIX + name, "documentation": family.about, "labelnames": labels}
-        if family.what is What.HISTOGRAM:
-            return self._histogram_cls(**about, buckets=list(family.buckets))
-        if family.what is What.GAUGE:
-            return self._gauge_cls(**about, multiprocess_mode="mostrecent")
-        return self._counter_cls(**about)
-
-    def _child(self, engine: int, cell: Cell) -> Any:
-        child = self._children.get((engine, cell))
-        if child is None:
-            family, labels = cell
-            told_apart = self._told_apart[family]
-            if labels not in told_apart and len(told_apart) >= LABELS_MAX and labels[-1] != OTHER:
-                return self._child(engine, (family, (*labels[:-1], OTHER)))
-            told_apart.add(labels)
-            child = self._families[family].labels(*self.per_engine_labelvalues[engine], *labels)
-            self._children[engine, cell] = child
-        return child
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -NUMBER_MAX < value < NUMBER_MAX  # type: ignore[operator]  # is a number

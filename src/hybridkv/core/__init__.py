@@ -1,1 +1,1 @@
-"""Pure decisions: geometry, coverage, plans, keys, request states, eviction. No clock, file, socket or tensor."""
+"""Pure decisions, from geometry to eviction: no clock, file, socket or tensor is used here."""

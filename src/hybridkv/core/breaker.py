@@ -1,4 +1,4 @@
-"""A circuit breaker as a value: after enough failures in a row nothing is asked until a pause is over."""
+"""A circuit breaker: after several failures in a row nothing is asked until a pause has ended."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Closed (asks), open (does not ask until `retry_at`), half-open (asks once, and decides on that)."""
+    """Closed (asks), open (asks nothing until `retry_at`), or half-open (asks once and decides)."""
 
     failures: int = 0
     retry_at: float = 0.0

@@ -1,14 +1,15 @@
-"""Which objects a hit needs, which blocks an object holds, and the largest boundary at which nothing is missing.
+"""Which objects a hit needs, which blocks an object holds, and which hit is the largest.
 
 What a restore at boundary B needs of a group is the block range ``[skipped(B) // bs, B // bs)``::
 
     full           [################)B        everything
     sliding w      [..........######)B        the blocks that hold (B - w, B)
-    chunked local  [........########)B        from the start of B's attention chunk; nothing if B starts one
+    chunked local  [........########)B        from the start of B's attention chunk
     recurrent      [...............#)B        the one state at exactly B
 
-``skipped`` never decreases, so the widest use of chunk k by any boundary is the one at its own end.  Storing
-``needed(end of k)`` cut to chunk k therefore stores every block that some hit can read, and no other.
+``skipped`` never decreases, so no boundary needs more of chunk k than the one at its own end.
+Storing ``needed(end of k)`` cut to chunk k therefore stores every block that some hit can read, and
+no other.
 """
 
 import math
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hybridkv.core.geometry import Geometry, Group, Kind
+from hybridkv.core.geometry import Geometry, Group, GroupKind
 
 SlotShape = tuple[int, int]
 """(bytes of one part, parts) of an object and of the slot that takes it."""
@@ -28,27 +29,25 @@ def needed_blocks(group: Group, boundary: int) -> range:
     return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
 
 
-def held_blocks(geometry: Geometry, tokens: int, step_tokens: int) -> int:
-    """The most engine blocks, over all groups, that a request of `tokens` tokens holds before it has run once."""
-    return most_blocks(map(keeping, geometry.groups), tokens, step_tokens)
-
-
-class Keeping(NamedTuple):
-    """What a group keeps of a request."""
+class Retention(NamedTuple):
+    """What the engine keeps of a request in a group."""
 
     tokens_per_block: int
     window_tokens: int | None
-    """None = everything."""
+    """None = all tokens are kept."""
 
 
-def keeping(group: Group) -> Keeping:
-    """Of a group."""
-    whole = group.kind is Kind.FULL
-    return Keeping(group.tokens_per_block, None if whole else group.window_tokens + group.extra_retained_tokens)
+def retention_of(group: Group) -> Retention:
+    """What the engine keeps of a request in `group`."""
+    window = group.window_tokens + group.extra_retained_tokens
+    return Retention(group.tokens_per_block, None if group.kind is GroupKind.FULL else window)
 
 
-def most_blocks(groups: Iterable[Keeping], tokens: int, step_tokens: int) -> int:
-    """See `held_blocks`. Groups with a window let go of what is behind it, but a step's tokens may come before that."""
+def most_blocks(groups: Iterable[Retention], tokens: int, step_tokens: int) -> int:
+    """The most blocks, over all groups, that a request of `tokens` holds before it has run once.
+
+    A group with a window frees earlier blocks, but only after the step that leaves them.
+    """
     total = 0
     for group in groups:
         read = tokens if group.window_tokens is None else group.window_tokens
@@ -57,39 +56,42 @@ def most_blocks(groups: Iterable[Keeping], tokens: int, step_tokens: int) -> int
 
 
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
-    """Block positions whose bytes make up the object of (`group`, `chunk`); empty where no hit ever reads one."""
+    """Block positions that make up the object of (`group`, `chunk`); empty if no hit needs it."""
     inside = geometry.chunk_blocks(group, chunk)
     needed = needed_blocks(group, inside.stop * group.tokens_per_block)
-    return range(max(inside.start, needed.start), inside.stop) if needed else range(inside.stop, inside.stop)
+    return range(max(inside.start, needed.start) if needed else inside.stop, inside.stop)
 
 
 def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
-    """Chunks whose objects of `group` a hit of `chunks` chunks needs; all of them are non-empty objects.
+    """Chunks whose objects of `group` a hit of `chunks` chunks needs; none of them is empty.
 
-    Those of `needed_blocks`, as a chunk is whole blocks; in one division, since the engine's hooks ask for it.
+    They are the chunks of `needed_blocks`, in one division because the engine's hooks call this.
     """
-    return range(group.skipped_tokens(chunks * geometry.chunk_tokens) // geometry.chunk_tokens, chunks)
+    tokens = geometry.chunk_tokens
+    return range(group.skipped_tokens(chunks * tokens) // tokens, chunks)
 
 
 def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
-    """Bytes of one part of the object of (`group`, `chunk`); 0 where there is none."""
+    """Bytes of one part of the object of (`group`, `chunk`); 0 where no hit needs it."""
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
 @lru_cache(maxsize=4096)
 def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Stored blocks per object over one period: chunk k has ``counts[k % len(counts)]``, the last ones of the chunk.
+    """Stored blocks of the objects of one period: chunk k has its last ``counts[k % len(counts)]``.
 
-    The period is one chunk but for chunked local attention, where it is that of the attention chunk.
+    The period is 1 chunk, but for chunked local attention, where it depends on the attention chunk.
     """
-    local = group.kind is Kind.CHUNKED_LOCAL
-    period = math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens if local else 1
+    period = 1
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        period = math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens
     return tuple(len(stored_blocks(geometry, group, chunk)) for chunk in range(period))
 
 
 def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Every non-zero `part_bytes` of a group, ascending: one for most kinds, a few for chunked local ones."""
-    return tuple(sorted({count * group.block_bytes for count in stored_counts(geometry, group)} - {0}))
+    """Every non-zero `part_bytes` of a group, ascending; only chunked local groups have several."""
+    counts = sorted({*stored_counts(geometry, group)} - {0})
+    return tuple(count * group.block_bytes for count in counts)
 
 
 def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
@@ -98,18 +100,19 @@ def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
-    """The most chunks (at most `chunks_max`) at whose end every group's need is present; 0 = miss.
+    """The most chunks, up to `chunks_max`, at whose end no group lacks an object; 0 = miss.
 
-    `masks` holds one string per group, in the order of `geometry.groups`, with one byte per chunk: 1 = present.
-    All groups at one boundary, or a miss (requirements B35, A26).
+    `masks` has a presence mask for each of `geometry.groups`, with a byte for each chunk: 1 =
+    present. All groups have their objects at one boundary, or it is a miss (requirements B35, A26).
 
-    A chunk that is missing at `chunks` is needed by every boundary between it and `chunks` as well, because the
-    start of the need never moves up while the boundary moves down; so the search continues at the missing chunk.
+    A chunk that a hit of `chunks` lacks is needed by every shorter hit that ends behind it, because
+    the start of the need never moves up while the boundary moves down. The search goes on there.
     """
     chunks = min(chunks_max, *(len(mask) for mask in masks))
     while chunks > 0:
         below = min(
-            _fallback(geometry, group, mask, chunks) for group, mask in zip(geometry.groups, masks, strict=True)
+            _fallback(geometry, group, mask, chunks)
+            for group, mask in zip(geometry.groups, masks, strict=True)
         )
         if below == chunks:
             break
@@ -118,7 +121,7 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
 
 
 def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tuple[Group, int]]:
-    """(group, its first missing chunk) of every group that keeps a hit of `chunks` chunks from being."""
+    """(group, its first missing chunk) of every group that lacks an object of such a hit."""
     lacks: list[tuple[Group, int]] = []
     for group, mask in zip(geometry.groups, masks, strict=True):
         need = needed_chunks(geometry, group, chunks)
@@ -130,9 +133,9 @@ def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tup
 
 
 def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
-    """`chunks` where the group has all that a hit there needs, else the next lower number at which it may."""
+    """`chunks` if the group lacks nothing there, else the next lower number that is possible."""
     need = needed_chunks(geometry, group, chunks)
     missing = mask.find(0, need.start, need.stop)
     if missing < 0:
         return chunks
-    return mask.rfind(1, 0, chunks) + 1 if group.kind is Kind.RECURRENT else missing
+    return mask.rfind(1, 0, chunks) + 1 if group.kind is GroupKind.RECURRENT else missing

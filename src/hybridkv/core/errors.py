@@ -1,13 +1,22 @@
-"""Errors a person reads: one sentence that says what is wrong, which setting, and a value that works."""
+"""Errors that people read: a clause that says what is wrong, and one that says what works."""
 
 
 class HybridKVError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """The base of all errors that this package raises on purpose."""
 
 
-class ConfigError(HybridKVError, ValueError):
-    """A setting that cannot work; the message names the setting and a value that does."""
+class RemediedError(HybridKVError, ValueError):
+    """An error in two clauses: `what` is wrong, and the `remedy`, which may be empty."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
 
 
-class GeometryError(HybridKVError, ValueError):
-    """A KV cache layout that is not understood, refused by name and never guessed (requirements B11)."""
+class ConfigError(RemediedError):
+    """A setting that cannot work; `what` names the setting, `remedy` a value that does."""
+
+
+class GeometryError(RemediedError):
+    """A KV cache layout that is not understood: it is refused by name (requirements B11)."""

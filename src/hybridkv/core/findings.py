@@ -1,14 +1,14 @@
-"""What a check found: a state, a sentence, and the setting that works."""
+"""The finding of a check: a verdict, what was found, and the setting that works."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybridkv.core.errors import ConfigError
+from hybridkv.core.errors import ConfigError, RemediedError
 
 
 class Verdict(StrEnum):
-    """How bad it is."""
+    """Whether an engine is served as it is configured."""
 
     OK = "ok"
     WARN = "warn"
@@ -32,24 +32,25 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """Nothing to do."""
+    """Nothing must be done."""
     return Finding(check, Verdict.OK, what)
 
 
 def warn(check: str, what: str, remedy: str = "") -> Finding:
-    """It serves, but not as well as it could."""
+    """The engine is served, but not as well as it could be."""
     return Finding(check, Verdict.WARN, what, remedy)
 
 
 def fail(check: str, what: str, remedy: str = "") -> Finding:
-    """It is not served like this."""
+    """The engine is not served like this."""
     return Finding(check, Verdict.FAIL, what, remedy)
 
 
 def failure(check: str, error: Exception) -> Finding:
-    """A FAIL from an error of ours, whose message ends with what works."""
-    what, _, remedy = str(error).partition("; ")
-    return fail(check, what, remedy)
+    """A FAIL from an error; the remedy is empty where the error has none."""
+    if isinstance(error, RemediedError):
+        return fail(check, error.what, error.remedy)
+    return fail(check, str(error))
 
 
 def raise_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -57,6 +58,6 @@ def raise_first(findings: Iterable[Finding]) -> list[Finding]:
     passed = []
     for finding in findings:
         if finding.verdict is Verdict.FAIL:
-            raise ConfigError(finding.sentence)
+            raise ConfigError(finding.what, finding.remedy)
         passed.append(finding)
     return passed

@@ -1,8 +1,9 @@
 """KV cache groups, and every conversion between tokens, blocks, chunks and bytes.
 
-A *group* is a set of layers that share one block table; groups of one model differ in block size in both
-directions (DeepSeek-V4: 256/64/64/4/8 tokens).  A *chunk* is our unit of identity and a common multiple of all
-groups' blocks, so every conversion below is an exact division (requirements A20, corrected by D8)::
+A *group* is a set of layers that share one block table; the groups of a model have blocks of
+different sizes (DeepSeek-V4: 256/64/64/4/8 tokens). A *chunk* is the unit of identity, and its size
+is a multiple of all groups' blocks, so every conversion below is an exact division (requirements
+A20, corrected by D8)::
 
     tokens   0                       chunk_tokens             2*chunk_tokens
     chunk    |----------- 0 -----------|----------- 1 -----------|
@@ -17,16 +18,19 @@ from enum import StrEnum
 from hybridkv.core.errors import ConfigError, GeometryError
 
 CHUNK_TOKENS_MIN = 128
-"""A derived chunk has at least this many tokens: smaller objects cost more in lookups than they give in hits."""
+"""The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
 
 GROUPS_MAX = 256
 RANKS_MAX = 1024
 PERIOD_MAX = 1024
-"""Chunks after which a chunked local group's objects must begin to repeat; 64 with Llama 4 and chunks of 128."""
+"""The most chunks after which the objects of a chunked local group begin to repeat.
+
+Llama 4 with chunks of 128 tokens needs 64.
+"""
 
 
-class Kind(StrEnum):
-    """What a group keeps per token, and so what a restore needs of it."""
+class GroupKind(StrEnum):
+    """What a group keeps of its tokens, and so what a restore needs of it."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -36,33 +40,40 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prefix-cacheable group. Scratch and ring groups never become a Group (requirements D7)."""
+    """One prefix-cacheable group. Scratch and ring groups are never a Group (requirements D7)."""
 
     gid: int
-    kind: Kind
+    kind: GroupKind
     tokens_per_block: int
     layer_bytes: tuple[int, ...]
     """Bytes of one block in each layer of the group, on one rank, in layer order."""
     window_tokens: int = 0
-    """Sliding: the window; chunked local: the attention chunk; otherwise 0."""
+    """The window (sliding) or the attention chunk (chunked local); 0 for other kinds."""
     extra_retained_tokens: int = 0
-    """Sliding only: tokens kept below the window for speculative modules."""
+    """Tokens before the window that speculative modules read; 0 but for sliding groups."""
     replicated: bool = False
-    """Whether all tensor parallel ranks keep the same bytes (MLA), so that one part of an object is all of it (C5)."""
+    """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_block <= 0:
-            raise GeometryError(f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)")
+            raise GeometryError(
+                f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)"
+            )
         if not self.layer_bytes or min(self.layer_bytes) <= 0:
-            raise GeometryError(f"group {self.gid}: every layer needs a positive block size in bytes")
-        windowed = self.kind in (Kind.SLIDING, Kind.CHUNKED_LOCAL)
+            raise GeometryError(
+                f"group {self.gid}: every layer needs a positive block size in bytes"
+            )
+        windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
         if windowed != (self.window_tokens > 0):
-            raise GeometryError(f"group {self.gid}: kind {self.kind} with window_tokens={self.window_tokens}")
-        if self.extra_retained_tokens < 0 or (self.extra_retained_tokens and self.kind is not Kind.SLIDING):
-            raise GeometryError(f"group {self.gid}: extra_retained_tokens={self.extra_retained_tokens}")
+            raise GeometryError(
+                f"group {self.gid}: kind {self.kind} with window_tokens={self.window_tokens}"
+            )
+        extra = self.extra_retained_tokens
+        if extra < 0 or (extra and self.kind is not GroupKind.SLIDING):
+            raise GeometryError(f"group {self.gid}: extra_retained_tokens={extra}")
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by group; equality compares everything."""
+        """Cheap, because rules are cached by group; equality compares all fields."""
         return hash((self.gid, self.kind, self.tokens_per_block))
 
     @property
@@ -71,7 +82,10 @@ class Group:
         return sum(self.layer_bytes)
 
     def skipped_tokens(self, boundary: int) -> int:
-        """Tokens before `boundary` that computing token `boundary` never reads; non-decreasing in `boundary`."""
+        """Tokens at the start of a prompt that computing token `boundary` does not read.
+
+        The number never decreases with `boundary`.
+        """
         kind = self.kind
         if kind is _FULL:
             return 0
@@ -82,18 +96,18 @@ class Group:
         return max(0, boundary - 1)
 
 
-# The engine's hooks ask for `skipped_tokens`, and to Python 3.11 every `Kind.FULL` is a call.
-_FULL, _SLIDING, _CHUNKED_LOCAL = Kind.FULL, Kind.SLIDING, Kind.CHUNKED_LOCAL
+# The engine's hooks call `skipped_tokens`, and for Python 3.11 every `GroupKind.FULL` is a call.
+_FULL, _SLIDING, _CHUNKED_LOCAL = GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All cacheable groups of a model and the one chunk size they agree on."""
+    """All cacheable groups of a model, and the chunk size that suits them all."""
 
     groups: tuple[Group, ...]
     chunk_tokens: int
     alignment_tokens: int
-    """The engine's scheduler block: local + external hit must be a multiple of it."""
+    """The engine's scheduler block: a hit, local and external, is a multiple of it."""
     hash_tokens: int
     """Tokens covered by one of the engine's block hashes."""
     ranks: int = 1
@@ -101,14 +115,17 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
-            raise GeometryError(f"{len(self.groups)} cacheable groups on {self.ranks} ranks cannot be served")
+            raise GeometryError(
+                f"{len(self.groups)} cacheable groups on {self.ranks} ranks cannot be served"
+            )
         if sorted({group.gid for group in self.groups}) != [group.gid for group in self.groups]:
             raise GeometryError("groups must be in the order of their gids, each once")
+        chunk = self.chunk_tokens
         for group in self.groups:
-            period = math.lcm(group.window_tokens, self.chunk_tokens) // max(1, self.chunk_tokens)
-            if group.kind is Kind.CHUNKED_LOCAL and period > PERIOD_MAX:
+            period = math.lcm(group.window_tokens, chunk) // max(1, chunk)
+            if group.kind is GroupKind.CHUNKED_LOCAL and period > PERIOD_MAX:
                 raise GeometryError(
-                    f"group {group.gid}: chunks of {self.chunk_tokens} tokens meet attention chunks of "
+                    f"group {group.gid}: chunks of {chunk} tokens meet attention chunks of "
                     f"{group.window_tokens} in {period} ways, at most {PERIOD_MAX} can be served"
                 )
         for what, unit in (
@@ -116,19 +133,19 @@ class Geometry:
             ("the engine's hash block", self.hash_tokens),
             *((f"group {group.gid}'s block", group.tokens_per_block) for group in self.groups),
         ):
-            if unit <= 0 or self.chunk_tokens <= 0 or self.chunk_tokens % unit:
+            if unit <= 0 or chunk <= 0 or chunk % unit:
                 lcm = common_block_tokens(self.groups, self.alignment_tokens, self.hash_tokens)
                 raise ConfigError(
-                    f"hybrid_chunk_size={self.chunk_tokens} is not a multiple of {what} of {unit} tokens; "
-                    f"{max(lcm, -(-self.chunk_tokens // lcm) * lcm)} works"
+                    f"hybrid_chunk_size={chunk} is not a multiple of {what} of {unit} tokens",
+                    f"{max(lcm, -(-chunk // lcm) * lcm)} works",
                 )
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by geometry; equality compares everything."""
+        """Cheap, because rules are cached by geometry; equality compares all fields."""
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
     def parts(self, group: Group) -> int:
-        """Parts that make up one object of `group`: one per rank, or a single one that all ranks share."""
+        """Parts of one object of `group`: one for each rank, or one that all ranks share."""
         return 1 if group.replicated else self.ranks
 
     def blocks_per_chunk(self, group: Group) -> int:
@@ -145,12 +162,12 @@ class Geometry:
         return max(0, tokens) // self.chunk_tokens
 
     def hash_index(self, chunk: int) -> int:
-        """Which of the engine's chained block hashes names the prefix that ends with `chunk`."""
+        """The place, in the engine's chained block hashes, of the hash of chunk number `chunk`."""
         return (chunk + 1) * self.chunk_tokens // self.hash_tokens - 1
 
 
 def common_block_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_tokens: int) -> int:
-    """Least common multiple of the engine's hit alignment, its hash block and every group's block (D8)."""
+    """The least common multiple of the engine's hit alignment, hash block and all blocks (D8)."""
     return math.lcm(alignment_tokens, hash_tokens, *(group.tokens_per_block for group in groups))
 
 

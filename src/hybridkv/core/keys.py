@@ -1,9 +1,9 @@
 """Identity: what must agree before bytes may be reused (requirements D16).
 
-A *namespace* is the fingerprint of everything that shapes the bytes but not the prompt: weights, config, dtypes,
-layout, engine ABI.  Inside a namespace an object is named by (gid, chunk hash), where the chunk hash is the
-engine's prefix-chained block hash at the end of the chunk; it covers the tokens, multimodal input and salt.
-The names of chunks that a LoRA adapter computed are `masked` with a hash of its files.
+A *namespace* is the fingerprint of everything but the prompt that decides about the bytes: weights,
+config, dtypes, layout, engine ABI. In a namespace an object is identified by (gid, chunk hash). The
+chunk hash is the engine's prefix-chained block hash at the end of the chunk; it covers the tokens,
+multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`.
 """
 
 import hashlib
@@ -15,31 +15,36 @@ HASH_BYTES = 32
 
 
 def fingerprint(facts: Mapping[str, object]) -> bytes:
-    """32 bytes over a JSON-able mapping; independent of the order of keys and of PYTHONHASHSEED."""
+    """32 bytes over a JSON-able mapping, whatever the order of its keys and PYTHONHASHSEED are."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).digest()
 
 
 def tenant_of(cache_salt: str | None) -> int:
-    """Whose quota a request's chunks count against: a number from 1 to 2**64 - 1, or 0 without a salt."""
+    """The tenant whose quota a request's chunks use: 1 to 2**64 - 1, or 0 without a salt."""
     if not cache_salt:
         return 0
     return int.from_bytes(hashlib.sha256(cache_salt.encode()).digest()[:8], "little") or 1
 
 
-def masked(names: bytes, mask: bytes) -> bytes:
-    """Chunk hashes (HASH_BYTES each) that also depend on `mask`, a hash of HASH_BYTES: the exclusive or with it.
+def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
+    """The exclusive or of each chunk hash with `adapter`, the hash of a LoRA adapter's files.
 
-    As different as the hashes were, and different for every mask; it costs next to nothing for thousands of hashes.
+    Results differ where the hashes or the adapters do. Thousands of hashes cost next to nothing.
     """
-    size = len(names)
-    whole = int.from_bytes(names, "little") ^ int.from_bytes(mask * (size // HASH_BYTES), "little")
+    size = len(hashes)
+    repeated = adapter * (size // HASH_BYTES)
+    whole = int.from_bytes(hashes, "little") ^ int.from_bytes(repeated, "little")
     return whole.to_bytes(size, "little")
 
 
 def pack_hashes(block_hashes: Sequence[bytes]) -> bytes:
-    """Chunk hashes of exactly HASH_BYTES each, one after the other, from an engine's block hashes of any length."""
+    """An engine's block hashes of any length as chunk hashes of HASH_BYTES each, in one string."""
     packed = b"".join(block_hashes)
-    if not block_hashes or (len(block_hashes[0]) == HASH_BYTES and len(packed) == len(block_hashes) * HASH_BYTES):
-        return packed  # One engine's hashes all have one length.
-    return b"".join(one if len(one) == HASH_BYTES else hashlib.sha256(one).digest() for one in block_hashes)
+    if not block_hashes or (
+        len(block_hashes[0]) == HASH_BYTES and len(packed) == len(block_hashes) * HASH_BYTES
+    ):
+        return packed  # All hashes of an engine have the same length.
+    return b"".join(
+        one if len(one) == HASH_BYTES else hashlib.sha256(one).digest() for one in block_hashes
+    )

@@ -1,7 +1,11 @@
-"""Arrays of unsigned 64-bit integers as bytes: thousands of slots travel and are cut without a Python object each."""
+"""Arrays of unsigned 64-bit integers as bytes, so that a slot costs no Python object of its own.
+
+Runs of consecutive integers are ranges.
+"""
 
 import sys
 from array import array
+from collections.abc import Iterable, Iterator
 
 U64 = 8
 """Bytes of one integer."""
@@ -16,15 +20,31 @@ def pack_u64(values: "list[int] | array[int]") -> bytes:
 
 
 def batches(items: int, *columns: tuple[bytes, int]) -> list[tuple[bytes, ...]]:
-    """Columns, each (packed, bytes of one item), cut together into pieces of at most so many items."""
-    cut = [[packed[at : at + items * size] for at in range(0, len(packed), items * size)] for packed, size in columns]
+    """Columns, each (packed, bytes of an item), cut together into pieces of up to `items` items."""
+    cut = [
+        [packed[at : at + items * size] for at in range(0, len(packed), items * size)]
+        for packed, size in columns
+    ]
     return list(zip(*cut, strict=True))
 
 
 def unpack_u64(raw: bytes) -> "array[int]":
-    """Inverse of `pack_u64`; raises ValueError on a broken length."""
+    """The integers that `pack_u64` packed; raises ValueError where a part of one is missing."""
     values = array("Q")
     values.frombytes(raw)
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def consecutive(numbers: Iterable[int]) -> Iterator[range]:
+    """The runs of numbers each of which is one more than the number before it."""
+    start = stop = 0
+    for number in numbers:
+        if number != stop:
+            if start < stop:
+                yield range(start, stop)
+            start = number
+        stop = number + 1
+    if start < stop:
+        yield range(start, stop)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hybridkv.core.errors import ConfigError
 
 _NODE_NAME_MAX = 200
-"""Bytes of a name that becomes a directory's, with room for what is put behind it."""
+"""The most bytes in a name of a node, which begins names of directories and files."""
 _SOCKET_PATH_MAX = 107
 """Bytes that the kernel allows in the path of a Unix socket."""
 
@@ -26,19 +26,30 @@ def socket_of_server(server: str, environ: Mapping[str, str], uid: int) -> str:
 def check_socket_path(path: str, setting: str) -> str:
     """`path`, unless no Unix socket can have it; raises ConfigError."""
     is_absolute = path.startswith("/") and is_writable(path)
-    if not is_absolute or len(path.encode()) > _SOCKET_PATH_MAX or path.rpartition("/")[2] in ("", ".", ".."):
+    if (
+        not is_absolute
+        or len(path.encode()) > _SOCKET_PATH_MAX
+        or path.rpartition("/")[2] in ("", ".", "..")
+    ):
         raise ConfigError(
-            f"{setting}: {path!r} must be the absolute path of a file, of at most {_SOCKET_PATH_MAX} bytes; "
-            '"/tmp/hybridkv/daemon.sock" works'
+            f"{setting}: {path!r} must be the absolute path of a file, of at most "
+            f"{_SOCKET_PATH_MAX} bytes",
+            '"/tmp/hybridkv/daemon.sock" works',
         )
     return path
 
 
 def check_node_name(name: str) -> str:
     """`name`, unless no directory can have it; raises ConfigError."""
-    if name in ("", ".", "..") or "/" in name or not is_writable(name) or len(name.encode()) > _NODE_NAME_MAX:
+    if (
+        name in ("", ".", "..")
+        or "/" in name
+        or not is_writable(name)
+        or len(name.encode()) > _NODE_NAME_MAX
+    ):
         raise ConfigError(
-            f'node={name!r} must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"; "gpu7" works'
+            f'node={name!r} must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"',
+            '"gpu7" works',
         )
     return name
 

@@ -30,13 +30,13 @@ def parse_size(text: str | int, setting: str) -> int:
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f'{setting}={text!r} is not a size; write it like "1GiB" or "512MiB"')
+        raise ConfigError(f"{setting}={text!r} is not a size", 'write it like "1GiB" or "512MiB"')
     amount = float(match[1]) * unit
     if amount > SIZE_BYTES_MAX:
-        raise ConfigError(f'{setting}={text!r} is larger than any memory; "1GiB" works')
+        raise ConfigError(f"{setting}={text!r} is larger than any memory", '"1GiB" works')
     size = int(amount)
     if size <= 0:
-        raise ConfigError(f'{setting}={text!r} must be larger than zero; "1GiB" works')
+        raise ConfigError(f"{setting}={text!r} must be larger than zero", '"1GiB" works')
     return size
 
 

@@ -3,7 +3,7 @@
 The daemon alone writes headers; workers write their parts of the payload and their checksums::
 
     0        128                 payload_offset(parts)
-    |header  |checksum per part  |payload: part 0, part 1 ...                          | padding to SLOT_ALIGN
+    |header  |checksum per part  |payload: part 0, part 1 ...         | padding to SLOT_ALIGN
 """
 
 import struct
@@ -14,15 +14,16 @@ from enum import IntEnum
 from hybridkv.core.keys import HASH_BYTES
 
 SLOT_ALIGN = 4096
-"""Slots start on pages, so that a slot can also be written to a file with direct I/O as it is."""
+"""Slots start on pages, so that a slot can be written to a file with direct I/O as it is."""
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
+SHORT_HASH_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
 _VERSION = 2
 
-# magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash, tag of the chunk before it, tenant;
-# then the CRC of all that
+# magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash, short hash of
+# the chunk before, tenant; then the CRC of all that
 _HEADER = struct.Struct(f"<QHHHHQQ{HASH_BYTES}s{HASH_BYTES}sQQ")
 _CRC = struct.Struct("<I")
 _GENERATION_OFFSET = 16
@@ -38,7 +39,7 @@ class SlotState(IntEnum):
     WRITING = 1
     COMMITTED = 2
     DROPPED = 3
-    """No object any more; the slot is only kept for those who still read it."""
+    """The slot holds no object any more, and is kept for those who still read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +53,22 @@ class SlotHeader:
     gid: int = 0
     namespace: bytes = bytes(HASH_BYTES)
     chunk_hash: bytes = bytes(HASH_BYTES)
-    parent_tag: int = 0
-    """`tag_of_hash` of the chunk before it, 0 = there is none; only the order of eviction goes by it."""
+    parent_short: int = 0
+    """`short_hash` of the chunk before, 0 = there is none; only eviction uses it."""
     tenant: int = 0
-    """Whose quota the object counts against, 0 = nobody's."""
+    """The tenant whose quota the object counts against; 0 = none."""
 
     def pack(self) -> bytes:
-        """HEADER_BYTES bytes."""
+        """The header as HEADER_BYTES bytes."""
         body = _HEADER.pack(
-            _MAGIC,
-            _VERSION,
-            self.state,
-            self.parts,
-            self.gid,
-            self.generation,
-            self.part_bytes,
-            self.namespace,
-            self.chunk_hash,
-            self.parent_tag,
-            self.tenant,
+            *(_MAGIC, _VERSION, self.state, self.parts, self.gid, self.generation, self.part_bytes),
+            *(self.namespace, self.chunk_hash, self.parent_short, self.tenant),
         )
         return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
 
 
 def unpack_header(raw: bytes) -> SlotHeader | None:
-    """The header in `raw`, or None where the bytes are not a whole and sound header."""
+    """The header in `raw`; None where the bytes are not a whole and sound header."""
     if len(raw) < HEADER_BYTES:
         return None
     body = raw[: _HEADER.size]
@@ -88,9 +80,9 @@ def unpack_header(raw: bytes) -> SlotHeader | None:
     return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, *names)
 
 
-def tag_of_hash(chunk_hash: bytes) -> int:
-    """A chunk hash in few bytes, for where a mix-up costs nothing."""
-    return int.from_bytes(chunk_hash[:8], "little")
+def short_hash(chunk_hash: bytes) -> int:
+    """The first SHORT_HASH_BYTES of a chunk hash, for uses where a collision costs nothing."""
+    return int.from_bytes(chunk_hash[:SHORT_HASH_BYTES], "little")
 
 
 def read_generation(memory: memoryview, offset: int) -> int:

@@ -1,12 +1,13 @@
-"""What lies behind the slots of an arena and lets the next daemon take it over, whenever the last one was killed.
+"""The trailer behind the slots of an arena, by which the next daemon takes the arena over.
 
 ::
 
     0            slots_bytes
-    |slots ...   |page table: u32 per SLOT_ALIGN bytes |worker processes |superblock (one page, the last)|
+    |slots ...   |page table: u32 per SLOT_ALIGN bytes |worker processes |superblock (last page)|
 
-The page table says where slots are: the number of pages of the slot that starts at a page, else 0.  An entry is one
-aligned store; it is set after the slot's header is whole and cleared before the slot is free.  Only the daemon writes.
+The page table has an entry for each page: the number of pages of the slot that starts there, or 0.
+An entry is one aligned store; it is set after the slot's header is whole and cleared before the
+slot is free. Only the daemon writes, and may be killed at any time.
 """
 
 import os
@@ -21,7 +22,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import SLOT_ALIGN
 
 PROCESSES_MAX = 4096
-_MAGIC = 0x656C62617453796B  # "kySable": says nothing but "one of ours"
+_MAGIC = 0x656C62617453796B
 _VERSION = 2
 _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
@@ -33,18 +34,19 @@ _USED = re.compile(rb"[^\0]")
 
 
 class WorkerProcess(NamedTuple):
-    """A process that may write into slots of the engine named by `tag`; `started` tells it from a later one."""
+    """A process that may write into slots of an engine, which HASH_BYTES name."""
 
-    tag: bytes
+    engine: bytes
     pid: int
     started: int
+    """When it started, which tells it from a later process with the same id."""
 
 
 class Trailer:
-    """A view of the part of an arena behind its slots."""
+    """Reads and writes the trailer of one arena."""
 
     def __init__(self, memory: memoryview, slots_bytes: int) -> None:
-        """`memory` is what is behind `slots_bytes` bytes of slots: `trailer_bytes(slots_bytes)` bytes."""
+        """`memory` is the `trailer_bytes(slots_bytes)` bytes behind `slots_bytes` of slots."""
         self.slots_bytes = slots_bytes
         table_end = _table_bytes(slots_bytes)
         self._table = memory[:table_end]
@@ -55,13 +57,13 @@ class Trailer:
         self._generation = self._super[_GENERATION_OFFSET : _GENERATION_OFFSET + 8].cast("Q")
 
     def format(self) -> None:
-        """Make a fresh (zeroed) arena one that can be taken over."""
+        """Write the superblock of a fresh (zeroed) arena, so that it can be taken over."""
         head = _SUPER.pack(_MAGIC, _VERSION, SLOT_ALIGN, self.slots_bytes)
         self._super[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
 
     @property
     def reserved_bytes(self) -> int:
-        """Pages of slots below this exist."""
+        """The limit below which the pages of slots exist."""
         return min(self._reserved[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN
 
     @reserved_bytes.setter
@@ -70,7 +72,7 @@ class Trailer:
 
     @property
     def generation(self) -> int:
-        """No slot was ever given a later one."""
+        """The latest generation that any slot was given."""
         return self._generation[0]
 
     @generation.setter
@@ -78,15 +80,15 @@ class Trailer:
         self._generation[0] = value
 
     def put(self, offset: int, size: int) -> None:
-        """A slot of `size` bytes is at `offset` from now on; its header is written."""
+        """Enter a slot of `size` bytes at `offset`, whose header is written."""
         self._entries[offset // SLOT_ALIGN] = size // SLOT_ALIGN
 
     def clear(self, offset: int) -> None:
-        """There is no slot at `offset` any more."""
+        """Remove the slot at `offset`."""
         self._entries[offset // SLOT_ALIGN] = 0
 
     def slots(self) -> Iterator[tuple[int, int]]:
-        """(offset, size) of every slot, by offset."""
+        """The (offset, size) of every slot, by offset."""
         at = 0
         while found := _USED.search(self._table, at):
             page = found.start() // _PAGES
@@ -96,48 +98,53 @@ class Trailer:
     def remember(self, process: WorkerProcess) -> bool:
         """Keep a process for the next daemon; False where there is no room."""
         rows = list(_PROCESS.iter_unpack(self._processes))
-        if tuple(process) in rows:
+        if process in rows:
             return True
         at = next((number for number, (_, _, started) in enumerate(rows) if not started), None)
         if at is None:
             return False
-        # The last field is what makes an entry one: it is written last.
-        _PROCESS.pack_into(self._processes, at * _PROCESS.size, process.tag, process.pid, 0)
+        # An entry counts once its last field is set, which is written last.
+        _PROCESS.pack_into(self._processes, at * _PROCESS.size, *process[:2], 0)
         _PROCESS.pack_into(self._processes, at * _PROCESS.size, *process)
         return True
 
     def forget(self, process: WorkerProcess) -> None:
         """End a `remember`."""
         rows = list(_PROCESS.iter_unpack(self._processes))
-        if tuple(process) in rows:
-            _PROCESS.pack_into(self._processes, rows.index(tuple(process)) * _PROCESS.size, bytes(HASH_BYTES), 0, 0)
+        if process in rows:
+            at = rows.index(process) * _PROCESS.size
+            _PROCESS.pack_into(self._processes, at, bytes(HASH_BYTES), 0, 0)
 
     def processes(self) -> list[WorkerProcess]:
-        """Every process that is remembered."""
+        """Every remembered process."""
         return [WorkerProcess(*row) for row in _PROCESS.iter_unpack(self._processes) if row[2]]
 
     def release(self) -> None:
-        """Let go of the arena's memory."""
-        for view in (self._entries, self._table, self._processes, self._reserved, self._generation, self._super):
+        """Release the views of the arena's memory."""
+        for view in (self._entries, self._table, self._processes):
+            view.release()
+        for view in (self._reserved, self._generation, self._super):
             view.release()
 
 
 def left_slots_bytes(path: Path) -> int | None:
-    """How many bytes of slots the arena at `path` was formatted for; None where it is none of this version."""
+    """The bytes of slots of the arena at `path`; None where it is no arena of this version."""
     try:
         with path.open("rb") as file:
             file.seek(-SLOT_ALIGN, os.SEEK_END)
             head = file.read(_SUPER.size + _CRC.size)
     except OSError:
         return None
-    if len(head) < _SUPER.size + _CRC.size or _CRC.unpack_from(head, _SUPER.size)[0] != zlib.crc32(head[: _SUPER.size]):
+    if len(head) < _SUPER.size + _CRC.size:
+        return None
+    if _CRC.unpack_from(head, _SUPER.size)[0] != zlib.crc32(head[: _SUPER.size]):
         return None
     magic, version, align, slots_bytes = _SUPER.unpack_from(head)
     return int(slots_bytes) if (magic, version, align) == (_MAGIC, _VERSION, SLOT_ALIGN) else None
 
 
 def trailer_bytes(slots_bytes: int) -> int:
-    """Bytes behind `slots_bytes` bytes of slots (a multiple of SLOT_ALIGN)."""
+    """The bytes of the trailer behind `slots_bytes` of slots, a multiple of SLOT_ALIGN."""
     processes = -(-PROCESSES_MAX * _PROCESS.size // SLOT_ALIGN) * SLOT_ALIGN
     return _table_bytes(slots_bytes) + processes + SLOT_ALIGN
 

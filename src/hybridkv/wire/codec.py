@@ -1,4 +1,4 @@
-"""Frames on a byte stream: a little-endian u32 length, then that many bytes of msgpack."""
+"""Frames on a byte stream: a little-endian u32 length, and as many bytes of msgpack."""
 
 import contextlib
 import struct
@@ -6,17 +6,19 @@ import struct
 import msgspec
 
 from hybridkv.core.errors import HybridKVError
-from hybridkv.wire.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, Greeting, Hello, Reply, Request
+from hybridkv.wire.messages import MESSAGE_BYTES_MAX as BYTES_MAX
+from hybridkv.wire.messages import PROTOCOL_VERSION, Greeting, Hello, Reply, Request
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _greetings = msgspec.msgpack.Decoder(Greeting)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class WireError(HybridKVError):
-    """Bytes that are not a message of this protocol; the connection cannot go on."""
+    """The bytes are not a message of this protocol, and the connection cannot go on."""
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -27,7 +29,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def append(out: bytearray, message: Request | Reply) -> None:
-    """Put a frame at the end of `out`, without a copy on the way; raises WireError and leaves `out` as it was."""
+    """Append a frame to `out` without a copy; raises WireError and leaves `out` as it was."""
     start = len(out)
     body = start + _LENGTH.size
     out += bytes(_LENGTH.size)
@@ -37,9 +39,9 @@ def append(out: bytearray, message: Request | Reply) -> None:
         del out[start:]
         raise
     size = len(out) - body
-    if size > MESSAGE_BYTES_MAX:
+    if size > BYTES_MAX:
         del out[start:]
-        raise WireError(f"a message of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+        raise WireError(f"a message of {size} bytes is over the limit of {BYTES_MAX}")
     _LENGTH.pack_into(out, start, size)
 
 
@@ -47,8 +49,8 @@ def decode_request(body: bytes) -> Request:
     """A request from a frame's body; raises WireError."""
     try:
         return _requests.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE as error:
+        with contextlib.suppress(*_UNREADABLE):
             greeting = _greetings.decode(body)
             if greeting.version != PROTOCOL_VERSION:
                 return Hello(greeting.id, greeting.version, "control")
@@ -59,7 +61,7 @@ def decode_reply(body: bytes) -> Reply:
     """A reply from a frame's body; raises WireError."""
     try:
         return _replies.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"not a reply: {error}") from error
 
 
@@ -78,8 +80,8 @@ class Frames:
         with memoryview(self._buffer or received) as data:
             while len(data) - at >= _LENGTH.size:
                 (size,) = _LENGTH.unpack_from(data, at)
-                if size > MESSAGE_BYTES_MAX:
-                    raise WireError(f"a frame of {size} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+                if size > BYTES_MAX:
+                    raise WireError(f"a frame of {size} bytes is over the limit of {BYTES_MAX}")
                 start = at + _LENGTH.size
                 if len(data) - start < size:
                     break

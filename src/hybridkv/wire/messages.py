@@ -1,24 +1,29 @@
-"""The messages between an engine and the daemon. Every byte on the wire is one of these, in msgpack.
+"""The messages between an engine and the daemon, in msgpack.
 
-Requests carry an `id` that the reply repeats, messages without one are one-way; a refused one is answered by an Error
-all the same, with `id` 0.  Who may say what, and what the reply is: wire.protocol.  Lists of fixed-size things
-travel as packed little-endian arrays in byte strings, so a 128k-token lookup is one message of a few tens of KB.
+A request has an `id` that its reply repeats. A message without one is one-way; where it is refused
+it is answered by an Error with `id` 0. wire.protocol says who may send what, and what the reply is.
+Lists of things of one size are packed little-endian arrays in byte strings, so that a lookup of
+128k tokens is one message of a few tens of KB.
 """
 
+from collections.abc import Iterable
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
-from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Kind
+from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
 """Slots in one message."""
 CHANGES_MAX = 256
-"""Slots that one message may change: each takes the daemon some 10 us, in which it answers nobody else."""
+"""Slots that one message may change; each takes the daemon some 10 us."""
 REMOVED_MAX = 1024
 """Objects in one Removed."""
 MESSAGE_BYTES_MAX = 16 << 20
@@ -29,20 +34,23 @@ TEXT_MAX = 256
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
-Facts = Annotated[dict[Annotated[str, Meta(max_length=64)], Fact], Meta(max_length=64)]
-"""Sentences for people, by name."""
+FactName = Annotated[str, Meta(max_length=64)]
+Facts = Annotated[dict[FactName, Fact], Meta(max_length=64)]
+"""Short texts in JSON, by name."""
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
 Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * 8)]
 ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
+Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
+Masks = Annotated[list[Mask], Meta(max_length=GROUPS_MAX)]
 
 
 class WireGroup(Struct, frozen=True, array_like=True):
-    """core.geometry.Group without what the daemon does not need."""
+    """The part of core.geometry.Group that the daemon needs; `block_bytes` is of all layers."""
 
     gid: Annotated[int, Meta(ge=0, le=0xFFFF)]
-    kind: Kind
+    kind: GroupKind
     tokens_per_block: Annotated[int, Meta(gt=0, le=1 << 30)]
     block_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
     window_tokens: Annotated[int, Meta(ge=0, le=1 << 30)]
@@ -61,15 +69,15 @@ class WireGeometry(Struct, frozen=True, array_like=True):
 
 
 class WireModel(Struct, frozen=True, array_like=True):
-    """What people want to know of an engine besides its geometry; the daemon only passes it on."""
+    """What commands want to know of an engine besides its geometry; the daemon passes it on."""
 
     name: Text
     max_model_len: Count
     kv_dtype: Text
     layers: Annotated[list[Count], Meta(max_length=GROUPS_MAX)]
-    """Layers of each group, in the order of the geometry's."""
+    """The number of layers of each of the geometry's groups."""
     retention_tokens: Count | None
-    """See core.states.StateRule, as `step_tokens`."""
+    """As in core.state_boundaries.StateRule, like `step_tokens`."""
     step_tokens: Count
 
 
@@ -82,12 +90,88 @@ class WireEngine(Struct, frozen=True, array_like=True):
     model: WireModel | None
 
 
+class Decline(StrEnum):
+    """Why nothing was loaded for a request; each value is the engine's counter of that reason."""
+
+    UNHASHABLE = "lookups_unhashable"
+    ADAPTER = "lookups_adapter"
+    LATE_ADAPTER = "lookups_late_adapter"
+    TOO_SHORT = "lookups_too_short"
+    UNWANTED = "lookups_unwanted"
+    NO_DAEMON = "lookups_no_daemon"
+    BREAKER_OPEN = "lookups_breaker_open"
+    LATE_ANSWER = "lookups_late_answer"
+    LATE_WORKERS = "lookups_late_workers"
+    LATE_ROOM = "lookups_late_room"
+    LOST = "lookups_lost"
+    IDENTITY = "lookups_identity"
+    LOAD_FAILED = "loads_failed"
+    PLAN_FAILED = "plan_failed"
+
+
+class GroupPresence(Struct, frozen=True, array_like=True):
+    """What RAM had of one group for a lookup; `lacks` is the chunk that a longer hit needs."""
+
+    gid: Annotated[int, Meta(ge=0, le=0xFFFF)]
+    kind: GroupKind
+    objects: Count
+    lacks: Count | None
+
+
+class RequestExplanation(Struct, frozen=True, array_like=True):
+    """What became of a request, for `hybridkv explain`."""
+
+    prompt_tokens: Count
+    stored_objects: Count
+    chunk_tokens: Count = 0
+    asked_chunks: Count = 0
+    """Chunks of the last lookup; 0 where none was sent."""
+    first_chunk: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    """The first chunk's hash, by which the prefix is found under other identities."""
+    hit_chunks: Count | None = None
+    """None where the lookup was not answered."""
+    looked_chunks: Count = 0
+    """Chunks that the daemon looked at."""
+    groups: Annotated[list[GroupPresence], Meta(max_length=GROUPS_MAX)] = []
+    tiers: Annotated[dict[Text, Count], Meta(max_length=64)] = {}
+    """Chunks of the hit that came up for it, by tier."""
+    not_read: Fact = ""
+    """The `why` of Found."""
+    local_tokens: Count | None = None
+    """Tokens of the engine's own hit; None where it did not ask."""
+    loaded_tokens: Count = 0
+    loaded_bytes: Count = 0
+    declined: Decline | None = None
+    """Why nothing was loaded; None where nothing went wrong."""
+    detail: Fact = ""
+    """What is known besides, for people."""
+
+
+class IdentityDifference(Struct, frozen=True, array_like=True):
+    """One fact in which two identities differ."""
+
+    name: FactName
+    here: Fact
+    there: Fact
+
+
+class OtherIdentity(Struct, frozen=True, array_like=True):
+    """An identity that has the first chunk of a request of another one."""
+
+    identity: Hash
+    differences: list[IdentityDifference]
+    """Empty where no engine told what the two are made of."""
+
+
 class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all messages; the tag is the class's name."""
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """First message of a connection. `role` engine opens a session, worker joins it, control only asks."""
+    """The first message of a connection.
+
+    The role engine opens a session, worker joins it, and control only asks.
+    """
 
     id: Count
     version: Count
@@ -97,42 +181,44 @@ class Hello(_Message, frozen=True, tag="hello"):
     geometry: WireGeometry | None = None
     model: WireModel | None = None
     session: Count = 0
-    """Of an engine: counts its greetings, so that workers can tell which one their work belongs to."""
+    """The number of the engine's greeting, by which workers tell what their work belongs to."""
 
 
 class Drained(_Message, frozen=True, tag="drained"):
-    """Of a worker: it copies nothing any more that was planned before its engine's greeting number `session`."""
+    """The worker copies nothing more that was planned before its engine's greeting `session`."""
 
     session: Count
 
 
 NEVER = 1 << 53
-"""A greeting that no engine reaches: a worker that ends is drained for ever."""
+"""A greeting that no engine reaches, said by a worker that ends."""
 
 
 class Greeting(_Message, frozen=True, tag="hello"):
-    """What all versions of Hello have in common."""
+    """The part of Hello that all versions have in common."""
 
     id: Count
     version: Count
 
 
 class Identify(_Message, frozen=True, tag="identify"):
-    """The session's bytes belong to another identity from here on, as after a weight update; answered by Done."""
+    """From here on the session's bytes belong to another identity, as after a weight update."""
 
     id: Count
     namespace: Hash
 
 
-class Watch(_Message, frozen=True, tag="watch"):
-    """From here on the session is told of objects of its identity that RAM has no more, by Removed."""
+class Subscribe(_Message, frozen=True, tag="subscribe"):
+    """From here on the session is told by Removed which objects of its identity RAM has no more."""
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
-    """The largest hit among chunks named by `hashes` (HASH_BYTES each, in prefix order); a hit opens `lease`.
+    """Ask for the largest hit among `hashes`, HASH_BYTES each, in prefix order.
 
-    The answer may take `wait_ms` where tiers below RAM have more (0: only RAM is looked at); they are read as far as
-    that is faster than computing `tokens_per_second` (0: not known, or not to be weighed).
+    A hit opens `lease`.
+
+    The answer may take `wait_ms` where tiers below RAM have more (0: only RAM is looked at). Tiers
+    are read as far as that is faster than computing `tokens_per_second` (0: not weighed).
     """
 
     id: Count
@@ -143,7 +229,7 @@ class Lookup(_Message, frozen=True, tag="lookup"):
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """End a read lease; what was loaded under it is only counted."""
+    """End a read lease; what was loaded under it is counted."""
 
     lease: Count
     tokens: Count = 0
@@ -151,8 +237,8 @@ class Release(_Message, frozen=True, tag="release"):
     failed: bool = False
 
 
-class Want(_Message, frozen=True, tag="want"):
-    """Ask for write slots ahead of need: `count` slots of `parts` parts that have `part_bytes` bytes each."""
+class Reserve(_Message, frozen=True, tag="reserve"):
+    """Ask for write slots ahead of need: `count` slots of `parts` parts of `part_bytes` bytes."""
 
     id: Count
     part_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
@@ -161,14 +247,14 @@ class Want(_Message, frozen=True, tag="want"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """Written slots become objects: the i-th of everything belong together.
+    """Make objects of written slots; the i-th item of every list belongs to the i-th slot.
 
-    `parents` are the hashes of the chunks before them (zeros: there is none) and `interior` has a 1 for each that only
-    a hit short of the prompt's end would need; both say what goes first where room is needed.  `tenants` says whose
-    quota they count against (0: nobody's).  Each of the three may be left out.
+    `parents` are the hashes of the chunks before (zeros: there is none). `interior` has a 1 for
+    each object that only a hit short of the prompt's end needs. Both decide what is evicted first.
+    `tenants` says whose quota the objects count against (0: nobody's). All three may be left out.
 
-    One number in `groups` or `tenants` is that of all objects.  One hash in `parents` is that before the first object,
-    and each of the others comes after the one before it in `hashes`.
+    A single number in `groups` or `tenants` is that of all objects. A single hash in `parents` is
+    the one before the first object, and each object comes after the one before it in `hashes`.
     """
 
     offsets: Changed
@@ -181,110 +267,115 @@ class Commit(_Message, frozen=True, tag="commit"):
     tenants: Changed = b""
 
 
-class Abandon(_Message, frozen=True, tag="abandon"):
+class Free(_Message, frozen=True, tag="free"):
     """Give write slots back unused."""
 
     offsets: Changed
     generations: Changed
 
 
-class Tell(_Message, frozen=True, tag="tell"):
-    """What became of a request that ended."""
+class ReportRequest(_Message, frozen=True, tag="report_request"):
+    """Tell what became of a request that ended."""
 
     request_id: Text
-    facts: Facts
+    explanation: RequestExplanation
 
 
-class Describe(_Message, frozen=True, tag="describe"):
-    """What the session's identity is made of."""
+class ReportIdentity(_Message, frozen=True, tag="report_identity"):
+    """Tell what the session's identity is made of."""
 
     facts: Facts
 
 
 class Explain(_Message, frozen=True, tag="explain"):
-    """Ask what became of a request; "" = which requests there are."""
+    """Ask what became of a request; an empty `request_id` only asks which requests are known."""
 
     id: Count
     request_id: Text
 
 
 class Stats(_Message, frozen=True, tag="stats"):
-    """Ask for the daemon's counters; with `status` the Report's `info` has what the status page shows, in JSON."""
+    """Ask for the daemon's values; with `status` also for what the status page shows."""
 
     id: Count
     status: bool = False
 
 
 class ListEngines(_Message, frozen=True, tag="list_engines"):
-    """Ask who is connected."""
+    """Ask which engines have sessions."""
 
     id: Count
 
 
 class Clear(_Message, frozen=True, tag="clear"):
-    """Drop objects, at most CHANGES_MAX: said again until `count` is less. Those under a lease go when it ends.
+    """Drop at most CHANGES_MAX objects; it is sent again until the reply's `count` is less.
 
-    With `tiers` those below RAM are told to remove all that they have, and nobody waits for that.
+    An object under a lease goes when the lease ends. With `tiers` the tiers below RAM begin to
+    remove all that they have.
     """
 
     id: Count
     tiers: bool = False
 
 
-class Condemn(_Message, frozen=True, tag="condemn"):
-    """Objects whose bytes were proven wrong: they are dropped, whatever leases they are under."""
+class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
+    """Drop objects whose bytes were proven wrong, also those under leases."""
 
     offsets: Changed
     generations: Changed
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The daemon's answer to Hello. `boot` differs in every life of a daemon."""
+    """The answer to Hello; `boot` differs in every life of a daemon."""
 
     id: Count
     version: Count
     boot: Text
     arena_path: Annotated[str, Meta(max_length=4096)]
     arena_bytes: Count
-    """Of the whole file."""
+    """The size of the whole file."""
     slots_bytes: Count
-    """Of the part that slots may be in; the rest is the daemon's."""
+    """The size of the part that has the slots; the rest is the daemon's."""
     pid: Count
 
 
 class Found(_Message, frozen=True, tag="found"):
-    """Answer to Lookup: hit chunks, per group the presence mask, and slots of what the hit needs, group by group.
+    """The answer to Lookup: the hit, each group's presence mask, and the slots that the hit needs.
 
-    Only the first BATCH_MAX // groups chunks are looked up; the masks tell how many.
+    Slots come group by group. Only the first BATCH_MAX // groups chunks are looked up, and the
+    masks have as many bytes.
     """
 
     id: Count
     lease: Count
     chunks: Count
-    masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
+    masks: Masks
     offsets: Packed
     generations: Packed
     tiers: dict[Text, Count] = {}
     """Chunks of the hit that came up for it, by tier."""
     why: Fact = ""
-    """Why no more of what tiers have was read, for people."""
+    """Why tiers were not read further, for people."""
 
 
 class Pending(_Message, frozen=True, tag="pending"):
-    """The answer to a Lookup takes longer, `wait_ms` at most, because tiers below RAM are read for it.
+    """The answer to a Lookup takes up to `wait_ms`, because tiers below RAM are read for it.
 
-    It will be a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
+    It is a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
     """
 
     id: Count
     lease: Count
     wait_ms: Count
     chunks: Count
-    masks: Annotated[list[Annotated[bytes, Meta(max_length=CHUNKS_MAX)]], Meta(max_length=GROUPS_MAX)]
+    masks: Masks
 
 
-class Granted(_Message, frozen=True, tag="granted"):
-    """Answer to Want: maybe fewer slots than asked for, CHANGES_MAX at most. Pages below `reserved_bytes` exist."""
+class Reserved(_Message, frozen=True, tag="reserved"):
+    """The answer to Reserve: at most CHANGES_MAX slots, maybe fewer than asked for.
+
+    Pages of the arena below `reserved_bytes` exist.
+    """
 
     id: Count
     part_bytes: Count
@@ -295,102 +386,104 @@ class Granted(_Message, frozen=True, tag="granted"):
 
 
 class Removed(_Message, frozen=True, tag="removed"):
-    """Unasked, to a session that watches: RAM has no more of these objects, the i-th of both belong together.
+    """Sent unasked, with `id` 0, to a session that subscribed: RAM has these objects no more.
 
-    `groups` has a byte for each, the group's index.  An object may be there again by the time this is read, but none
-    that was there before is gone without being told.  With `everything` more went than can be told: any may be gone.
+    `groups` has the group's index, a byte for each object. An object may be there again when this
+    is read, but none goes without being told. With `everything` any object may be gone.
     """
 
     id: Count
-    """0."""
     hashes: Annotated[bytes, Meta(max_length=REMOVED_MAX * HASH_BYTES)]
     groups: Annotated[bytes, Meta(max_length=REMOVED_MAX)]
     everything: bool = False
 
 
 class Report(_Message, frozen=True, tag="report"):
-    """Answer to Stats."""
+    """The answer to Stats."""
 
     id: Count
     values: dict[str, float]
-    info: dict[str, str]
+    """Every counter and gauge of the daemon, by one name each."""
+    tiers: list[TierStatus]
+    metrics_url: str
+    """The URL of /metrics; empty where the daemon serves no pages."""
+    status: Status | None = None
 
 
 class Engines(_Message, frozen=True, tag="engines"):
-    """Answer to ListEngines."""
+    """The answer to ListEngines."""
 
     id: Count
     engines: list[WireEngine]
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """Answer to Clear (how many objects were dropped) and to Identify."""
+    """The answer to Clear, with the number of objects dropped, and to Identify."""
 
     id: Count
     count: Count
 
 
 class Explained(_Message, frozen=True, tag="explained"):
-    """Answer to Explain: facts (none = the request is not known) and the ids of the last requests, latest first."""
+    """The answer to Explain; without an `explanation` the request is not known."""
 
     id: Count
-    facts: dict[str, str]
     latest: list[Text]
+    """The ids of the last requests, the latest first."""
+    identity: bytes = b""
+    explanation: RequestExplanation | None = None
+    others: list[OtherIdentity] = []
+    """Identities under which the request's first chunk is in RAM as well."""
 
 
 class Error(_Message, frozen=True, tag="error"):
-    """A request that was refused; `code` is a word for programs, `message` a sentence for people."""
+    """The answer to a request that was refused; `message` is a sentence for people."""
 
     id: Count
     code: Text
     message: Annotated[str, Meta(max_length=4096)]
 
 
-Engine = Hello | Drained | Identify | Watch | Lookup | Release | Want | Commit | Abandon | Condemn | Tell | Describe
-"""What an engine says; whoever asks with a control connection says the rest."""
-Request = Engine | Stats | ListEngines | Clear | Explain
-Reply = Welcome | Found | Pending | Granted | Removed | Report | Engines | Done | Explained | Error
+EngineMessage = (
+    Hello
+    | Drained
+    | Identify
+    | Subscribe
+    | Lookup
+    | Release
+    | Reserve
+    | Commit
+    | Free
+    | ReportCorrupt
+    | ReportRequest
+    | ReportIdentity
+)
+"""What an engine sends; control connections send the rest."""
+Request = EngineMessage | Stats | ListEngines | Clear | Explain
+Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:
-    """What the daemon needs of a geometry."""
-    return WireGeometry(
-        [
-            WireGroup(
-                group.gid,
-                group.kind,
-                group.tokens_per_block,
-                group.block_bytes,
-                group.window_tokens,
-                group.extra_retained_tokens,
-                group.replicated,
-            )
-            for group in geometry.groups
-        ],
-        geometry.chunk_tokens,
-        geometry.alignment_tokens,
-        geometry.hash_tokens,
-        geometry.ranks,
-    )
+    """The part of a geometry that the daemon needs."""
+    first, *others = WireGeometry.__struct_fields__
+    assert first == "groups", "the groups come first"
+    groups = [
+        WireGroup(*(getattr(group, name) for name in WireGroup.__struct_fields__))
+        for group in geometry.groups
+    ]
+    return WireGeometry(groups, *(getattr(geometry, name) for name in others))
 
 
 def geometry_from_wire(wire: WireGeometry) -> Geometry:
-    """A Geometry with each group's layers summed up; raises ConfigError or GeometryError."""
-    return Geometry(
-        tuple(
-            Group(
-                group.gid,
-                group.kind,
-                group.tokens_per_block,
-                (group.block_bytes,),
-                group.window_tokens,
-                group.extra_retained_tokens,
-                group.replicated,
-            )
-            for group in wire.groups
-        ),
-        wire.chunk_tokens,
-        wire.alignment_tokens,
-        wire.hash_tokens,
-        wire.ranks,
-    )
+    """A Geometry whose groups have one layer each; raises ConfigError or GeometryError."""
+    return Geometry(tuple(map(_group_from_wire, wire.groups)), *astuple(wire)[1:])
+
+
+def describe_groups(groups: Iterable[Group | WireGroup]) -> str:
+    """Every group as gid:kind/tokens per block, for people."""
+    return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in groups)
+
+
+def _group_from_wire(wire: WireGroup) -> Group:
+    gid, kind, tokens_per_block, block_bytes, *others = astuple(wire)
+    return Group(gid, kind, tokens_per_block, (block_bytes,), *others)

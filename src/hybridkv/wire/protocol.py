@@ -1,4 +1,4 @@
-"""Who may say what, what the answer is, and what a refusal means.
+"""Who may send what, what the reply is, and what a refusal means.
 
 The daemon goes by these tables, and docs/PROTOCOL.md shows them.
 """
@@ -6,40 +6,14 @@ The daemon goes by these tables, and docs/PROTOCOL.md shows them.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
-from hybridkv.wire.messages import (
-    Abandon,
-    Clear,
-    Commit,
-    Condemn,
-    Describe,
-    Done,
-    Drained,
-    Engines,
-    Explain,
-    Explained,
-    Found,
-    Granted,
-    Hello,
-    Identify,
-    ListEngines,
-    Lookup,
-    Pending,
-    Release,
-    Removed,
-    Reply,
-    Report,
-    Request,
-    Stats,
-    Tell,
-    Want,
-    Watch,
-    Welcome,
-)
+from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import Hello, Reply, Request
 
 
-class State(StrEnum):
-    """Where a connection stands: not greeted yet, or greeted with this role."""
+class ConnectionState(StrEnum):
+    """A connection is new until its hello, and then has the role that hello named."""
 
     NEW = "new"
     ENGINE = "engine"
@@ -48,106 +22,88 @@ class State(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """The `code` of an Error."""
-
-    HELLO_FIRST = "hello_first"
-    HELLO_TWICE = "hello_twice"
-    HELLO_INCOMPLETE = "hello_incomplete"
-    VERSION = "version"
-    GEOMETRY = "geometry"
-    IDENTITY = "identity"
-    IDENTIFY = "identify"
-    SESSIONS = "sessions"
-    ROLE = "role"
-    HASHES = "hashes"
-    LEASE = "lease"
-    PART_BYTES = "part_bytes"
-    PACKED = "packed"
-    COMMIT = "commit"
-    TOO_LARGE = "too_large"
-    WIRE = "wire"
-    INTERNAL = "internal"
-    OTHER_USER = "other_user"
-    CONNECTIONS = "connections"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """What an error code means."""
+    """The `code` of an Error, its meaning, and whether the connection is closed after it."""
 
     meaning: str
-    closes: bool = False
-    """Whether the daemon closes the connection after it."""
+    closes: bool
+
+    def __new__(cls, code: str, meaning: str, closes: bool = False) -> Self:
+        """A member; its value is the code."""
+        member = str.__new__(cls, code)
+        member._value_, member.meaning, member.closes = code, meaning, closes
+        return member
+
+    HELLO_FIRST = "hello_first", "the first message of a connection must be hello"
+    HELLO_TWICE = "hello_twice", "hello comes once in a connection"
+    HELLO_INCOMPLETE = (
+        "hello_incomplete",
+        "an engine's hello needs engine_id, namespace and geometry",
+    )
+    VERSION = "version", "the daemon speaks another version of the protocol"
+    GEOMETRY = "geometry", "the geometry contradicts itself or cannot be served"
+    IDENTITY = "identity", "this identity is in use with another geometry"
+    IDENTIFY = "identify", "the new identity is in use with another geometry", True
+    SESSIONS = "sessions", "there are as many sessions as a daemon keeps"
+    ROLE = "role", "a connection of this role may not say this"
+    HASHES = "hashes", "the bytes of `hashes` are no whole number of hashes"
+    LEASE = "lease", "the lease's number is taken, or too many leases are open"
+    PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
+    PACKED = "packed", "packed arrays that belong together are broken or differ in length"
+    COMMIT = "commit", "slots, groups and hashes do not fit together"
+    TOO_LARGE = "too_large", "the reply would be larger than a message may be"
+    WIRE = "wire", "the bytes are no message of this protocol", True
+    INTERNAL = "internal", "a fault of the daemon, with a traceback in its log", True
+    OTHER_USER = "other_user", "the daemon belongs to another user", True
+    CONNECTIONS = "connections", "there are as many connections as a daemon keeps", True
 
 
-REFUSALS: Mapping[ErrorCode, Refusal] = {
-    ErrorCode.HELLO_FIRST: Refusal("the first message of a connection must be hello"),
-    ErrorCode.HELLO_TWICE: Refusal("hello comes once in a connection"),
-    ErrorCode.HELLO_INCOMPLETE: Refusal("an engine's hello needs engine_id, namespace and geometry"),
-    ErrorCode.VERSION: Refusal("the daemon speaks another version of the protocol"),
-    ErrorCode.GEOMETRY: Refusal("the geometry contradicts itself or cannot be served"),
-    ErrorCode.IDENTITY: Refusal("this identity is in use with another geometry"),
-    ErrorCode.IDENTIFY: Refusal(
-        "the session's new identity is in use with another geometry, and what it says next would belong to none",
-        closes=True,
-    ),
-    ErrorCode.SESSIONS: Refusal("there are as many sessions as a daemon keeps"),
-    ErrorCode.ROLE: Refusal("a connection of this role may not say this"),
-    ErrorCode.HASHES: Refusal("the bytes of `hashes` are no whole number of hashes"),
-    ErrorCode.LEASE: Refusal("the lease's number is taken, or too many leases are open"),
-    ErrorCode.PART_BYTES: Refusal("no group of this engine has objects of that many parts of that size"),
-    ErrorCode.PACKED: Refusal("packed arrays that belong together are broken or differ in length"),
-    ErrorCode.COMMIT: Refusal("slots, groups and hashes do not fit together"),
-    ErrorCode.TOO_LARGE: Refusal("the reply would be larger than a message may be"),
-    ErrorCode.WIRE: Refusal("the bytes are no message of this protocol", closes=True),
-    ErrorCode.INTERNAL: Refusal("a fault of the daemon, with a traceback in its log", closes=True),
-    ErrorCode.OTHER_USER: Refusal("the daemon belongs to another user", closes=True),
-    ErrorCode.CONNECTIONS: Refusal("there are as many connections as a daemon keeps", closes=True),
-}
+def closes(code: str) -> bool:
+    """Whether the daemon closes the connection after an Error with this code."""
+    return any(one.closes for one in ErrorCode if one == code)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """In which states a message may be said, and the reply to it; None = it is one-way."""
+class MessageRule:
+    """The states in which a message may be sent, and its reply; None for a one-way message."""
 
-    states: frozenset[State]
+    states: frozenset[ConnectionState]
     reply: type[Reply] | None
     first: type[Reply] | None = None
-    """What may be said first, where the reply takes longer; others' replies may come between the two."""
+    """What may come first where the reply takes longer; other replies may come between the two."""
 
 
-_NEW = frozenset((State.NEW,))
-_ENGINE = frozenset((State.ENGINE,))
-_WORKER = frozenset((State.WORKER,))
-_GREETED = frozenset((State.ENGINE, State.WORKER, State.CONTROL))
+_NEW = frozenset((ConnectionState.NEW,))
+_ENGINE = frozenset((ConnectionState.ENGINE,))
+_WORKER = frozenset((ConnectionState.WORKER,))
+_GREETED = frozenset((ConnectionState.ENGINE, ConnectionState.WORKER, ConnectionState.CONTROL))
 
-RULES: Mapping[type[Request], Rule] = {
-    Hello: Rule(_NEW, Welcome),
-    Drained: Rule(_WORKER, None),
-    Identify: Rule(_ENGINE, Done),
-    Watch: Rule(_ENGINE, None),
-    Lookup: Rule(_ENGINE, Found, Pending),
-    Release: Rule(_ENGINE, None),
-    Want: Rule(_ENGINE, Granted),
-    Commit: Rule(_ENGINE, None),
-    Abandon: Rule(_ENGINE, None),
-    Condemn: Rule(_ENGINE, None),
-    Tell: Rule(_ENGINE, None),
-    Describe: Rule(_ENGINE, None),
-    Explain: Rule(_GREETED, Explained),
-    Stats: Rule(_GREETED, Report),
-    ListEngines: Rule(_GREETED, Engines),
-    Clear: Rule(_GREETED, Done),
+RULES: Mapping[type[Request], MessageRule] = {
+    Hello: MessageRule(_NEW, wire.Welcome),
+    wire.Drained: MessageRule(_WORKER, None),
+    wire.Identify: MessageRule(_ENGINE, wire.Done),
+    wire.Subscribe: MessageRule(_ENGINE, None),
+    wire.Lookup: MessageRule(_ENGINE, wire.Found, wire.Pending),
+    wire.Release: MessageRule(_ENGINE, None),
+    wire.Reserve: MessageRule(_ENGINE, wire.Reserved),
+    wire.Commit: MessageRule(_ENGINE, None),
+    wire.Free: MessageRule(_ENGINE, None),
+    wire.ReportCorrupt: MessageRule(_ENGINE, None),
+    wire.ReportRequest: MessageRule(_ENGINE, None),
+    wire.ReportIdentity: MessageRule(_ENGINE, None),
+    wire.Explain: MessageRule(_GREETED, wire.Explained),
+    wire.Stats: MessageRule(_GREETED, wire.Report),
+    wire.ListEngines: MessageRule(_GREETED, wire.Engines),
+    wire.Clear: MessageRule(_GREETED, wire.Done),
 }
 
-UNASKED: frozenset[type[Reply]] = frozenset((Removed,))
-"""What the daemon says without being asked, between any two replies."""
+UNASKED: frozenset[type[Reply]] = frozenset((wire.Removed,))
+"""What the daemon sends without being asked, between any two replies."""
 
 
-def refused(state: State, message: type[Request]) -> ErrorCode | None:
-    """Why a message may not be said in this state; None where it may."""
+def refused(state: ConnectionState, message: type[Request]) -> ErrorCode | None:
+    """The error with which a message is refused in this state; None where it is taken."""
     if state in RULES[message].states:
         return None
-    if state is State.NEW:
+    if state is ConnectionState.NEW:
         return ErrorCode.HELLO_FIRST
     return ErrorCode.HELLO_TWICE if message is Hello else ErrorCode.ROLE

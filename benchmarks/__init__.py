@@ -1,0 +1,1 @@
+"""What only developers measure. It is not part of the wheel."""

@@ -1,0 +1,393 @@
+"""What each hook of the scheduler costs, per request and step: `python -m benchmarks.hooks`.
+
+The scheduler role, its supervision, its link and the daemon are the real ones, and so are vLLM's
+request, hashes and block tables. As in the engine, the garbage collector leaves alone what was
+there at the start.
+
+The same requests are served several times in the same order, each time by a new scheduler role. The
+cost of a call is the least that it took in all replays. An interruption by a shared machine never
+hits the same call each time; the hook's own slow path or garbage collection always is. A hook takes
+the worst of these costs. A loop of fixed work before every call is judged in the same way, and says
+what the machine alone adds.
+"""
+
+import argparse
+import gc
+import json
+import select
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from vllm import SamplingParams
+from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from hybridkv.client.control import ControlClient
+from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.role import SchedulerRole
+from hybridkv.connector.scheduler.tracked import block_tables
+from hybridkv.core.coverage import needed_blocks
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
+from hybridkv.core.keys import fingerprint
+from hybridkv.core.settings import Settings
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.supervise import Supervisor
+
+ANSWER_SECONDS = 10.0
+PROMPT_TOKENS = (32768, 131072)
+STEP_TOKENS = 8192
+"""Tokens of a prefill step, as on a large device."""
+ROUNDS = 24
+"""Of each replay."""
+RESERVED_BYTES = 256 << 20
+RESERVE_SECONDS = 30.0
+BUDGET_TOKENS = 1 << 15
+BUDGET_US = 100
+"""What a hook may take up to so many tokens; beyond them, twice that."""
+DECODE_STEPS = 50
+LOOP_US = 50
+"""What the loop of fixed work takes where nothing disturbs it."""
+REPLAYS = 9
+WARM_ROUNDS = 2
+"""Of each replay; not counted."""
+Result = TypeVar("Result")
+
+
+def measure_hooks(
+    socket_path: str, geometry: Geometry, prompt_tokens: int, step_tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Microseconds of every hook, over `rounds` misses and as many hits of `prompt_tokens`."""
+    init_none_hash(sha256)
+    hooks: dict[str, _Times] = defaultdict(_Times)
+    for replay in range(REPLAYS):
+        namespace = fingerprint({"prompt tokens": prompt_tokens, "replay": replay})
+        bench = _Bench(socket_path, geometry, prompt_tokens, step_tokens, namespace, hooks)
+        freeze_gc_heap()
+        try:
+            for number in range(-WARM_ROUNDS, rounds):
+                bench.counts = number >= 0
+                for hits in (False, True):
+                    bench.serve(number, hits)
+        finally:
+            bench.side.close()
+            gc.unfreeze()
+    return [
+        {
+            "prompt tokens": prompt_tokens,
+            "hook": hook,
+            "calls": len(times.calls),
+            "p50_us": _us(statistics.median(_all(times.calls))),
+            "p99_us": _us(_p99(_all(times.calls))),
+            "worst_us": _us(_worst(times.calls)),
+            "budget_us": BUDGET_US if prompt_tokens <= BUDGET_TOKENS else 2 * BUDGET_US,
+            f"p99_us of a {LOOP_US} us loop": _us(_p99(_all(times.loops))),
+            f"worst_us of a {LOOP_US} us loop": _us(_worst(times.loops)),
+        }
+        for hook, times in hooks.items()
+    ]
+
+
+class _Times:
+    """Seconds of one hook by call (request, and number of its call), one or more for a replay."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.loops: dict[tuple[str, int], list[float]] = defaultdict(list)
+        """Of the loop before the call."""
+
+
+def _all(times: dict[tuple[str, int], list[float]]) -> list[float]:
+    return [seconds for same in times.values() for seconds in same]
+
+
+def _worst(times: dict[tuple[str, int], list[float]]) -> float:
+    """The most that a call takes where nothing interrupts it."""
+    return max(min(same) for same in times.values() if len(same) >= REPLAYS)
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _p99(times: Sequence[float]) -> float:
+    return sorted(times)[len(times) * 99 // 100]
+
+
+class _Bench:
+    """One replay."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        geometry: Geometry,
+        hit_tokens: int,
+        step_tokens: int,
+        namespace: bytes,
+        hooks: dict[str, _Times],
+    ) -> None:
+        self._geometry = geometry
+        self._prompt_tokens = hit_tokens + 1
+        """One token beyond the last boundary, which is always computed."""
+        self._step_tokens = step_tokens
+        self._hooks = hooks
+        most = max(-(-self._prompt_tokens // group.tokens_per_block) for group in geometry.groups)
+        self._blocks_of_all = [*map(KVCacheBlock, range(1 + most))]
+        """As the engine has them, made before the first request; the first is the null block."""
+        self._hasher = get_request_block_hasher(geometry.hash_tokens, sha256)
+        self.counts = False
+        """Whether what is served is measured."""
+        self._request_id = ""
+        self._ordinals: Counter[str] = Counter()
+        """Of each hook's calls for the request."""
+        self._loop = range(_loop_length())
+        self._supervisor = Supervisor("bench")
+        settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
+        self.side = SchedulerRole(
+            settings,
+            geometry,
+            namespace,
+            "bench",
+            socket_path,
+            step_tokens,
+            self._supervisor.counters,
+            1 << 30,
+        )
+        self._report(self._plan_nothing(), "")
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self._boot and time.monotonic() < deadline:
+            self.side.step_ended()
+            self._boot = self._plan_nothing().boot
+        self._report(StepPlan(boot=self._boot), "")
+
+    _boot = ""
+
+    def serve(self, number: int, hits: bool) -> None:
+        """One request from arrival to its end."""
+        token = 1000 + WARM_ROUNDS + number
+        prompt_tokens = self._prompt_tokens
+        request = Request(
+            f"{number}-{hits}",
+            [token, *range(prompt_tokens - 1)],
+            SamplingParams(max_tokens=1),
+            None,
+            block_hasher=self._hasher,
+        )
+        self._request_id = request.request_id
+        self._ordinals.clear()
+        kind = "hit" if hits else "miss"
+        self._timed(f"on_new_request ({kind})", lambda: self.side.arrived(request))
+        external = self._matched(request, kind)
+        if bool(external) != hits:
+            raise HybridKVError(f"a lookup gave {external} tokens where a {kind} was expected")
+        blocks = self._blocks(external)
+        tables = partial(block_tables, blocks)
+        self._timed(
+            f"update_state_after_alloc ({kind})",
+            lambda: self.side.allocated(request, tables(), external),
+        )
+        if external:
+            plan = self._timed("build_connector_meta (load)", self._plan_nothing)
+            if list(plan.loads) != [request.request_id]:
+                raise HybridKVError("the load was not planned")
+            self._report(
+                StepPlan(boot=self._boot), "update_connector_output (loaded)", request.request_id
+            )
+            self._timed("take_events", self.side.step_ended)
+        computed = external
+        while computed < prompt_tokens:
+            request.num_computed_tokens = computed
+            scheduled = min(self._step_tokens, prompt_tokens - computed)
+            plan = self._step(request, scheduled, tables, "prefill")
+            self._wait_for_grant()
+            self._report(plan, "update_connector_output (stored)")
+            self._timed("get_kv_connector_stats", self.side.take_stats)
+            self._timed("take_events", self.side.step_ended)
+            self._wait_for_slots()
+            computed += scheduled
+        request.num_computed_tokens = prompt_tokens - 1
+        for _ in range(DECODE_STEPS):
+            self._step(request, 1, tables, "decode")
+            self._timed("take_events", self.side.step_ended)
+        self._timed("request_finished", lambda: self.side.finished(request.request_id))
+
+    def _matched(self, request: Request, kind: str) -> int:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        asked = 0
+        while time.monotonic() < deadline:
+            # The first call sends the lookup. Those until the answer is there count as one.
+            which = partial(_which_question, asked)
+            tokens: int | None = self._timed(
+                "get_num_new_matched_tokens", lambda: self.side.matched(request, 0), which
+            )
+            if tokens is not None:
+                return tokens
+            asked += 1
+        raise HybridKVError(f"no answer to a lookup ({kind}) within {ANSWER_SECONDS:g} s")
+
+    def _step(
+        self, request: Request, scheduled: int, tables: Callable[[], Any], what: str
+    ) -> StepPlan:
+        offers = {}
+        boundary = request.num_computed_tokens + scheduled
+        if what == "prefill" and boundary % self._geometry.chunk_tokens == 0:
+            recurrent = [
+                group for group in self._geometry.groups if group.kind is GroupKind.RECURRENT
+            ]
+            offers = {
+                request.request_id: [
+                    (g.gid, boundary // g.tokens_per_block, boundary) for g in recurrent
+                ]
+            }
+        output = _output({request.request_id: scheduled}, offers)
+        return self._timed(
+            f"build_connector_meta ({what})", lambda: self.side.planned(output, lambda _: tables())
+        )
+
+    def _plan_nothing(self) -> StepPlan:
+        return self.side.planned(_output({}, {}), lambda _: ())
+
+    def _report(self, plan: StepPlan, hook: str, finished: str = "") -> None:
+        report = StepReport(
+            {self._boot: 1} if self._boot else {}, {number: {0} for number in plan.stores}
+        )
+        done = {finished} if finished else set()
+
+        def take() -> None:
+            self.side.reported(done, set(), report)
+
+        if hook:
+            self._timed(hook, take)
+        else:
+            take()
+
+    def _wait_for_grant(self) -> None:
+        """The daemon's grant comes within a real step; a step of this benchmark is shorter."""
+        fd = self.side.slots_fd
+        if fd is not None:
+            select.select([fd], [], [], ANSWER_SECONDS)
+
+    def _wait_for_slots(self) -> None:
+        """Where one step's grants are not enough for the next."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while self.side.slots_fd is not None and time.monotonic() < deadline:
+            self.side.step_ended()
+
+    def _blocks(self, external: int) -> KVCacheBlocks:
+        """Tables as the engine has them: after a hit, null where it needs nothing."""
+        null = self._blocks_of_all[0]
+        tables = []
+        for group in self._geometry.groups:
+            count = -(-self._prompt_tokens // group.tokens_per_block)
+            nulls = needed_blocks(group, external).start
+            tables.append([null] * nulls + self._blocks_of_all[1 + nulls : 1 + count])
+        return KVCacheBlocks(tuple(tables))
+
+    def _timed(
+        self, hook: str, work: Callable[[], Result], which: "Callable[[Result], int] | None" = None
+    ) -> Result:
+        """Call a hook. `which` makes the number of the call from its result; else it is counted."""
+        loop = _loop_seconds(self._loop)
+        started = time.perf_counter()
+        result: Result = self._supervisor.run(hook, work, _give_up)
+        seconds = time.perf_counter() - started
+        if self.counts:
+            self._ordinals[hook] += 1
+            call = self._request_id, self._ordinals[hook] if which is None else which(result)
+            self._hooks[hook].calls[call].append(seconds)
+            self._hooks[hook].loops[call].append(loop)
+        return result
+
+
+def _which_question(asked: int, tokens: int | None) -> int:
+    return min(asked, 1) if tokens is None else 2
+
+
+def _give_up() -> Any:
+    raise HybridKVError("a hook failed")
+
+
+def _output(scheduled: dict[str, int], offers: dict[str, list[tuple[int, int, int]]]) -> Any:
+    """What of the engine's SchedulerOutput the connector reads."""
+    state = SimpleNamespace(boundary_state_offloads=offers)
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        kv_connector_block_state=state,
+    )
+
+
+def _loop_seconds(steps: range) -> float:
+    started = time.perf_counter()
+    for _ in steps:
+        pass
+    return time.perf_counter() - started
+
+
+def _loop_length() -> int:
+    """Steps of a loop that takes LOOP_US."""
+    trial = range(1000)
+    return round(LOOP_US * 1e-6 / min(_loop_seconds(trial) for _ in range(1000)) * len(trial))
+
+
+def main() -> int:
+    """Measure every hook on a hybrid of a full, two sliding and a recurrent group, and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hooks", description=__doc__)
+    parser.add_argument(
+        "--block-tokens", type=int, default=128, help="tokens of an engine block (default: 128)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    arguments = parser.parse_args()
+    block = arguments.block_tokens
+    if block < 1 or STEP_TOKENS % block:
+        parser.error(
+            f"--block-tokens {block} does not divide a step of {STEP_TOKENS} tokens; 128 works"
+        )
+    groups = (
+        Group(0, GroupKind.FULL, block, (256,)),
+        Group(1, GroupKind.SLIDING, block, (256,), 1024),
+        Group(2, GroupKind.SLIDING, block, (256,), 1024),
+        Group(3, GroupKind.RECURRENT, block, (256,)),
+    )
+    geometry = Geometry(groups, derive_chunk_tokens(groups, block, block), block, block)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
+        socket_path = str(Path(directory) / "daemon.sock")
+        with DaemonProcess(socket_path, "512MiB"), ControlClient(socket_path) as control:
+            deadline = time.monotonic() + RESERVE_SECONDS
+            # A young daemon grants only what has pages, and what is not stored is no hit.
+            while control.stats().values["bytes_reserved"] < RESERVED_BYTES:
+                if time.monotonic() > deadline:
+                    raise HybridKVError(
+                        f"the daemon had no memory of its own within {RESERVE_SECONDS:g} s"
+                    )
+            for tokens in PROMPT_TOKENS:
+                rows += measure_hooks(socket_path, geometry, tokens, STEP_TOKENS, ROUNDS)
+                print(f"hooks at {tokens} tokens done", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "hook" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=120).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

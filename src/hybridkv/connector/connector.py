@@ -1,0 +1,411 @@
+"""HybridKVConnector: vLLM's hooks, each handed to one role under supervision."""
+
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
+from hybridkv.client.spawn import ensure_daemon
+from hybridkv.connector.engine_info import wire_model
+from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.hit_sources import RAM
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.role import SchedulerRole
+from hybridkv.connector.scheduler.tracked import block_tables
+from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
+from hybridkv.connector.worker.role import WorkerRole
+from hybridkv.core.capacity import length_finding, state_findings
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.findings import Finding, Verdict, raise_first
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import fingerprint
+from hybridkv.core.paths import socket_of_server
+from hybridkv.core.settings import Settings
+from hybridkv.shm.arena import check_ram
+from hybridkv.vllm.hashing import ENGINE_HASHES
+from hybridkv.vllm.identity import identity_facts
+from hybridkv.vllm.layout import WorkerLayout, build_geometry
+from hybridkv.vllm.metrics import Deltas
+from hybridkv.vllm.preflight import config_findings, group_findings, settings_of, state_rule
+from hybridkv.vllm.supervise import Supervisor
+
+logger = logging.getLogger("vllm.hybridkv")
+
+SERVER_CHECK_SECONDS = 1.0
+Result = TypeVar("Result")
+Default = TypeVar("Default")
+
+
+class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """A KV cache outside the engine. A wrong configuration raises at start-up; no hook raises."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = check_config(vllm_config, kv_cache_config)
+        self._socket_path = socket_of_server(self._settings.server, os.environ, os.geteuid())
+        self._supervisor = Supervisor(role.name.lower())
+        self._uncounted = Deltas(self._supervisor.counters)
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        self._facts: dict[str, object] = {}
+        self._has_events = False
+        self._blocks_of: Callable[[str], Any] | None = None
+        """The engine's function that returns a request's blocks."""
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_daemon()
+        else:
+            parallel = vllm_config.parallel_config
+            self._worker = WorkerRole(
+                kv_cache_config,
+                self._socket_path,
+                engine_id,
+                parallel.rank % parallel.tensor_parallel_size,
+                parallel.tensor_parallel_size,
+                self._settings.checksum,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a lost store is only a later miss."""
+        return False
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The counters of this role by name."""
+        return dict(self._supervisor.counters)
+
+    # Worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's tensors; raises GeometryError where a layout is not understood."""
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The registered tensors' layout, for the scheduler's geometry and identity."""
+        assert self._worker is not None
+        return self._worker.layout
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads. All are asynchronous, so vLLM's forward pass comes first."""
+        worker, plan = self._worker, self._connector_metadata
+        if worker is not None and isinstance(plan, StepPlan):
+            self._supervisor.run(
+                "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
+            )
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: wait_for_save stores all layers, also those that never call this."""
+
+    def wait_for_save(self) -> None:
+        """Copy out what this step completed; on return its blocks are the engine's again."""
+        worker, plan = self._worker, self._connector_metadata
+        if worker is not None and isinstance(plan, StepPlan) and plan.stores:
+            self._supervisor.run(
+                "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
+            )
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended, and which of them failed (requirements D4)."""
+        assert self._worker is not None
+        finished, failed = self._worker.collect()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        """What else the worker did in this step."""
+        assert self._worker is not None
+        report = self._worker.report()
+        # The scheduler role also exports what this role's hooks counted.
+        report.counters.update(self._uncounted.take())
+        if not self._supervisor.healthy:
+            # This worker loads nothing any more, so nothing may be offered.
+            report.boots = {}
+        return report
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing: no copy reads a block after the step that owned it (requirements D14)."""
+
+    # Scheduler role
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """At start-up, once the workers' layouts are known: geometry, identity, session."""
+        layouts = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerLayout)}
+        geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
+        config = self._vllm_config
+        _report([length_finding(geometry, config.model_config.max_model_len)])
+        _report(state_findings(geometry, state_rule(config)))
+        self._has_events = wants_events(config)
+        kv_config = self._kv_cache_config
+        self._facts = identity_facts(config, kv_config, geometry, layouts, self._settings)
+        namespace = fingerprint(self._facts)
+        counters = self._supervisor.counters
+        self._scheduler = SchedulerRole(
+            self._settings,
+            geometry,
+            namespace,
+            str(config.kv_transfer_config.engine_id),
+            self._socket_path,
+            config.scheduler_config.max_num_batched_tokens,
+            counters,
+            kv_config.num_blocks - 1,
+            own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
+            facts=self._facts,
+            model=wire_model(config, layouts[0]),
+            events=KVEventPublisher(geometry, counters) if self._has_events else None,
+        )
+        _log_start(geometry, namespace, self._socket_path)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Keep the engine's `get_blocks`: `get_block_ids` would read every block of a request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._blocks_of = kv_cache_manager.get_blocks
+
+    def on_new_request(self, request: Any) -> None:
+        """Send the lookup on arrival."""
+        self._run("on_new_request", lambda role: role.arrived(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """(tokens, True) = asynchronous load, (None, False) = ask again, (0, False) = no hit."""
+        tokens = self._run(
+            "get_num_new_matched_tokens", lambda role: role.matched(request, num_computed_tokens), 0
+        )
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load into the blocks that the engine has for it; 0 tokens = it loads nothing."""
+        self._run(
+            "update_state_after_alloc",
+            lambda role: role.allocated(request, block_tables(blocks), num_external_tokens),
+            None,
+            lambda role: role.must_fail(request.request_id, num_external_tokens),
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's plan for the workers."""
+        role = self._scheduler
+        if role is None:
+            return StepPlan()
+        return self._supervisor.run(
+            "build_connector_meta",
+            lambda: role.planned(scheduler_output, self._tables),
+            lambda: role.emergency() if self._supervisor.healthy else role.quit(),
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers did."""
+        report = connector_output.kv_connector_worker_meta
+        self._run(
+            "update_connector_output",
+            lambda role: role.reported(
+                set(connector_output.finished_recving or ()),
+                set(connector_output.failed_recving or ()),
+                report if isinstance(report, StepReport) else None,
+            ),
+            None,
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """False: no block is held after a request (requirements D10)."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """False: no block is held after a request (requirements D10)."""
+        self._run("request_finished", lambda role: role.finished(request.request_id), None)
+        return False, None
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """The tokens of a planned load by source; their sum is `num_external_tokens` (B30)."""
+        tokens, by_tier = max(0, num_external_tokens), dict[str, int]()
+        if tokens:
+            hook = "get_external_cache_hit_sources"
+            by_tier = self._run(
+                hook, lambda role: role.sources(request.request_id, tokens), by_tier
+            )
+        return hit_sources(by_tier, tokens)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What is new since the last step; the workers' reports have brought their counters."""
+        return self._run("get_kv_connector_stats", SchedulerRole.take_stats, None, tells=True)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """The last hook of a step: KV events about the daemon's RAM, if vLLM publishes events."""
+        return self._run("take_events", SchedulerRole.step_ended, (), SchedulerRole.withdraw)
+
+    def withdraw(self) -> Iterable[KVCacheEvent]:
+        """End the session of a connector that is switched off: its last KV events.
+
+        MultiConnector calls this, and no hook afterwards.
+        """
+        scheduler = self._scheduler
+        if scheduler is None:
+            return ()
+        scheduler.close()
+        return scheduler.withdraw() if self._has_events else ()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """The statistics of a payload that has travelled."""
+        return HybridKVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """This connector's metrics at the API server's /metrics."""
+        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def reset_cache(self) -> bool:
+        """The weights may have changed: no object stored so far is this engine's any more.
+
+        The epoch is random: two engines that were both updated once may have different weights.
+        """
+
+        def reset(role: SchedulerRole) -> None:
+            facts = {**self._facts, "epoch": uuid.uuid4().hex}
+            role.identify(fingerprint(facts), facts)
+
+        def give_up(role: SchedulerRole) -> None:
+            # Nothing else keeps what was found before from being loaded.
+            self._supervisor.switch_off("a fault in reset_cache")
+            role.close()
+
+        self._run("reset_cache", reset, None, give_up)
+        return True
+
+    def shutdown(self) -> None:
+        """End the session and unmap the arena."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+        if self._worker is not None:
+            self._worker.close()
+
+    def _run(
+        self,
+        hook: str,
+        work: Callable[[SchedulerRole], Result],
+        default: Default,
+        otherwise: Callable[[SchedulerRole], Result] | None = None,
+        tells: bool = False,
+    ) -> Result | Default:
+        """`work` under supervision, else `otherwise`; `default` where that or the role is None."""
+        role = self._scheduler
+        if role is None:
+            return default
+
+        def fallback() -> Result | Default:
+            return default if otherwise is None else otherwise(role)
+
+        return self._supervisor.run(hook, lambda: work(role), fallback, tells=tells)
+
+    def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
+        assert self._blocks_of is not None, "bound when the engine's scheduler was made"
+        return block_tables(self._blocks_of(request_id))
+
+    def _start_daemon(self) -> None:
+        """Start a daemon where the setting is "auto"; else check the one at the socket."""
+        if self._settings.server == "auto":
+            if self._settings.ram_bytes is not None:
+                check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
+            ensure_daemon(self._socket_path, self._settings.daemon_options())
+            return
+        try:
+            with ControlClient(self._socket_path, SERVER_CHECK_SECONDS):
+                pass
+        except DaemonRefusedError as error:
+            what = f"kv_connector_extra_config.server: {error}"
+            raise ConfigError(what, '"auto" works') from error
+        except DaemonUnreachableError as error:
+            logger.warning("hybridkv: everything is computed until there is a daemon: %s", error)
+
+
+SOURCES = (
+    (RAM, CacheHitSource.HOST),
+    ("disk", CacheHitSource.DISK),
+    ("s3", CacheHitSource.DISK),
+    ("mooncake", CacheHitSource.P2P),
+)
+"""vLLM's source for each tier, by the start of its name; vLLM counts object stores as DISK too."""
+
+
+def hit_sources(by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
+    """Tokens by vLLM's sources; their sum is `tokens`, some of an unspecified source if need be."""
+    sources: Counter[CacheHitSource] = Counter()
+    if sum(by_tier.values()) != tokens or min(by_tier.values(), default=0) < 0:
+        by_tier = {"": tokens}
+    for tier, part in by_tier.items():
+        known = (source for name, source in SOURCES if tier.startswith(name))
+        sources[next(known, CacheHitSource.EXTERNAL_UNSPECIFIED)] += part
+    return {source: part for source, part in sources.items() if part}
+
+
+def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
+    """The settings of an engine; raises ConfigError where it cannot be served."""
+    _report(config_findings(vllm_config))
+    _report(group_findings(kv_cache_config, vllm_config.speculative_config))
+    return settings_of(vllm_config)
+
+
+def wants_events(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = vllm_config.kv_events_config
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def _report(findings: Iterable[Finding]) -> None:
+    """Raise ConfigError for the first FAIL, and log every warning."""
+    for finding in raise_first(findings):
+        if finding.verdict is Verdict.WARN:
+            logger.warning("hybridkv: %s", finding.sentence)
+
+
+def _log_start(geometry: Geometry, namespace: bytes, socket_path: str) -> None:
+    kinds = ", ".join(f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups)
+    logger.info(
+        "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
+        kinds,
+        geometry.chunk_tokens,
+        namespace.hex()[:12],
+        socket_path,
+    )

@@ -1,0 +1,1 @@
+"""The connector in the scheduler: lookups, loads and stores of every request."""

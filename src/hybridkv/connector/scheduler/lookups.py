@@ -1,0 +1,159 @@
+"""Lookups: what the daemon is asked about each request, how long for, and what is offered."""
+
+from collections.abc import Callable
+
+from hybridkv.connector.scheduler.kv_events import KVEventFeed
+from hybridkv.connector.scheduler.patience import Patience
+from hybridkv.connector.scheduler.registry import RequestRegistry
+from hybridkv.connector.scheduler.request_states import RequestEvent
+from hybridkv.connector.scheduler.tracked import TrackedRequest
+from hybridkv.core.settings import Settings
+from hybridkv.vllm.block_room import ROOM_SECONDS
+from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
+
+
+class Lookups:
+    """The lookups of one engine. `now` is monotonic seconds."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        requests: RequestRegistry,
+        events: KVEventFeed,
+        reconnect: Callable[[float], None],
+    ) -> None:
+        """`reconnect` is called before a lookup is given up because no daemon is connected."""
+        self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
+        self._answer_seconds = settings.lookup_timeout_ms / 1e3
+        self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
+        self._requests = requests
+        self._geometry = requests.geometry
+        self._session = requests.session
+        self._meter = requests.meter
+        self._counters = requests.counters
+        self._events = events
+        self._reconnect = reconnect
+        self.queued: list[TrackedRequest] = []
+        """Requests whose lookups leave with the next flush of the link."""
+
+    def begin(self, tracked: TrackedRequest, now: float) -> None:
+        """Look a request up for the first time, or again after its preemption."""
+        lookup = tracked.lookup
+        lookup.found = lookup.pending = None
+        lookup.sent = False
+        lookup.deadline = now + self._most_seconds
+        self._send(tracked, now)
+
+    def offer(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
+        """Tokens beyond `local_tokens` to load; None = not known yet, so the engine asks again."""
+        found, request = tracked.lookup.found, tracked.request
+        if found is None:
+            return self._offer_unanswered(tracked, local_tokens, now)
+        tokens = found.chunks * self._geometry.chunk_tokens
+        if tokens >= request.num_tokens or tokens <= local_tokens:
+            return 0
+        if not self._session.workers_attached():
+            return self._wait(tracked, now, "workers")
+        if not self._requests.room.has_room(request.request_id, request.num_tokens + 1):
+            return self._wait(tracked, now, "room")
+        tracked.load.local_tokens = local_tokens
+        return tokens - local_tokens
+
+    def take_pending(self, pending: Pending, now: float) -> None:
+        """The daemon lives, and reads tiers for a request."""
+        self._session.breaker = self._session.breaker.succeeded()
+        tracked = self._requests.by_lease.get(pending.lease)
+        if tracked is not None and tracked.is_prefetching:
+            tracked.lookup.deadline = now + pending.wait_ms / 1e3 + self._answer_seconds
+            if len(pending.masks) == len(self._geometry.groups):
+                tracked.lookup.pending = pending
+            self._counters["lookups_promoted"] += 1
+
+    def take_found(self, found: Found, now: float) -> None:
+        """An answer; the lease of one that nobody waits for any more ends at once."""
+        self._session.breaker = self._session.breaker.succeeded()
+        tracked = self._requests.by_lease.get(found.lease)
+        is_sound = len(found.masks) == len(self._geometry.groups)
+        if tracked is None or not tracked.is_prefetching or not is_sound:
+            self._requests.by_lease.pop(found.lease, None)
+            self._session.send(Release(found.lease), now)
+            return
+        tracked.lookup.found = tracked.lookup.answer = found
+        self._meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
+        self._events.update(lambda events: events.found(tracked, found))
+        if not found.chunks:
+            # A miss opens no lease.
+            tracked.lookup.lease = 0
+            del self._requests.by_lease[found.lease]
+        self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
+
+    def flushed(self, now: float) -> None:
+        """Everything queued leaves now, and deadlines begin now.
+
+        A paused engine takes no steps: how long a lookup was queued is not the daemon's delay.
+        """
+        for tracked in self.queued:
+            tracked.lookup.deadline += now - tracked.lookup.sent_at
+            tracked.lookup.sent_at = now
+        self.queued.clear()
+
+    def _send(self, tracked: TrackedRequest, now: float) -> None:
+        """Send the lookup, settle the request, or do neither while its adapter is being read."""
+        request, adapter, session = tracked.request, tracked.adapter, self._session
+        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
+        if not chunks:
+            self._requests.settle(tracked, "lookups_too_short", now)
+            return
+        if getattr(request, "skip_reading_prefix_cache", False):
+            self._requests.settle(tracked, "lookups_unwanted", now)
+            return
+        if not tracked.has_hashes():
+            if adapter is not None and adapter.refused:
+                self._requests.settle(tracked, "lookups_adapter", now, adapter.refused)
+            return
+        if not session.is_connected:
+            self._reconnect(now)
+        if not session.is_connected:
+            self._requests.settle(tracked, "lookups_no_daemon", now)
+            return
+        if not session.breaker.allows(now):
+            self._requests.settle(tracked, "lookups_breaker_open", now)
+            return
+        lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
+        session.breaker = session.breaker.asked(now)
+        lookup.hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        lookup.sent_at = now
+        seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
+        message = Lookup(lease, lease, lookup.hashes, round(seconds * 1e3), rate)
+        lookup.sent = session.send(message, now)
+        self.queued.append(tracked)
+        self._counters["lookups"] += 1
+
+    def _offer_unanswered(
+        self, tracked: TrackedRequest, local_tokens: int, now: float
+    ) -> int | None:
+        lookup, pending = tracked.lookup, tracked.lookup.pending
+        if pending is not None and pending.chunks * self._geometry.chunk_tokens <= local_tokens:
+            # No tier can add to what the engine has. What RAM has need not be stored again.
+            lookup.found = Found(0, 0, 0, pending.masks, b"", b"")
+            self._counters["lookups_outrun"] += 1
+            self._requests.advance(tracked, RequestEvent.SETTLED, now)
+            return 0
+        if not lookup.sent and tracked.adapter is not None:
+            self._send(tracked, now)
+        if not tracked.is_prefetching:
+            return 0
+        return self._wait(tracked, now, "answer" if tracked.has_hashes() else "adapter")
+
+    def _wait(self, tracked: TrackedRequest, now: float, reason: str) -> int | None:
+        """None until the deadline has passed; then the request is settled and offered 0 tokens."""
+        lookup = tracked.lookup
+        more = ROOM_SECONDS if reason == "room" else 0.0
+        if (lookup.sent or reason == "adapter") and now < lookup.deadline + more:
+            return None
+        self._requests.decline(tracked, f"lookups_late_{reason}")
+        if reason == "answer":
+            self._session.breaker = self._session.breaker.failed(now)
+            self._meter.observe("lookup_wait_seconds", now - lookup.sent_at)
+        self._requests.advance(tracked, RequestEvent.SETTLED, now)
+        return 0

@@ -1,0 +1,303 @@
+"""The scheduler role: every hook that vLLM calls in the scheduler's process, handed to its parts.
+
+No hook waits. A message to the daemon is queued, and leaves with the next hook that asks for
+answers (`matched`), ends the engine's scheduling (`planned`) or ends the step (`step_ended`). Any
+hook takes in what the daemon has answered.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.distributed.kv_events import KVCacheEvent
+
+from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.kv_events import KVEventFeed, KVEventPublisher
+from hybridkv.connector.scheduler.loads import LoadPlanner
+from hybridkv.connector.scheduler.lookups import Lookups
+from hybridkv.connector.scheduler.registry import RequestRegistry
+from hybridkv.connector.scheduler.request_states import RequestEvent, RequestState
+from hybridkv.connector.scheduler.session import DaemonSession
+from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.tracked import TrackedRequest
+from hybridkv.connector.stats import HybridKVStats, StatsCollector
+from hybridkv.core.coverage import retention_of
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import tenant_of
+from hybridkv.core.packed import U64, batches, pack_u64
+from hybridkv.core.settings import Settings
+from hybridkv.vllm.adapters import Adapters
+from hybridkv.vllm.block_room import BlockRoom
+from hybridkv.vllm.hashing import ChunkHashChain
+from hybridkv.wire import messages as wire
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+class SchedulerRole:
+    """One engine's scheduler. Every public method is a hook's work, under supervision."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        namespace: bytes,
+        engine_id: str,
+        socket_path: str,
+        tokens_per_step: int,
+        counters: Counter[str],
+        pool_blocks: int,
+        own_hashes: bool = False,
+        facts: Mapping[str, object] | None = None,
+        model: wire.WireModel | None = None,
+        events: KVEventPublisher | None = None,
+    ) -> None:
+        """`events` publishes what RAM has, where routers are to hear of it.
+
+        `own_hashes`: the engine's hashes cannot be used. `pool_blocks` is the size of the engine's
+        block pool.
+        """
+        self._geometry = geometry
+        self._own_hashes = own_hashes
+        self._counters = counters
+        self._adapters = Adapters(time.time_ns())
+        self._meter = StatsCollector(counters)
+        self._events = KVEventFeed(events, counters)
+        self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
+        version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
+        hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
+        self._session = DaemonSession(
+            socket_path,
+            hello,
+            facts or {},
+            settings.daemon_options() if settings.server == "auto" else None,
+            events is not None,
+            counters,
+            self._connection_lost,
+        )
+        self._requests = RequestRegistry(geometry, self._session, self._room, self._meter, counters)
+        self._lookups = Lookups(settings, self._requests, self._events, self._poll)
+        self._loads = LoadPlanner(self._requests)
+        self._stores = StorePlanner(geometry, tokens_per_step, settings.store_generated, counters)
+        self._changes: list[wire.Commit | wire.Free] = []
+        """What leaves with the end of the step."""
+        self._poll(time.monotonic())
+
+    @property
+    def slots_fd(self) -> int | None:
+        """A descriptor to wait on, outside of hooks, while slots are being reserved; else None."""
+        return self._session.link.fd if self._stores.credits.awaited else None
+
+    def arrived(self, request: Any) -> None:
+        """A new request; its lookup leaves with the engine's next question, or its next plan."""
+        now = time.monotonic()
+        if request.prompt_embeds is not None:
+            tracked = TrackedRequest(request)
+            self._requests.decline(tracked, "lookups_unhashable")
+            self._requests.report(tracked, now)
+            return
+        lora = request.lora_request
+        tracked = TrackedRequest(
+            request,
+            ChunkHashChain(request, self._geometry.chunk_tokens) if self._own_hashes else None,
+            None if lora is None else self._adapters.of(lora, now),
+            tenant=tenant_of(request.cache_salt),
+            next_chunk=[0] * len(self._geometry.groups),
+        )
+        self._requests.by_id[request.request_id] = tracked
+        self._lookups.begin(tracked, now)
+
+    def matched(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that can be loaded; None = ask again in the next step."""
+        now = time.monotonic()
+        self._poll(now)
+        tracked = self._requests.by_id.get(request.request_id)
+        if tracked is None:
+            return 0
+        tracked.local_seen = local_tokens
+        is_resumed = request.num_preemptions > tracked.preemptions
+        if is_resumed and tracked.storable and tracked.state is RequestState.READY:
+            tracked.preemptions = request.num_preemptions
+            self._requests.advance(tracked, RequestEvent.RESUMED, now)
+            self._lookups.begin(tracked, now)
+        return self._lookups.offer(tracked, local_tokens, now) if tracked.is_prefetching else 0
+
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """The engine has blocks for `external_tokens` tokens of the offer; 0 = it took nothing."""
+        now = time.monotonic()
+        tracked = self._requests.by_id.get(request.request_id)
+        if tracked is None:
+            self.must_fail(request.request_id, external_tokens)
+        elif external_tokens:
+            self._loads.allocated(tracked, tables, external_tokens, now)
+        else:
+            self._requests.advance(tracked, RequestEvent.SETTLED, now)
+
+    def must_fail(self, request_id: str, external_tokens: int) -> None:
+        """The engine waits for a load of `external_tokens` tokens that nobody planned."""
+        if external_tokens:
+            self._loads.must_fail(request_id)
+
+    def planned(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
+        """This step's copies: loads that have blocks now, and stores of what the step completes.
+
+        `tables` gives a request's present block tables, one for each of the engine's groups.
+        """
+        now = time.monotonic()
+        session = self._session
+        plan = StepPlan(session.boot, session.link.greetings, session.reserved_bytes)
+        self._loads.put_into(plan, now)
+        if session.is_connected:
+            # Workers that were connected before this role map the arena as the first step begins,
+            # and that step may be all of a prompt.
+            if session.attached_ranks is None or session.workers_attached():
+                plan.stores = self._stores.planned(output, self._requests.by_id, tables)
+            self._reserve(now)
+        self._lookups.patience.step_planned(output.total_num_scheduled_tokens, now)
+        self._loads.handed_over()
+        self._room.ran(output.num_scheduled_tokens)
+        self._flush(now)
+        return plan
+
+    def emergency(self) -> StepPlan:
+        """The plan after a fault in `planned`: loads that no worker was told of fail."""
+        return StepPlan(session=self._session.link.greetings, failed=self._loads.give_up())
+
+    def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
+        """What the workers did: loads end, and stored objects are committed."""
+        now = time.monotonic()
+        self._lookups.patience.step_ended(now)
+        for request_id in finished:
+            tracked = self._requests.by_id.get(request_id)
+            if tracked is not None:
+                self._loads.ended(tracked, request_id in failed, now)
+        session = self._session
+        session.attached_ranks = session.attached_ranks or {}
+        if report is None:
+            return
+        session.attached_ranks = report.boots
+        self._counters.update(report.counters)
+        if report.corrupt:
+            slots = sorted(report.corrupt)
+            self._counters["slots_condemned"] += len(slots)
+            offsets, generations = (pack_u64([slot[at] for slot in slots]) for at in (0, 1))
+            for some in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
+                session.send(wire.ReportCorrupt(*some), now)
+        self._changes += self._stores.reported(report)
+        if session.is_connected:
+            self._events.update(lambda events: events.stored(self._stores.committed))
+
+    def finished(self, request_id: str) -> None:
+        """The request ended or was aborted."""
+        tracked = self._requests.by_id.get(request_id)
+        if tracked is not None:
+            self._requests.advance(tracked, RequestEvent.FINISHED, time.monotonic())
+
+    def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
+        """The weights changed: what is being computed belongs to no identity."""
+        now = time.monotonic()
+        # What is committed by now was computed before.
+        self._send_changes(now)
+        self._session.identify(namespace, facts, now)
+        self._stores.abort()
+        self._events.update(KVEventPublisher.lost)
+        for tracked in self._requests.by_id.values():
+            tracked.storable = False
+        self._requests.settle_all("lookups_identity", now)
+        self._flush(now)
+
+    def sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
+        """The load that `allocated` planned, in tokens by tier; empty where none is known."""
+        tracked = self._requests.by_id.get(request_id)
+        if tracked is None or tracked.load.tokens != external_tokens:
+            return {}
+        return self._loads.tokens_by_tier(tracked)
+
+    def take_stats(self) -> HybridKVStats | None:
+        """What was counted and measured since the last call; None = nothing."""
+        gauges = {
+            "breaker_open": int(self._session.breaker.is_open),
+            "daemon_connected": int(self._session.is_connected),
+            "loads_pending": len(self._room),
+        }
+        return self._meter.take(gauges)
+
+    def step_ended(self) -> list[KVCacheEvent]:
+        """The last hook of a step: messages leave, slots come in; returns the KV events."""
+        now = time.monotonic()
+        self._send_changes(now)
+        self._poll(now)
+        return self.take_events()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The KV events since the last call."""
+        return self._events.take()
+
+    def withdraw(self) -> list[KVCacheEvent]:
+        """The last KV events of a connector that is switched off: nothing is offered any more."""
+        self._events.update(KVEventPublisher.lost)
+        return self.take_events()
+
+    def quit(self) -> StepPlan:
+        """The plan of a role that is switched off: the daemon gets back all that it lent."""
+        self.close()
+        plan = self.emergency()
+        # No greeting of this number will come. With it the workers report that they copy nothing
+        # that was planned under any other.
+        plan.session = self._session.link.greetings + 1
+        return plan
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.link.close()
+
+    def _poll(self, now: float) -> None:
+        # A queued lookup's deadline begins before an answer is read that sets another one.
+        self._flush(now)
+        for reply in self._session.replies(now):
+            self._take(reply, now)
+        if self._session.follow(now):
+            self._reserve(now)
+        self._flush(now)
+
+    def _take(self, reply: wire.Reply, now: float) -> None:
+        if isinstance(reply, wire.Found):
+            self._lookups.take_found(reply, now)
+        elif isinstance(reply, wire.Pending):
+            self._lookups.take_pending(reply, now)
+        elif isinstance(reply, wire.Reserved):
+            session, shape = self._session, (reply.part_bytes, reply.parts)
+            session.reserved_bytes = max(session.reserved_bytes, reply.reserved_bytes)
+            self._stores.credits.granted(shape, reply.offsets, reply.generations, now)
+        elif isinstance(reply, wire.Removed):
+            self._events.update(lambda events: events.removed(reply))
+        elif isinstance(reply, wire.Error):
+            # The refused request may have been a commit.
+            self._events.update(KVEventPublisher.lost)
+            self._counters[f"refused_{reply.code}"] += 1
+            logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
+
+    def _reserve(self, now: float) -> None:
+        for (part_bytes, parts), count in self._stores.credits.wanted(now):
+            self._session.send(wire.Reserve(part_bytes, part_bytes, parts, count), now)
+
+    def _flush(self, now: float) -> None:
+        self._lookups.flushed(now)
+        self._session.link.flush(now)
+
+    def _send_changes(self, now: float) -> None:
+        changes, self._changes = self._changes, []
+        for message in changes:
+            self._session.send(message, now)
+
+    def _connection_lost(self) -> None:
+        self._changes.clear()
+        self._lookups.queued.clear()
+        self._stores.lost()
+        self._events.update(KVEventPublisher.lost)
+        self._requests.forget_leases()
+        self._requests.settle_all("lookups_lost", time.monotonic())

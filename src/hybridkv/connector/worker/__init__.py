@@ -1,0 +1,1 @@
+"""The connector in a worker: it carries out copy plans."""

@@ -1,0 +1,256 @@
+"""Copy plans: which block of which group is copied to or from which place in the arena.
+
+An object's payload has one part for each rank, or one that all ranks share (core.geometry), each
+``[layer of the group][stored block][bytes of the block]``::
+
+    slot      |header|checksums| part of rank 0            | part of rank 1 ...
+    part                       | layer 0: b0 b1 | layer 1: b0 b1 | ...
+
+The scheduler plans *runs*, objects of consecutive chunks of one group, so that a step's cost hardly
+grows with the length of the prompt. The workers divide them into the copies of single objects.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress, count, groupby
+
+from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_counts
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import U64, unpack_u64
+
+PAYLOAD_VERSION = 1
+"""The layout's version, a part of the identity: the arena outlives an upgrade of the daemon."""
+NULL_BLOCK = 0
+"""The engine's null block: never stored, never loaded into."""
+
+
+# Values that a step makes by the hundred are not frozen, which would cost it six times as much.
+
+
+class PlanError(HybridKVError):
+    """A load that cannot be planned; the request is computed instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A slot: the byte offset of its header in the arena, and its generation."""
+
+    offset: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOp:
+    """One object to copy. `blocks[i]` is the engine's block for stored block number `first + i`.
+
+    A store always covers the whole object (first == 0, len(blocks) == count), a load may not.
+    """
+
+    slot: SlotRef
+    group_index: int
+    """Index into Geometry.groups (not the gid)."""
+    chunk: int
+    count: int
+    """Stored blocks in the object."""
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ObjectSpan:
+    """Objects of one group, one size and consecutive chunks, and the blocks that hold them."""
+
+    group_index: int
+    first_chunk: int
+    count: int
+    """Stored blocks in each object."""
+    blocks: Sequence[int]
+
+    @property
+    def objects(self) -> int:
+        """The number of objects."""
+        return len(self.blocks) // self.count
+
+    def head(self, objects: int) -> "ObjectSpan":
+        """The first `objects` objects."""
+        if objects == self.objects:
+            return self
+        blocks = self.blocks[: objects * self.count]
+        return ObjectSpan(self.group_index, self.first_chunk, self.count, blocks)
+
+
+@dataclass(slots=True)
+class CopyRun:
+    """A span and its slots: an offset and a generation for each object (core.packed)."""
+
+    span: ObjectSpan
+    offsets: bytes
+    generations: bytes
+    skipped: int = 0
+    """Stored blocks at the start of the first object that are not copied, nor in `span.blocks`."""
+
+    @property
+    def objects(self) -> int:
+        """The number of objects."""
+        return len(self.offsets) // U64
+
+    def copies(self) -> Iterator[CopyOp]:
+        """The copies of the single objects, which may have null blocks."""
+        span = self.span
+        blocks = tuple(span.blocks)
+        at, first = 0, self.skipped
+        slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
+        for chunk, slot in enumerate(slots, span.first_chunk):
+            stop = at + span.count - first
+            ref = SlotRef(*slot)
+            yield CopyOp(ref, span.group_index, chunk, span.count, first, blocks[at:stop])
+            at, first = stop, 0
+
+    def ops(self) -> Iterator[CopyOp]:
+        """The copies of the single objects; raises PlanError if any has a null block."""
+        if NULL_BLOCK in self.span.blocks:
+            raise PlanError(
+                f"group number {self.span.group_index}: a null block among the engine's blocks"
+            )
+        yield from self.copies()
+
+
+def storable_spans(
+    geometry: Geometry, group_index: int, chunks: range, mask: bytes, table: Sequence[int]
+) -> tuple[list[ObjectSpan], int]:
+    """The objects of `chunks` that a block table has, and the number of those with a hole.
+
+    `mask` has a 1 for each chunk whose object is known to be stored. `table[i]` is the block id at
+    position i, NULL_BLOCK where the engine keeps nothing. An object with such a hole is not stored,
+    because a hit would then restore the null block's bytes. Only the ends of a span are looked at
+    here: the engine lets go of the beginning. The workers look at every block.
+    """
+    spans: list[ObjectSpan] = []
+    holes = 0
+    absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)
+    for absent in absences:
+        for span in _spans(geometry, group_index, absent, table):
+            if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):
+                spans.append(span)
+                continue
+            span.blocks = [*span.blocks]
+            whole = list(_without_holes(span))
+            spans += whole
+            holes += span.objects - sum(part.objects for part in whole)
+    return spans, holes
+
+
+def plan_load(
+    geometry: Geometry,
+    hit_chunks: int,
+    local_tokens: int,
+    tables: Sequence[Sequence[int]],
+    offsets: bytes,
+    generations: bytes,
+) -> tuple[CopyRun, ...]:
+    """The copies that restore a hit of `hit_chunks` chunks behind a local hit of `local_tokens`.
+
+    `tables[i]` is the block table of `geometry.groups[i]`. `offsets` and `generations` are the
+    slots of the chunks that `needed_chunks` gives, group by group. Blocks of the local hit are
+    shared with other requests and are never written (C34)::
+
+        table    [local hit ....|needed by the hit ....)
+                 0              max(L // bs, skipped)   T // bs
+
+    Raises PlanError where a table lacks a block that the hit needs.
+    """
+    runs: list[CopyRun] = []
+    boundary = hit_chunks * geometry.chunk_tokens
+    needs = [needed_chunks(geometry, group, hit_chunks) for group in geometry.groups]
+    slots = sum(map(len, needs))
+    if len(offsets) != slots * U64 or len(generations) != slots * U64:
+        raise PlanError(
+            f"{len(offsets) // U64} slots for the {slots} objects of a hit of {hit_chunks} chunks"
+        )
+    at = 0
+    for index, (group, chunks) in enumerate(zip(geometry.groups, needs, strict=True)):
+        needed = needed_blocks(group, boundary)
+        start = max(needed.start, local_tokens // group.tokens_per_block)
+        first = max(chunks.start, start // geometry.blocks_per_chunk(group))
+        if first < chunks.stop and len(tables[index]) < needed.stop:
+            raise PlanError(f"group {group.gid}: the engine has no block for the end of the hit")
+        for span in _spans(geometry, index, range(first, chunks.stop), tables[index]):
+            end = (span.first_chunk + 1) * geometry.blocks_per_chunk(group)
+            skipped = max(0, start - (end - span.count))
+            slot = (at + span.first_chunk - chunks.start) * U64
+            size = span.objects * U64
+            if skipped:
+                span = ObjectSpan(index, span.first_chunk, span.count, span.blocks[skipped:])
+            if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
+                # Looking at every block would double the hook's cost. `ops` does, before any copy.
+                raise PlanError(
+                    f"group {group.gid}: the engine has no block for a chunk of the hit"
+                )
+            stop = slot + size
+            runs.append(CopyRun(span, offsets[slot:stop], generations[slot:stop], skipped))
+        at += len(chunks)
+    return tuple(runs)
+
+
+def _spans(
+    geometry: Geometry, group_index: int, chunks: range, table: Sequence[int]
+) -> list[ObjectSpan]:
+    """The objects of `chunks` in spans of one size, with the last `count` blocks of each chunk."""
+    group = geometry.groups[group_index]
+    per_chunk = geometry.blocks_per_chunk(group)
+    counts = stored_counts(geometry, group)
+    spans: list[ObjectSpan] = []
+    sizes = [(counts[0], chunks)] if len(counts) == 1 else _runs(counts, chunks)
+    for blocks_of_each, same in sizes:
+        start, stop = same.start * per_chunk, same.stop * per_chunk
+        if not blocks_of_each or start >= stop:
+            continue
+        if blocks_of_each == per_chunk:
+            blocks = table[start:stop]
+        else:
+            ends = range(start + per_chunk, stop + 1, per_chunk)
+            blocks = [block for end in ends for block in table[end - blocks_of_each : end]]
+        spans.append(ObjectSpan(group_index, same.start, blocks_of_each, blocks))
+    return spans
+
+
+def _runs(counts: Sequence[int], chunks: range) -> Iterator[tuple[int, range]]:
+    """(stored blocks, consecutive chunks that have so many), in order."""
+    start = chunks.start
+    for blocks, same in groupby(counts[chunk % len(counts)] for chunk in chunks):
+        stop = start + sum(1 for _ in same)
+        yield blocks, range(start, stop)
+        start = stop
+
+
+def _absent(mask: bytes, chunks: range) -> Iterator[range]:
+    """The parts of `chunks` where the mask has no 1."""
+    start = chunks.start
+    while start < chunks.stop:
+        if start < len(mask) and mask[start]:
+            absent = mask.find(0, start)
+            start = len(mask) if absent < 0 else absent
+            continue
+        present = mask.find(1, start)
+        stop = chunks.stop if present < 0 else min(present, chunks.stop)
+        yield range(start, stop)
+        start = stop
+
+
+def _without_holes(span: ObjectSpan) -> Iterator[ObjectSpan]:
+    """The parts of a span whose objects have all their blocks."""
+    blocks, size = span.blocks, span.count
+    at = 0
+    while at < span.objects:
+        try:
+            hole = blocks.index(NULL_BLOCK, at * size)
+        except ValueError:
+            hole = len(blocks)
+        whole = hole // size
+        if whole > at:
+            part = blocks[at * size : whole * size]
+            yield ObjectSpan(span.group_index, span.first_chunk + at, size, part)
+        # The next object that may be whole starts at or after the next block that is no hole.
+        block = next(compress(count(hole), blocks[hole:]), len(blocks))
+        at = max(whole + 1, -(-block // size))

@@ -1,0 +1,58 @@
+"""Where recurrent states exist: where a step ended and the engine's retention setting keeps one.
+
+With blocks of 256 tokens and steps of at most 600 (S: with retention, L: always)::
+
+    tokens    0      256     512     768     1024    1280   1500 = prompt
+    steps     |---------------|---------------|-------|------|
+    states                    S               S       L
+"""
+
+import math
+from dataclasses import dataclass
+
+from hybridkv.core.geometry import Geometry, Group, GroupKind
+
+
+@dataclass(frozen=True, slots=True)
+class StateRule:
+    """The engine's settings that decide where recurrent states exist."""
+
+    retention_tokens: int | None = 0
+    """vLLM's prefix_cache_retention_interval.
+
+    0 = only the last boundary of a prompt, None = wherever a step ends.
+    """
+    step_tokens: int = 0
+    """The most tokens of one prompt in one step; 0 = the whole prompt."""
+
+    def keeps(self, group: Group, boundary: int) -> bool:
+        """Whether the setting keeps a state at `boundary` for its position alone."""
+        if self.retention_tokens == 0 or boundary % group.tokens_per_block:
+            return False
+        return boundary % max(group.tokens_per_block, self.retention_tokens or 0) == 0
+
+    def period_tokens(self, group: Group) -> int:
+        """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""
+        if self.retention_tokens == 0 or self.step_tokens == 0:
+            return 0
+        block = group.tokens_per_block
+        step = max(block, self.step_tokens // block * block)
+        return math.lcm(step, max(block, self.retention_tokens or block))
+
+
+def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
+    """The groups whose blocks are states."""
+    return tuple(group for group in geometry.groups if group.kind is GroupKind.RECURRENT)
+
+
+def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
+    """The chunk ends at which a prompt leaves a state of `group` in the cache, ascending."""
+    unit, chunk = geometry.alignment_tokens, geometry.chunk_tokens
+    period = rule.period_tokens(group)
+    ends = {max(0, prompt_tokens - 1) // unit * unit}
+    if rule.keeps(group, prompt_tokens):
+        ends.add(prompt_tokens)
+    if period:
+        every = math.lcm(period, chunk)
+        ends.update(range(every, prompt_tokens + 1, every))
+    return sorted(end for end in ends if end > 0 and end % chunk == 0)

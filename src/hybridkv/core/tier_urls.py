@@ -1,0 +1,118 @@
+"""The URL of a tier below RAM.
+
+::
+
+    disk:///var/cache/kv?bytes=200GiB
+    valkey://127.0.0.1:6379/0?write=off
+    s3://bucket/prefix?endpoint=http://127.0.0.1:9000&hourly=10GiB
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import parse_qsl, urlsplit
+
+from hybridkv.core import options
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import is_writable
+
+TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS_MAX = 60.0
+
+
+class WritePolicy(StrEnum):
+    """When objects are written to a tier."""
+
+    THROUGH = "through"
+    """As soon as they are stored."""
+    BACK = "back"
+    """When they are about to be evicted from RAM."""
+    OFF = "off"
+    """Never; the tier is only read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpec:
+    """A tier, as its URL describes it."""
+
+    kind: str
+    """The URL's scheme."""
+    location: str
+    """The URL without its query."""
+    max_bytes: int | None = None
+    """`bytes`: the most that it may hold; None = the kind's own default."""
+    write: WritePolicy = WritePolicy.THROUGH
+    hourly_bytes: int | None = None
+    """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
+    timeout_seconds: float = TIMEOUT_SECONDS
+    """`timeout`: the limit of one call; after it the tier counts as failed."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The options that only this kind has."""
+
+    @property
+    def name(self) -> str:
+        """The name in metrics and messages."""
+        return self.kind
+
+    @property
+    def shown(self) -> str:
+        """The location without a password."""
+        before, at, rest = self.location.rpartition("@")
+        return f"{before.partition('://')[0]}://{rest}" if at else self.location
+
+    def known_options(self, *names: str) -> Mapping[str, str]:
+        """The kind's own options; raises ConfigError where there is one that it does not know."""
+        for name in self.options:
+            if name not in names:
+                near = difflib.get_close_matches(name, [*names, *_COMMON], n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"tier {self.shown}: unknown option {name!r}", f"did you mean {near[0]!r}?"
+                )
+        return self.options
+
+
+_COMMON: Mapping[str, tuple[str, options.Parser]] = {
+    "write": ("write", options.choice(WritePolicy)),
+    "timeout": (
+        "timeout_seconds",
+        options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds"),
+    ),
+    "bytes": ("max_bytes", options.size),
+    "hourly": ("hourly_bytes", options.size),
+}
+"""The options of every kind: the field of TierSpec that each fills, and its parser."""
+_WORKS = '"disk:///var/cache/hybridkv?bytes=100GiB" works'
+
+
+def parse_tier(url: str, where: str) -> TierSpec:
+    """A tier's URL; raises ConfigError that says what in it is wrong, and what works."""
+    if not is_writable(url):
+        raise ConfigError(f"{where}: what is given is not UTF-8", _WORKS)
+    location, _, query = url.partition("?")
+    try:
+        parts = urlsplit(location)
+    except ValueError:
+        parts = urlsplit("")
+    if not parts.scheme or not (parts.netloc or parts.path):
+        # It is not shown, since a password may stand anywhere in it.
+        raise ConfigError(f"{where}: that is not the URL of a tier", _WORKS)
+    if parts.scheme == "disk" and not location.startswith("disk:///"):
+        what = f'{where}: "{location}" needs an absolute path'
+        raise ConfigError(what, '"disk:///var/cache/hybridkv" works')
+    given: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name in given:
+            raise ConfigError(f"{where}: {name} is given twice", "once works")
+        given[name] = value
+    common = {
+        field_name: parse(given.pop(name), f"{where}: {name}")
+        for name, (field_name, parse) in _COMMON.items()
+        if name in given
+    }
+    return TierSpec(kind=parts.scheme, location=location, options=given, **common)
+
+
+def disk_url(path: str, size: str | int | None) -> str:
+    """The URL of a directory with the byte bound `size`."""
+    return f"disk://{path}" if size is None else f"disk://{path}?bytes={size}"

@@ -1,0 +1,1 @@
+"""The daemon: handlers that decide, and a loop that acts."""

@@ -1,0 +1,139 @@
+"""What the daemon's loop has done by other threads: the tiers' jobs, and pages of the arena."""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from hybridkv.core.sizes import format_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.shm.arena import Arena, is_no_space
+from hybridkv.store.store import Store
+from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.jobs import JobOutcome, TierJob
+from hybridkv.tiers.state import TierState
+from hybridkv.tiers.threads import TierThreads
+
+logger = logging.getLogger("hybridkv.daemon")
+
+RESERVE_STEP_BYTES = 32 << 20
+RESERVE_AHEAD_BYTES = 256 << 20
+"""Pages are made to exist so far ahead of the used part of the arena."""
+
+
+class Waker:
+    """Wakes the loop from other threads and from signal handlers."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        """Readable from `wake` until `clear`."""
+        for end in (self.reader, self._writer):
+            end.setblocking(False)
+
+    def wake(self) -> None:
+        """End the loop's sleep, now or the next time that it sleeps."""
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget every `wake` until now; the caller looks at every queue next."""
+        with contextlib.suppress(BlockingIOError):
+            self.reader.recv(4096)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.reader.close()
+        self._writer.close()
+
+
+class TierRunner:
+    """The tiers below RAM with their threads, and the outcomes of jobs for the loop to take."""
+
+    def __init__(
+        self,
+        specs: Iterable[TierSpec],
+        node: str,
+        memory: memoryview,
+        wake: Callable[[], None],
+    ) -> None:
+        """`memory` has the slots. Raises ConfigError."""
+        self.tiers: list[TierState] = []
+        self.outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
+        self._threads: list[TierThreads] = []
+        self._wake = wake
+        names: Counter[str] = Counter()
+        for number, spec in enumerate(specs):
+            tier = make_tier(spec, node)
+            names[tier.name] += 1
+            name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
+            threads = TierThreads(tier, memory, self._done)
+            self._threads.append(threads)
+            self.tiers.append(TierState(number, name, tier, spec, threads.submit))
+
+    def close(self, seconds: float) -> bool:
+        """End the threads, each tier's within so many seconds; whether all have ended."""
+        ended = [threads.close(seconds) for threads in self._threads]
+        return all(ended)
+
+    def _done(self, job: TierJob, outcome: JobOutcome) -> None:
+        """Called by the tiers' threads."""
+        self.outcomes.append((job, outcome))
+        self._wake()
+
+
+class ArenaReserver:
+    """Makes pages of the arena exist in a thread, since zeroing them takes milliseconds."""
+
+    def __init__(self, arena: Arena, store: Store, wake: Callable[[], None]) -> None:
+        self._arena = arena
+        self._store = store
+        self._wake = wake
+        self.reserved_bytes = store.extents.limit_bytes
+        """Pages below this exist."""
+        self._goal = min(self.reserved_bytes + RESERVE_AHEAD_BYTES, arena.slots_bytes)
+        self._failed = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
+        self._thread.start()
+
+    def adopt(self) -> None:
+        """Give the store the pages that exist by now, and ask for those that are needed next."""
+        extents = self._store.extents
+        if self.reserved_bytes > extents.limit_bytes:
+            self._store.grow(self.reserved_bytes)
+        if self._failed:
+            self._store.bound_bytes = extents.limit_bytes
+        used = extents.limit_bytes - extents.free_bytes
+        goal = min(used + RESERVE_AHEAD_BYTES, self._arena.slots_bytes)
+        if goal > self._goal:
+            with self._changed:
+                self._goal = goal
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self.reserved_bytes < self._goal or self._closed)
+            if self._closed:
+                return
+            stop = min(self.reserved_bytes + RESERVE_STEP_BYTES, self._arena.slots_bytes)
+            try:
+                self._arena.reserve(self.reserved_bytes, stop)
+            except OSError as error:
+                kind = "shared memory is used up" if is_no_space(error) else str(error)
+                logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
+                self._failed = True
+                self._wake()
+                return
+            self.reserved_bytes = stop
+            self._wake()

@@ -1,0 +1,337 @@
+"""The daemon's sockets: bytes in, `Daemon.handle`, bytes out, one client's turn after another's."""
+
+import errno
+import logging
+import math
+import os
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from pathlib import Path
+
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.sessions import Process
+from hybridkv.wire.codec import Frames, WireError, decode_request, encode
+from hybridkv.wire.messages import Error, Reply
+from hybridkv.wire.protocol import ErrorCode, closes
+
+logger = logging.getLogger("hybridkv.daemon")
+
+CONNECTIONS_MAX = 4096
+LAST_WORDS_BYTES_MAX = 4 << 20
+"""Read from a connection after its process ended; a socket's buffer holds less."""
+RECEIVE_BYTES = 1 << 14
+"""Read from one client before the next one's turn."""
+TURN_SECONDS = 0.002
+"""The length of one client's turn, because many small requests are also work."""
+SEND_QUEUE_BYTES_MAX = 64 << 20
+"""A client that leaves this much unread is disconnected."""
+LISTEN_AGAIN_SECONDS = 0.2
+"""After a connection could not be accepted, unless one of ours ends before."""
+SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
+"""Errors that pass, and say nothing of what was asked for."""
+
+
+class ClientSocket:
+    """One accepted socket and its buffers."""
+
+    def __init__(self, sock: socket.socket, number: int, process: Process | None) -> None:
+        self.sock = sock
+        self.number = number
+        self.process = process
+        self.frames = Frames()
+        self.received: deque[bytes] = deque()
+        """Messages that wait for the client's turn; nothing more is read before."""
+        self.out = bytearray()
+        self.closing = False
+
+
+class ProcessWatcher:
+    """Processes of clients, each with a descriptor at the selector, whose data is the Process.
+
+    A closed socket does not tell that the process copies no more.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._pidfds: dict[Process, int] = {}
+
+    def __len__(self) -> int:
+        """Processes that are watched."""
+        return len(self._pidfds)
+
+    def watch(self, process: Process) -> bool:
+        """Whether the end of a process will be noticed. Raises OSError on a shortage."""
+        if process in self._pidfds:
+            return True
+        try:
+            fd = os.pidfd_open(process.pid)
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise
+            return False
+        try:
+            is_same = process_of(process.pid) == process
+        except OSError:
+            os.close(fd)
+            raise
+        if not is_same:
+            os.close(fd)
+            return False
+        self._pidfds[process] = fd
+        self._selector.register(fd, selectors.EVENT_READ, process)
+        return True
+
+    def is_watched(self, process: Process, fd: int) -> bool:
+        """Whether the descriptor is still that of the process, and not a later one's."""
+        return self._pidfds.get(process) == fd
+
+    def unwatch(self, process: Process) -> None:
+        """Close the process's descriptor, if it is watched."""
+        fd = self._pidfds.pop(process, None)
+        if fd is not None:
+            self._selector.unregister(fd)
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close every descriptor; the selector is closed next."""
+        for fd in self._pidfds.values():
+            os.close(fd)
+
+
+class ClientSockets:
+    """The listener and every accepted socket."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        selector: selectors.BaseSelector,
+        processes: ProcessWatcher,
+        listener: socket.socket,
+    ) -> None:
+        self._daemon = daemon
+        self._selector = selector
+        self._processes = processes
+        self._listener = listener
+        self._listen_at: float | None = None
+        """While nobody can be accepted: when to try again, in monotonic seconds."""
+        self._is_short = False
+        """Whether the last client could not be served for lack of descriptors."""
+        self._by_socket: dict[socket.socket, ClientSocket] = {}
+        self._by_number: dict[int, ClientSocket] = {}
+        self._last_number = 0
+        self.behind: dict[ClientSocket, None] = {}
+        """Clients whose messages wait for their turn, in order."""
+        selector.register(listener, selectors.EVENT_READ)
+
+    def __len__(self) -> int:
+        """Clients that are connected."""
+        return len(self._by_socket)
+
+    def serve(self, fileobj: object, events: int) -> None:
+        """Handle what the selector reports for the listener or a client."""
+        if fileobj is self._listener:
+            self._accept()
+            return
+        client = self._by_socket.get(fileobj)  # type: ignore[call-overload]  # as registered
+        if client is None:
+            return
+        if events & selectors.EVENT_READ and not client.received:
+            self._receive(client, TURN_SECONDS)
+        if events & selectors.EVENT_WRITE and client.sock in self._by_socket:
+            self._flush(client)
+
+    def listens_at(self, now: float) -> float:
+        """When the listener is heard again; infinity while it is heard."""
+        if self._listen_at is not None and self._listen_at <= now:
+            self._listen()
+        return math.inf if self._listen_at is None else self._listen_at
+
+    def answer(self, client: ClientSocket, seconds: float) -> None:
+        """Handle what a client sent, for so long; the rest waits for its next turn."""
+        self.behind.pop(client, None)
+        until = time.monotonic() + seconds
+        try:
+            while client.received and not client.closing and client.sock in self._by_socket:
+                if time.monotonic() > until:
+                    self.behind[client] = None
+                    return
+                request = decode_request(client.received.popleft())
+                reply = self._daemon.handle(client.number, request, time.monotonic())
+                if reply is not None:
+                    client.closing = isinstance(reply, Error) and closes(reply.code)
+                    self.send(client, reply)
+        except WireError as error:
+            self._refuse(client, ErrorCode.WIRE, str(error))
+        except Exception:  # the supervised boundary: one client's fault must not end the others'
+            logger.exception("a request failed inside the daemon; its connection is closed")
+            self._refuse(client, ErrorCode.INTERNAL, "the daemon failed on this request")
+        client.received.clear()
+
+    def send(self, client: ClientSocket, reply: Reply) -> None:
+        """Queue a message and send what fits."""
+        try:
+            frame = encode(reply)
+        except WireError as error:
+            frame = encode(self._daemon.refuse(reply.id, ErrorCode.TOO_LARGE, str(error)))
+        client.out += frame
+        self._flush(client)
+
+    def send_to(self, number: int, reply: Reply) -> None:
+        """Send a message to a client by its number, if it is still there."""
+        client = self._by_number.get(number)
+        if client is not None and not client.closing:
+            self.send(client, reply)
+
+    def drop(self, client: ClientSocket) -> None:
+        """Close a client's connection."""
+        if self._by_socket.pop(client.sock, None) is None:
+            return
+        self.behind.pop(client, None)
+        del self._by_number[client.number]
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        self._listen()
+        self._daemon.disconnect(client.number)
+        if client.process is not None:
+            self._unwatch(client.process)
+
+    def process_ended(self, process: Process, fd: int) -> None:
+        """A watched process has ended."""
+        if not self._processes.is_watched(process, fd):
+            # Another event of this turn made it unwatched, and its descriptor may be another's.
+            return
+        for client in self._of(process):
+            # Its last messages, such as a commit, may still be in the socket.
+            self.answer(client, math.inf)
+            for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
+                if client.sock not in self._by_socket or not self._receive(client, math.inf):
+                    break
+            self.drop(client)
+        self._daemon.sessions.process_ended(process)
+        self._unwatch(process)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for client in list(self._by_socket.values()):
+            self.drop(client)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                # Whoever waits stays in the listener's queue, which would wake the loop for ever.
+                self._selector.unregister(self._listener)
+                self._listen_at = time.monotonic() + LISTEN_AGAIN_SECONDS
+                self._warn_of_shortage(error)
+            return
+        sock.setblocking(False)
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", raw)
+        self._last_number += 1
+        process, shortage = None, None
+        try:
+            process = process_of(pid)
+            if process is not None and not self._processes.watch(process):
+                process = None
+        except OSError as error:
+            shortage = error
+        client = ClientSocket(sock, self._last_number, process)
+        self._by_socket[sock] = self._by_number[client.number] = client
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._daemon.connect(client.number, process)
+        if uid != os.geteuid():
+            owner = f"this daemon belongs to user id {os.geteuid()}"
+            message = f"{owner} and serves nobody else; start your own"
+            self._refuse(client, ErrorCode.OTHER_USER, message)
+        elif len(self) > CONNECTIONS_MAX:
+            message = f"there are {CONNECTIONS_MAX} connections already"
+            self._refuse(client, ErrorCode.CONNECTIONS, message)
+        elif shortage is not None:
+            # It would be taken for gone at the end of its connection, and might still be copying.
+            fault = f"process {pid} cannot be watched ({shortage.strerror})"
+            self._warn_of_shortage(shortage)
+            message = f"{fault}; a higher limit (ulimit -n) works"
+            self._refuse(client, ErrorCode.CONNECTIONS, message)
+        else:
+            self._is_short = False
+
+    def _warn_of_shortage(self, error: OSError) -> None:
+        if not self._is_short:
+            logger.warning(
+                "no more clients can be served: %s; a higher limit (ulimit -n) works",
+                error.strerror,
+            )
+        self._is_short = True
+
+    def _listen(self) -> None:
+        """Hear the listener again."""
+        if self._listen_at is not None:
+            self._listen_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _receive(self, client: ClientSocket, seconds: float) -> bool:
+        """Read what has come, and answer for so long; whether there was anything."""
+        try:
+            received = client.sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            received = b""
+        if not received:
+            self.drop(client)
+            return False
+        if client.closing:
+            return True
+        try:
+            client.received += client.frames.feed(received)
+        except WireError as error:
+            self._refuse(client, ErrorCode.WIRE, str(error))
+            return True
+        self.answer(client, seconds)
+        return True
+
+    def _refuse(self, client: ClientSocket, code: ErrorCode, message: str) -> None:
+        """Refuse what has no reply of its own: a connection, or bytes that are no request."""
+        client.closing = code.closes
+        self.send(client, self._daemon.refuse(0, code, message))
+
+    def _flush(self, client: ClientSocket) -> None:
+        try:
+            sent = client.sock.send(client.out) if client.out else 0
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.drop(client)
+            return
+        del client.out[:sent]
+        if len(client.out) > SEND_QUEUE_BYTES_MAX or (client.closing and not client.out):
+            self.drop(client)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)
+        self._selector.modify(client.sock, events)
+
+    def _unwatch(self, process: Process) -> None:
+        """Stop watching a process, unless its end still matters."""
+        if not self._of(process) and process not in self._daemon.sessions.processes():
+            self._processes.unwatch(process)
+
+    def _of(self, process: Process) -> list[ClientSocket]:
+        return [client for client in self._by_socket.values() if client.process == process]
+
+
+def process_of(pid: int) -> Process | None:
+    """A living process of this pid namespace, with its start in clock ticks since boot.
+
+    Raises OSError on a shortage.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
+        return None
+    return Process(pid, int(stat.rpartition(")")[2].split()[19]))

@@ -1,0 +1,271 @@
+"""The daemon's one loop over sockets, processes and threads. It never blocks."""
+
+import contextlib
+import importlib
+import logging
+import math
+import os
+import resource
+import select
+import selectors
+import signal
+import time
+import uuid
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.sizes import format_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.daemon.background import ArenaReserver, TierRunner, Waker
+from hybridkv.daemon.clients import CONNECTIONS_MAX, TURN_SECONDS, ClientSockets, ProcessWatcher
+from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.sessions import Process
+from hybridkv.daemon.state import DaemonInfo
+from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.web import serve_web
+from hybridkv.store.store import Store
+
+logger = logging.getLogger("hybridkv.daemon")
+
+IDLE_SECONDS = 0.0005
+"""While nobody sends anything, the ceiling is computed in pieces of so long."""
+GENERATION_BITS = 22
+"""The bits above are a life's start in milliseconds, so that later lives give later generations."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
+"""Descriptors that the daemon may need: a socket and a process for each connection, and some."""
+OPEN_SECONDS = 2.0
+"""Tiers have so long, before the first client is heard, to say that a setting can never work."""
+CLOSE_SECONDS = 2.0
+"""A tier's threads have so long at the end to finish what they are writing."""
+
+
+class ServeOptions(NamedTuple):
+    """The settings of `hybridkv serve`."""
+
+    socket_path: Path
+    ram_bytes: int | None
+    """None for as much as an earlier daemon left, or else the default."""
+    metrics_port: int
+    fresh: bool = False
+    """Whether to start empty, even where an earlier daemon left an arena."""
+    eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
+    salt_quota_bytes: int | None = None
+    """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
+    tiers: tuple[TierSpec, ...] = ()
+    """The tiers below RAM, in the order in which they are asked."""
+    node: str = ""
+    """The name of this daemon, in all its lives, among those that use the same tiers."""
+    traces_url: str = ""
+    """The URL of an OpenTelemetry collector; empty to trace nothing."""
+
+
+class DaemonServer:
+    """Owns the sockets, the threads and the arena; runs until `stop`."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        """Open the arena and the tiers, and listen. Raises ConfigError, AlreadyServedError."""
+        make_private_directory(options.socket_path.parent, "socket")
+        self._lock_fd = take_lock(options.socket_path)
+        self._options = options
+        self._selector = selectors.DefaultSelector()
+        self._waker = Waker()
+        self._selector.register(self._waker.reader, selectors.EVENT_READ)
+        self._processes = ProcessWatcher(self._selector)
+        if not self._open(options.fresh):
+            # Whatever the last daemon left, it must not keep this one from serving.
+            self._trailer.release()
+            self._arena.close()
+            self._open(fresh=True)
+            self.daemon.counters["recoveries_failed"] += 1
+        self._listener = listen(options.socket_path)
+        self.clients = ClientSockets(self.daemon, self._selector, self._processes, self._listener)
+        self._asked: deque[Future[Snapshot]] = deque()
+        """Snapshots that other threads wait for."""
+        self._running = True
+        self._keeps_arena = True
+        self._await_tiers()
+        self._reserver = ArenaReserver(self._arena, self.daemon.store, self._waker.wake)
+        state = self.daemon.state
+        if options.metrics_port >= 0:
+            state.metrics_url = serve_web(self._ask, options.metrics_port)
+        self._exporter = self._export() if options.traces_url else None
+        size = format_size(self._arena.slots_bytes)
+        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, state.metrics_url)
+
+    def run(self) -> None:
+        """Serve until `stop`; then remove the socket."""
+        try:
+            while self._running:
+                self.turn()
+        finally:
+            self._close()
+
+    def turn(self) -> None:
+        """Handle whatever is ready."""
+        behind = list(self.clients.behind)
+        ready = self._selector.select(self._patience())
+        for key, events in ready:
+            if isinstance(key.data, Process):
+                self.clients.process_ended(key.data, key.fd)
+            elif key.fileobj is self._waker.reader:
+                self._waker.clear()
+            else:
+                self.clients.serve(key.fileobj, events)
+        for client in behind:
+            self.clients.answer(client, TURN_SECONDS)
+        self._reserver.adopt()
+        self._take_outcomes()
+        while self._asked:
+            self._asked.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
+        if not ready and not behind:
+            self._use_idle_time()
+
+    def stop(self, keep_arena: bool) -> None:
+        """End `run`, and keep the arena for the next daemon or remove it.
+
+        It may be called from signal handlers and other threads.
+        """
+        self._keeps_arena = keep_arena
+        self._running = False
+        self._waker.wake()
+
+    def _use_idle_time(self) -> None:
+        until = time.monotonic() + IDLE_SECONDS if self.daemon.ceiling.has_work else 0.0
+        while self.daemon.ceiling.has_work and time.monotonic() < until:
+            self.daemon.ceiling.work()
+
+    def _patience(self) -> float | None:
+        """Seconds that the loop may sleep; None for any time."""
+        if self.clients.behind or self._runner.outcomes or self.daemon.ceiling.has_work:
+            return 0.0
+        now = time.monotonic()
+        due = min(self.clients.listens_at(now), self.daemon.wakes_at())
+        return None if due == math.inf else max(0.0, due - now)
+
+    def _await_tiers(self) -> None:
+        """Wait a moment for the tiers: a setting that can never work is told at the start."""
+        until = time.monotonic() + OPEN_SECONDS
+        self.daemon.tick(time.monotonic())
+        while any(tier.is_opening for tier in self.daemon.tiers) and time.monotonic() < until:
+            select.select([self._waker.reader], [], [], max(0.0, until - time.monotonic()))
+            self._waker.clear()
+            self._take_outcomes(is_start=True)
+
+    def _take_outcomes(self, is_start: bool = False) -> None:
+        """Take what the tiers' threads did, and send what it answers.
+
+        Raises ConfigError, at the start only.
+        """
+        outcomes, later = self._runner.outcomes, self.daemon.later
+        while outcomes:
+            job, outcome = outcomes.popleft()
+            if is_start and outcome.config:
+                raise outcome.config
+            self.daemon.transferred(job, outcome, time.monotonic())
+        self.daemon.tick(time.monotonic())
+        while later:
+            self.clients.send_to(*later.popleft())
+
+    def _open(self, fresh: bool) -> bool:
+        """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
+        options, boot = self._options, uuid.uuid4().hex
+        self._arena, self._trailer, warm = open_arena(
+            options.socket_path, options.ram_bytes, fresh, boot
+        )
+        memory = self._arena.memory[: self._arena.slots_bytes]
+        first_generation = time.time_ns() // 10**6 << GENERATION_BITS
+        store = Store(
+            memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes
+        )
+        self._runner = TierRunner(options.tiers, options.node, memory, self._waker.wake)
+        sizes = self._arena.size_bytes, self._arena.slots_bytes
+        info = DaemonInfo(boot, str(self._arena.path), *sizes, os.getpid())
+        self.daemon = Daemon(store, info, self._runner.tiers)
+        if not warm:
+            return True
+        try:
+            living = []
+            for known in self._trailer.processes():
+                if self._processes.watch(Process(known.pid, known.started)):
+                    living.append(known)
+                else:
+                    self._trailer.forget(known)
+            self.daemon.recover(living)
+        except Exception:
+            logger.exception("what an earlier daemon left cannot be taken over; starting empty")
+            del self.daemon
+            return False
+        logger.info("took over %d objects, %s", store.objects, format_size(store.committed_bytes))
+        return True
+
+    def _export(self) -> Any:
+        """Export spans. Raises ConfigError where the library is missing, which only this needs."""
+        try:
+            traces = importlib.import_module("hybridkv.observe.traces")
+        except ImportError as error:
+            raise ConfigError(f"traces: {error}", "pip install 'hybridkv[otel]' works") from error
+        exporter = traces.SpanExporter(self._options.traces_url, self._options.node)
+        self.daemon.state.spans = exporter
+        return exporter
+
+    def _ask(self) -> Future[Snapshot]:
+        """A snapshot that the loop makes for another thread."""
+        asked: Future[Snapshot] = Future()
+        self._asked.append(asked)
+        self._waker.wake()
+        return asked
+
+    def _close(self) -> None:
+        self._running = False
+        self._reserver.close()
+        self.clients.close()
+        self._processes.close()
+        have_ended = self._runner.close(CLOSE_SECONDS)
+        if self._exporter is not None:
+            self._exporter.close(CLOSE_SECONDS)
+        self._selector.close()
+        self._listener.close()
+        self._waker.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._options.socket_path.unlink()
+        if not self._keeps_arena:
+            self._arena.unlink()
+        if have_ended:
+            self._arena.close()
+        # Otherwise a thread may still read into the arena, which stays locked until the storage
+        # answers and this process ends. The next daemon makes an arena of its own.
+        os.close(self._lock_fd)
+
+
+def serve(options: ServeOptions) -> None:
+    """Run a daemon until SIGTERM, which keeps the arena for the next one, or SIGINT."""
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        # A message wakes the daemon on its sender's core more often than not. A batch task waits
+        # there until another core is free or the engine pauses; any other would compute its answer
+        # in the middle of the engine's step.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _allow_descriptors()
+    # A signal that comes as soon as the socket is there waits for its handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        server = DaemonServer(options)
+        signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
+        signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    server.run()
+
+
+def _allow_descriptors() -> None:
+    """The usual limit is for programs that use select(), and far below ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

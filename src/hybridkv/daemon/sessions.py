@@ -1,0 +1,313 @@
+"""Sessions of engines, their worker processes, and what ends with them.
+
+A *session* is one greeting of an engine's scheduler. What it holds (write slots and read leases)
+ends with processes, never with a timer. A worker may still copy after its scheduler died, so a
+session whose scheduler is gone ends when each of the engine's worker processes is gone, or has said
+that it copies nothing more for it.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.shm.trailer import WorkerProcess
+from hybridkv.store.index import Namespace, Slot
+from hybridkv.store.store import Store
+from hybridkv.wire import messages as wire
+from hybridkv.wire.protocol import ConnectionState, ErrorCode
+
+SESSIONS_MAX = 1024
+NAMESPACES_MAX = 4096
+
+
+class RequestError(HybridKVError):
+    """A request that is refused with `code`."""
+
+    def __init__(self, code: ErrorCode, message: str = "") -> None:
+        super().__init__(message or code.meaning)
+        self.code = code
+
+
+class Process(NamedTuple):
+    """A client's process; `started` tells it from a later one with the same id.
+
+    A process of another pid namespace has pid 0, and `started` is its connection's number.
+    """
+
+    pid: int
+    started: int
+
+
+class CopyProgress(NamedTuple):
+    """The connection of a worker's process, and the session before which it copies nothing more."""
+
+    connection: int
+    drained: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One greeting of an engine, and what it holds."""
+
+    engine_id: str
+    geometry: Geometry
+    namespace: Namespace
+    engine_connection: int | None
+    number: int = 0
+    """The number of the engine's greeting."""
+    model: wire.WireModel | None = None
+    since: float = 0.0
+    """When it greeted, by the daemon's clock."""
+    leases: dict[int, list[Slot]] = field(default_factory=dict)
+    spans: dict[int, tuple[float, object]] = field(default_factory=dict)
+    """By lease, while spans are exported: when it began, and the span of its lookup."""
+    writing: dict[int, Slot] = field(default_factory=dict)
+    """Granted slots that are not committed, by offset."""
+    writing_bytes: int = 0
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, empty where the engine told none."""
+        return self.model.name if self.model is not None else ""
+
+    def unwritten(self, offset: int, generation: int) -> Slot | None:
+        """The session's granted slot of that offset and generation, if it has one."""
+        slot = self.writing.get(offset)
+        return slot if slot is not None and slot.generation == generation else None
+
+    def takes(self, slot: Slot, group: int) -> bool:
+        """Whether the slot has the shape of an object of that group."""
+        return group < len(self.namespace.shapes) and slot.shape in self.namespace.shapes[group]
+
+
+@dataclass
+class ClientConnection:
+    """One accepted socket, by its number."""
+
+    number: int
+    process: Process
+    state: ConnectionState = ConnectionState.NEW
+    engine_id: str = ""
+    greeted: Session | None = None
+    """The session that it opened; None unless its role is engine."""
+
+    @property
+    def session(self) -> Session:
+        """The session of an engine's connection."""
+        assert self.greeted is not None, "an engine's connection has a session"
+        return self.greeted
+
+
+class Sessions:
+    """Every connection, session, worker process and identity."""
+
+    def __init__(self, store: Store, counters: Counter[str]) -> None:
+        self._store = store
+        self._counters = counters
+        self.connections: dict[int, ClientConnection] = {}
+        self.all: list[Session] = []
+        self._workers: dict[bytes, dict[Process, CopyProgress]] = {}
+        """By the engine's `owner_of`: every process that may copy for it."""
+        self.held: dict[bytes, list[Slot]] = {}
+        """Write slots of an earlier life of the daemon, by the engine that may still write them."""
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.geometries: dict[bytes, tuple[Geometry, str]] = {}
+        """By identity: the geometry of the last engine that greeted with it, and its model."""
+
+    def connect(self, connection_id: int, process: Process | None) -> None:
+        """A socket was accepted; a client without a process ends with its connection."""
+        process = process or Process(0, connection_id)
+        self.connections[connection_id] = ClientConnection(connection_id, process)
+
+    def recover(self, workers: Iterable[WorkerProcess]) -> None:
+        """Take over what an earlier daemon left; `workers` are those of its workers that live."""
+        self.namespaces, writing = self._store.recover()
+        for owner, pid, started in workers:
+            self._workers.setdefault(owner, {})[Process(pid, started)] = CopyProgress(0, 0)
+        for slot in writing:
+            self.held.setdefault(slot.owner, []).append(slot)
+        for owner in list(self.held):
+            self._retire(owner)
+
+    def disconnect(self, connection_id: int) -> None:
+        """A socket is closed; its process may still copy."""
+        connection = self.connections.pop(connection_id)
+        for session in self.all:
+            if session.engine_connection == connection_id:
+                session.engine_connection = None
+        if not connection.process.pid:
+            self.process_ended(connection.process)
+        elif connection.engine_id:
+            owner = owner_of(connection.engine_id)
+            known = self._workers.get(owner, {}).get(connection.process)
+            if (
+                known is not None
+                and known.connection == connection_id
+                and known.drained >= wire.NEVER
+            ):
+                # It does not copy again, however long its process lives.
+                self._forget_worker(owner, connection.process)
+            self._retire(owner)
+
+    def process_ended(self, process: Process) -> None:
+        """A process has ended."""
+        for owner in [owner for owner, workers in self._workers.items() if process in workers]:
+            self._forget_worker(owner, process)
+        for owner in sorted({*self.held, *(owner_of(session.engine_id) for session in self.all)}):
+            self._retire(owner)
+
+    def processes(self) -> set[Process]:
+        """Every process whose end the daemon must be told."""
+        return {process for workers in self._workers.values() for process in workers if process.pid}
+
+    def greet(self, connection: ClientConnection, hello: wire.Hello, now: float) -> None:
+        """Open the session of an engine, or add a worker. Raises RequestError."""
+        if hello.role == ConnectionState.ENGINE:
+            connection.greeted = self._open(connection, hello, now)
+        elif hello.role == ConnectionState.WORKER:
+            owner = owner_of(hello.engine_id)
+            # What the process said before may be of an engine of the same name that has ended. A
+            # worker that only lost its connection says it again.
+            progress = CopyProgress(connection.number, 0)
+            self._workers.setdefault(owner, {})[connection.process] = progress
+            if connection.process.pid:
+                self._store.trailer.remember(WorkerProcess(owner, *connection.process))
+        connection.state = ConnectionState(hello.role)
+        if connection.state is not ConnectionState.CONTROL:
+            connection.engine_id = hello.engine_id
+
+    def identify(self, session: Session, identity: bytes) -> None:
+        """Give a session another identity. Raises RequestError."""
+        try:
+            session.namespace = self._namespace(identity, session.geometry)
+        except RequestError as error:
+            # The bytes are not of the old identity any more, so the connection ends.
+            raise RequestError(ErrorCode.IDENTIFY) from error
+        self._describe(session)
+
+    def drained(self, connection: ClientConnection, request: wire.Drained) -> None:
+        """A worker copies nothing more that was planned before a greeting of its engine."""
+        owner = owner_of(connection.engine_id)
+        workers = self._workers.get(owner, {})
+        known = workers.get(connection.process)
+        if known is not None and known.connection == connection.number:
+            progress = CopyProgress(connection.number, max(known.drained, request.session))
+            workers[connection.process] = progress
+            self._retire(owner)
+
+    def slots(self) -> Iterable[Slot]:
+        """Every slot that has an object."""
+        return chain.from_iterable(one.objects() for one in self.namespaces.values())
+
+    def check(self) -> tuple[Counter[Slot], set[Slot]]:
+        """(pins by leases, slots being written); raises AssertionError where books disagree."""
+        pins: Counter[Slot] = Counter()
+        writing: list[Slot] = []
+        for session in self.all:
+            for slots in session.leases.values():
+                pins.update(slots)
+            own = [*session.writing.values()]
+            assert session.writing_bytes == sum(slot.size_bytes for slot in own)
+            writing += own
+        for slots in self.held.values():
+            writing += slots
+        assert len(set(writing)) == len(writing), "a slot has one writer"
+        return pins, set(writing)
+
+    def _open(self, connection: ClientConnection, hello: wire.Hello, now: float) -> Session:
+        if hello.namespace is None or hello.geometry is None or not hello.engine_id:
+            raise RequestError(ErrorCode.HELLO_INCOMPLETE)
+        try:
+            geometry = wire.geometry_from_wire(hello.geometry)
+        except HybridKVError as error:
+            raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
+        if len(self.all) >= SESSIONS_MAX:
+            raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
+        namespace = self._namespace(hello.namespace, geometry)
+        session = Session(
+            hello.engine_id,
+            geometry,
+            namespace,
+            connection.number,
+            hello.session,
+            hello.model,
+            now,
+        )
+        self._describe(session)
+        self.all.append(session)
+        return session
+
+    def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
+        gids = tuple(group.gid for group in geometry.groups)
+        shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
+        prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)
+        known = self.namespaces.get(identity)
+        if known is not None and not known.shapes:
+            self._store.regroup(known, Namespace(identity, gids, shapes, prefixes))
+        if known is None:
+            if len(self.namespaces) >= NAMESPACES_MAX:
+                self._forget_namespaces()
+            known = self.namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
+        if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
+            raise RequestError(ErrorCode.IDENTITY)
+        return known
+
+    def _forget_namespaces(self) -> None:
+        """Forget identities that have neither objects nor sessions."""
+        used = {session.namespace.identity for session in self.all}
+        for identity, namespace in list(self.namespaces.items()):
+            if not namespace.entries and identity not in used:
+                self.namespaces.pop(identity).is_current = False
+        self.geometries = {
+            identity: told
+            for identity, told in self.geometries.items()
+            if identity in self.namespaces
+        }
+
+    def _describe(self, session: Session) -> None:
+        """Keep an identity's geometry and model, also where a later engine names no model."""
+        _, model = self.geometries.get(session.namespace.identity, (None, ""))
+        described = session.geometry, session.model_name or model
+        self.geometries[session.namespace.identity] = described
+
+    def _forget_worker(self, owner: bytes, process: Process) -> None:
+        del self._workers[owner][process]
+        if process.pid:
+            self._store.trailer.forget(WorkerProcess(owner, *process))
+        if not self._workers[owner]:
+            del self._workers[owner]
+
+    def _retire(self, owner: bytes) -> None:
+        """End what an engine held in earlier sessions and lives, if no worker can touch it."""
+        workers = self._workers.get(owner, {}).values()
+        drained = min((worker.drained for worker in workers), default=None)
+        sessions = [session for session in self.all if owner_of(session.engine_id) == owner]
+        # Greetings are counted by the engine, so every one of this life is later than those of an
+        # earlier one.
+        present = max((session.number for session in sessions), default=0)
+        if drained is None or drained >= wire.NEVER or 0 < present <= drained:
+            for slot in self.held.pop(owner, ()):
+                self._store.free(slot)
+        for session in sessions:
+            may_copy = drained is not None and drained <= session.number
+            if session.engine_connection is not None or may_copy:
+                continue
+            for slots in session.leases.values():
+                self._store.unpin(slots)
+            for slot in session.writing.values():
+                self._store.free(slot)
+            self.all.remove(session)
+            self._counters["sessions_ended"] += 1
+
+
+@lru_cache(maxsize=SESSIONS_MAX)
+def owner_of(engine_id: str) -> bytes:
+    """The HASH_BYTES that name an engine in the arena."""
+    return hashlib.sha256(engine_id.encode()).digest()

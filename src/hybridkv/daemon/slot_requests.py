@@ -1,0 +1,177 @@
+"""Requests about slots: reserve, commit, free, report corrupt ones, and clear."""
+
+from array import array
+from itertools import islice
+from typing import NamedTuple
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import U64, pack_u64, unpack_u64
+from hybridkv.daemon.sessions import ClientConnection, RequestError, Session, owner_of
+from hybridkv.daemon.state import DaemonState
+from hybridkv.shm.slots import SlotState, slot_bytes
+from hybridkv.store.index import Slot
+from hybridkv.tiers.jobs import JobKind, TierJob
+from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import CHANGES_MAX
+from hybridkv.wire.protocol import ErrorCode
+
+SESSION_SHARE = 4
+"""One session may hold 1/4 of the arena in unwritten slots, all sessions together half of it."""
+NO_PARENT = bytes(HASH_BYTES)
+
+
+def reserve(
+    state: DaemonState, connection: ClientConnection, request: wire.Reserve
+) -> wire.Reserved:
+    """Grant write slots."""
+    session = connection.session
+    shape = request.part_bytes, request.parts
+    if not any(shape in shapes for shapes in session.namespace.shapes):
+        parts = f"{request.parts} parts of {request.part_bytes} bytes"
+        raise RequestError(ErrorCode.PART_BYTES, f"no group of this engine has objects of {parts}")
+    size = slot_bytes(*shape)
+    room = min(
+        state.info.slots_bytes // SESSION_SHARE - session.writing_bytes,
+        state.info.slots_bytes // 2 - state.store.writing_bytes,
+    )
+    wanted = min(request.count, CHANGES_MAX)
+    count = min(wanted, max(0, room) // size)
+    slots = state.store.grant(shape, count, owner_of(session.engine_id))
+    session.writing.update((slot.offset, slot) for slot in slots)
+    session.writing_bytes += size * len(slots)
+    state.counters["slots_granted"] += len(slots)
+    state.counters["slots_short"] += wanted - len(slots)
+    return wire.Reserved(request.id, *shape, *pack_slots(slots), state.store.extents.limit_bytes)
+
+
+class _Object(NamedTuple):
+    """One row of a commit; `slot` is None where the session does not hold it."""
+
+    slot: Slot | None
+    group: int
+    chunk_hash: bytes
+    parent: bytes
+    interior: int
+    tenant: int
+
+
+def commit(state: DaemonState, connection: ClientConnection, request: wire.Commit) -> None:
+    """Make objects of written slots. Raises RequestError before anything is changed."""
+    session = connection.session
+    written: list[_Object] = []
+    for row in _rows(session, request):
+        if row.slot is None or session.writing.pop(row.slot.offset, None) is None:
+            state.counters["commits_unknown"] += 1
+            is_stored = False
+        else:
+            written.append(row)
+            is_stored = _store(state, session, row, row.slot)
+        if not is_stored:
+            state.subscriptions.missing(session.engine_connection, row.chunk_hash, row.group)
+    state.counters["tokens_stored"] += request.tokens
+    hashes = b"".join(row.chunk_hash for row in written)
+    groups = [row.group for row in written]
+    state.ceiling.stored(session.namespace.identity, groups, hashes)
+
+
+def _store(state: DaemonState, session: Session, row: _Object, slot: Slot) -> bool:
+    """Whether the slot became a new object."""
+    session.writing_bytes -= slot.size_bytes
+    parent = b"" if row.parent == NO_PARENT else row.parent
+    name = row.group, row.chunk_hash, parent
+    if not state.store.commit(slot, session.namespace, *name, bool(row.interior), row.tenant):
+        return False
+    state.counters["objects_stored"] += 1
+    state.counters["bytes_stored"] += slot.part_bytes * slot.parts
+    state.demotion.stored((slot,))
+    return True
+
+
+def _rows(session: Session, request: wire.Commit) -> list[_Object]:
+    """The objects of a commit, checked. Raises RequestError."""
+    refs = _pairs(request.offsets, request.generations)
+    count, hashes = len(refs), request.hashes
+    if count * HASH_BYTES != len(hashes):
+        raise RequestError(ErrorCode.COMMIT, f"{count} slots with {len(hashes)} bytes of hashes")
+    groups = _for_each(request.groups, count)
+    tenants = _for_each(request.tenants or bytes(U64), count)
+    interior = request.interior or bytes(count)
+    parents = request.parents or bytes(len(hashes))
+    if len(parents) == HASH_BYTES:
+        parents = (parents + hashes)[: len(hashes)]
+    lengths = {len(groups), len(tenants), len(interior), len(parents) / HASH_BYTES}
+    if lengths != {count}:
+        message = f"{count} slots with more or less of what belongs to them"
+        raise RequestError(ErrorCode.COMMIT, message)
+    rows = [
+        _Object(session.unwritten(*ref), *row)
+        for ref, *row in zip(
+            refs, groups, _cut(hashes), _cut(parents), interior, tenants, strict=True
+        )
+    ]
+    for row in rows:
+        if row.slot is not None and not session.takes(row.slot, row.group):
+            raise RequestError(
+                ErrorCode.COMMIT,
+                f"a slot of (bytes, parts) {row.slot.shape} is no object of group {row.group}",
+            )
+    return rows
+
+
+def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -> None:
+    """Take write slots back unused."""
+    session = connection.session
+    for offset, generation in _pairs(request.offsets, request.generations):
+        slot = session.unwritten(offset, generation)
+        if slot is not None:
+            del session.writing[offset]
+            session.writing_bytes -= slot.size_bytes
+            state.store.free(slot)
+
+
+def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.ReportCorrupt) -> None:
+    """Drop objects whose bytes were proven wrong."""
+    for offset, generation in _pairs(request.offsets, request.generations):
+        slot = state.store.get(offset, generation)
+        if slot is not None and slot.state is SlotState.COMMITTED:
+            if (entry := slot.entry) is not None:
+                state.ceiling.lost(entry.namespace.identity, slot.group_index, entry.chunk_hash)
+            state.store.drop(slot)
+            state.counters["objects_condemned"] += 1
+
+
+def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.Done:
+    """Drop at most CHANGES_MAX objects, and have tiers below RAM remove theirs if asked to."""
+    for tier in state.tiers if request.tiers else ():
+        if tier.is_open and tier.has_thread(JobKind.CLEAR):
+            tier.submit(TierJob(JobKind.CLEAR, tier.number), state.now)
+    state.ceiling.cleared()
+    slots = list(islice(state.sessions.slots(), CHANGES_MAX))
+    for slot in slots:
+        state.store.drop(slot)
+    return wire.Done(request.id, len(slots))
+
+
+def pack_slots(slots: list[Slot]) -> tuple[bytes, bytes]:
+    """(offsets, generations) as messages have them."""
+    return pack_u64([slot.offset for slot in slots]), pack_u64([slot.generation for slot in slots])
+
+
+def _cut(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+
+
+def _for_each(packed: bytes, count: int) -> "array[int]":
+    """Numbers; a single one is that of all `count` things."""
+    try:
+        numbers = unpack_u64(packed)
+    except ValueError as error:
+        raise RequestError(ErrorCode.PACKED, f"broken list of numbers: {error}") from error
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def _pairs(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:
+    try:
+        return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
+    except ValueError as error:
+        raise RequestError(ErrorCode.PACKED, f"broken list of slots: {error}") from error

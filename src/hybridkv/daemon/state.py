@@ -1,0 +1,59 @@
+"""What the daemon knows. The handlers change it, and the view reads it."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybridkv.daemon.sessions import Sessions
+from hybridkv.daemon.subscriptions import Subscriptions
+from hybridkv.observe.ceiling import HitRateCeiling
+from hybridkv.observe.histogram import Histogram
+from hybridkv.observe.history import RequestHistory
+from hybridkv.observe.spans import SpanSink
+from hybridkv.store.store import Store
+from hybridkv.tiers.demotion import Demotion
+from hybridkv.tiers.promotion import Promotion
+from hybridkv.tiers.state import TierState
+from hybridkv.wire.messages import Reply
+
+
+class DaemonInfo(NamedTuple):
+    """What a Welcome tells of the daemon."""
+
+    boot: str
+    arena_path: str
+    arena_bytes: int
+    """The size of the arena's file."""
+    slots_bytes: int
+    """The size of the part that has the slots."""
+    pid: int
+
+
+class DaemonState:
+    """The daemon's parts and counters; `tiers` are those below RAM, the fastest first."""
+
+    def __init__(self, info: DaemonInfo, store: Store, tiers: Sequence[TierState]) -> None:
+        self.info = info
+        self.store = store
+        self.tiers = tiers
+        self.counters: Counter[str] = Counter()
+        """Counts of metrics without a label."""
+        self.labelled: Counter[tuple[str, str]] = Counter()
+        """Counts by (metric, label)."""
+        self.sessions = Sessions(store, self.counters)
+        self.demotion = Demotion(store, tiers)
+        self.promotion = Promotion(store, tiers)
+        self.subscriptions = Subscriptions()
+        store.on_change = self.subscriptions.object_changed
+        self.history = RequestHistory()
+        self.ceiling = HitRateCeiling()
+        self.waits = Histogram()
+        """Seconds that lookups waited for tiers."""
+        self.spans: SpanSink | None = None
+        """Where spans go, if they are exported."""
+        self.metrics_url = ""
+        """The URL of /metrics; empty where no pages are served."""
+        self.later: deque[tuple[int, Reply]] = deque()
+        """(connection, message) of what is to be sent beside the replies to requests."""
+        self.now = 0.0
+        """When the last event came, by the daemon's clock."""

@@ -1,0 +1,110 @@
+"""What vLLM makes of a configuration, asked of a child: hybridkv.lab.configuration_child."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from hybridkv.core.capacity import ConfigPreview, GroupPreview
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Finding
+from hybridkv.core.settings import Settings
+from hybridkv.core.state_boundaries import StateRule
+from hybridkv.lab.child import AnsweringChild, log_tail
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.wire.messages import WireEngine, geometry_from_wire
+
+PREVIEW_SECONDS_MAX = 600.0
+PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+"""Defaults for the child; what the user has set wins."""
+
+
+@dataclass
+class ConfigReport:
+    """What the child found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    preview: ConfigPreview | None = None
+    settings: Settings = Settings()
+    transfer_named: bool = False
+    """Whether the arguments had a `--kv-transfer-config` with our connector."""
+    identity: str = ""
+    """The namespace that the engine will have, in hex."""
+    facts: dict[str, str] = field(default_factory=dict)
+    unreadable: str = ""
+    """Why vLLM cannot read the arguments at all; then nothing else is known."""
+
+
+def inspect_arguments(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> ConfigReport:
+    """What `vllm serve` with these arguments would be; raises ConfigError where it is none."""
+    with tempfile.TemporaryFile() as log:
+        module, variables = "hybridkv.lab.configuration_child", (PREVIEW_ENVIRONMENT, environment)
+        with AnsweringChild(module, arguments, log, *variables) as child:
+            try:
+                answer = child.receive(PREVIEW_SECONDS_MAX)
+            except TimeoutError as error:
+                child.close(0.0)
+                raise HybridKVError(
+                    f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
+                ) from error
+            if answer is None:
+                status = child.wait()
+                log.seek(0)
+                raise HybridKVError(f"vLLM ended with status {status}:\n{log_tail(log.read())}")
+    report = msgspec.json.decode(answer, type=ConfigReport)
+    if report.unreadable:
+        raise ConfigError(report.unreadable, "vllm serve --help=all lists what works")
+    return report
+
+
+def inspect_model(model: str | None, vllm_arguments: Sequence[str]) -> ConfigReport:
+    """As `inspect_arguments`, of a model directory, a hub name or a bundled tiny model.
+
+    With None, the arguments name the model.
+    """
+    name = model or ""
+    bundled = bundled_models().get(name)
+    words = [*bundled_arguments(name), *vllm_arguments] if bundled else vllm_arguments
+    named = [] if model is None else [str(bundled or model)]
+    environment = bundled_environment(name) if bundled else None
+    report = inspect_arguments([*named, *serve_arguments(words)], environment)
+    if report.preview is not None and model is not None:
+        report.preview = replace(report.preview, model=model)
+    return report
+
+
+def serve_arguments(words: Sequence[str]) -> list[str]:
+    """The arguments of a command line that may begin with "vllm serve"."""
+    rest = list(words)
+    for word in ("vllm", "serve"):
+        if rest[:1] == [word]:
+            rest = rest[1:]
+    return rest
+
+
+def preview_of(engine: WireEngine) -> ConfigPreview:
+    """What the daemon knows of an engine that is connected."""
+    geometry, model = geometry_from_wire(engine.geometry), engine.model
+    layers = model.layers if model else []
+    return ConfigPreview(
+        model.name if model else engine.engine_id,
+        model.max_model_len if model else 0,
+        model.kv_dtype if model else "unknown",
+        geometry.ranks,
+        tuple(
+            GroupPreview(
+                group.gid,
+                str(group.kind),
+                group.tokens_per_block,
+                layers[index] if index < len(layers) else 0,
+                group.block_bytes,
+                group.window_tokens,
+            )
+            for index, group in enumerate(geometry.groups)
+        ),
+        geometry,
+        StateRule(model.retention_tokens, model.step_tokens) if model else StateRule(),
+    )

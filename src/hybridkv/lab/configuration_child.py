@@ -1,0 +1,192 @@
+"""The child behind `hybridkv plan` and `doctor`: vLLM's configuration is read, and not served.
+
+It answers once, with a ConfigReport. The arguments after the descriptor are those of `vllm serve`.
+"""
+
+import contextlib
+import copy
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import msgspec
+from pydantic import ValidationError
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.triton_utils import triton
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from hybridkv.core.capacity import length_finding, state_findings
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Verdict, fail, failure, ok
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import fingerprint
+from hybridkv.lab.child import answering
+from hybridkv.lab.configuration import ConfigReport
+from hybridkv.multi.children import check_hma, child_specs, parse_multi
+from hybridkv.vllm.identity import identity_facts
+from hybridkv.vllm.preflight import (
+    CONNECTOR,
+    SEVERAL,
+    config_findings,
+    group_findings,
+    settings_of,
+    state_rule,
+    transfer_findings,
+)
+from hybridkv.vllm.preview import EnginePreview, describe, geometry_of, preview_engine
+
+logger = logging.getLogger("vllm.hybridkv")
+
+_TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
+"""Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
+_FACTS_SHOWN = (
+    *("weights", "dtype", "kv_dtype", "quantization", "parallel", "layout", "chunk", "abi", "hash"),
+)
+
+
+class UnreadableError(Exception):
+    """vLLM's own parser refuses the arguments."""
+
+
+def inspect(arguments: list[str]) -> ConfigReport:
+    """Everything that can be known of an engine before it is served."""
+    if "HYBRIDKV_SHIMS" in os.environ:
+        # Of a bundled model: as the engine's process does, before vLLM asks the platform.
+        importlib.import_module("hybridkv.lab.shims")
+    if not hasattr(triton, "set_allocator"):
+        # vLLM's stand-in where there is no Triton backend; some models ask for it while built.
+        triton.set_allocator = lambda allocate: None
+    report = ConfigReport()
+    try:
+        parsed = _parser().parse_args(arguments)
+    except UnreadableError as error:
+        return ConfigReport(unreadable=str(error))
+    if parsed.model_tag is not None:
+        parsed.model = parsed.model_tag
+    parsed.kv_transfer_config = _transfer(parsed.kv_transfer_config, report)
+    asked, usage = AsyncEngineArgs.from_cli_args, UsageContext.OPENAI_API_SERVER
+    config = _guarded("vllm arguments", report, lambda: asked(parsed).create_engine_config(usage))
+    if config is None:
+        return report
+    seen = _as_children_see_it(config, report)
+    for child, says_something in seen:
+        report.findings += [one for one in config_findings(child) if says_something(one.check)]
+    config = seen[0][0]
+    with contextlib.suppress(ConfigError):
+        report.settings = settings_of(config)
+    engine = _guarded("KV cache groups", report, lambda: preview_engine(config))
+    if engine is not None:
+        _judge_cache(config, engine, report)
+    return report
+
+
+def _parser() -> FlexibleArgumentParser:
+    def refuse(message: str) -> NoReturn:
+        raise UnreadableError(message)
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser.error = refuse
+    return parser
+
+
+def _as_children_see_it(
+    config: Any, report: ConfigReport
+) -> list[tuple[Any, Callable[[str], bool]]]:
+    """The configuration as each HybridKVConnector sees it, the first one's for all that follows.
+
+    With each whether a check says something of it that was not said yet.
+    """
+    if not report.transfer_named:
+        return [(config, lambda check: check not in _TRANSFER_CHECKS)]
+    if config.kv_transfer_config.kv_connector != SEVERAL:
+        return [(config, lambda check: True)]
+
+    def inside() -> list[Any]:
+        try:
+            parse_multi(config.kv_transfer_config.kv_connector_extra_config)
+            check_hma(config)
+            return list(child_specs(config))
+        except (ConfigError, TypeError) as error:
+            report.findings.append(failure("connectors", error))
+            return []
+
+    specs = _guarded("connectors", report, inside) or []
+    if specs:
+        report.findings.append(ok("connectors", ", ".join(spec.name for spec in specs)))
+    ours = [spec.config for spec in specs if spec.connector.__name__ == CONNECTOR["kv_connector"]]
+    if not ours:
+        one = copy.copy(config)
+        one.kv_transfer_config = KVTransferConfig(**CONNECTOR)
+        return [(one, lambda check: check not in _TRANSFER_CHECKS)]
+    others = ((child, _TRANSFER_CHECKS.__contains__) for child in ours[1:])
+    return [(ours[0], lambda check: True), *others]
+
+
+def _transfer(given: Any, report: ConfigReport) -> Any:
+    """The given `--kv-transfer-config`, or the one that works where it names something else."""
+    findings = list(transfer_findings(given))
+    report.findings += findings
+    report.transfer_named = not any(finding.verdict is Verdict.FAIL for finding in findings)
+    return given if report.transfer_named else KVTransferConfig(**CONNECTOR)
+
+
+def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
+    """What `make` returns; None and a FAIL in vLLM's words where that refuses in any way."""
+    try:
+        return make()
+    except Exception as error:
+        logger.exception("hybridkv: vLLM refuses")
+        what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        lines = [line.strip() for line in what.splitlines() if line.strip()]
+        said = lines[0] if lines else type(error).__name__
+        report.findings.append(fail(check, f"vLLM says: {said}"))
+        return None
+
+
+def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> None:
+    """Add what the groups and layouts tell: preview, geometry, identity."""
+    groups = list(group_findings(engine.kv_cache_config, config.speculative_config))
+    report.findings += groups
+    geometry: Geometry | None = None
+    if not any(finding.verdict is Verdict.FAIL for finding in groups):
+        try:
+            geometry = geometry_of(engine, report.settings.hybrid_chunk_size)
+        except HybridKVError as error:
+            report.findings.append(failure("chunk", error))
+    report.preview = describe(config, engine, geometry)
+    if geometry is None:
+        return
+    chunk, alignment = geometry.chunk_tokens, geometry.alignment_tokens
+    report.findings += [
+        ok("chunk", f"{chunk} tokens; hits are aligned to {alignment}"),
+        length_finding(geometry, config.model_config.max_model_len),
+        *state_findings(geometry, state_rule(config)),
+    ]
+    try:
+        facts = identity_facts(
+            config, engine.kv_cache_config, geometry, engine.layouts, report.settings
+        )
+    except HybridKVError as error:
+        report.findings.append(failure("identity", error))
+        return
+    report.identity = fingerprint(facts).hex()
+    report.facts = {
+        key: msgspec.json.encode(facts[key]).decode() for key in _FACTS_SHOWN if key in facts
+    }
+    report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
+
+
+def main() -> None:
+    """Answer once."""
+    with answering() as answer:
+        answer(msgspec.to_builtins(inspect(sys.argv[2:])))
+
+
+if __name__ == "__main__":
+    main()

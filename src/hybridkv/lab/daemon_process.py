@@ -1,0 +1,94 @@
+"""A daemon of one's own, as `hybridkv serve` runs it, for a proof, a measurement or a test."""
+
+import contextlib
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.client.spawn import ANSWER_SECONDS, RETRY_SECONDS, daemon_command, refusal
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import unpack_u64
+from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Reserve, Reserved, geometry_to_wire
+
+START_SECONDS = 20.0
+STOP_SECONDS = 20.0
+
+
+class DaemonProcess:
+    """A daemon on a socket, which can be killed and started again; a context manager."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        ram: str | None,
+        metrics_port: int = -1,
+        fresh: bool = False,
+        options: Sequence[str] = (),
+    ) -> None:
+        self.socket_path = socket_path
+        sized = [] if ram is None else ["--ram", ram]
+        self._options = [*sized, "--metrics-port", str(metrics_port), *options]
+        self._options += ["--fresh"] if fresh else []
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "DaemonProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(STOP_SECONDS)
+        for arena in stale_arenas(Path(self.socket_path)):
+            arena.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Return when it answers; raises ConfigError in its own words where it cannot run."""
+        with tempfile.TemporaryFile() as log:
+            command = daemon_command(self.socket_path, self._options)
+            self.process = subprocess.Popen(command, stderr=log)
+            deadline = time.monotonic() + START_SECONDS
+            while time.monotonic() < deadline:
+                try:
+                    with ControlClient(self.socket_path, ANSWER_SECONDS):
+                        return
+                except DaemonUnreachableError:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self.process.wait(RETRY_SECONDS)
+                        raise refusal(log) from None
+        raise HybridKVError(f"the daemon did not answer within {START_SECONDS:g} s")
+
+    def kill(self) -> None:
+        """End it with -9."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """End it as a service manager does, with its cache kept; returns its exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(STOP_SECONDS)
+
+
+def engine_hello(geometry: Geometry) -> Hello:
+    """The greeting of an engine that only measures."""
+    identity = bytes(HASH_BYTES)
+    return Hello(1, PROTOCOL_VERSION, "engine", "bench", identity, geometry_to_wire(geometry))
+
+
+def reserve(control: ControlClient, part_bytes: int, count: int) -> Iterator[Reserved]:
+    """Grants of the daemon that hold `count` slots of one part together."""
+    while count > 0:
+        granted = control.call(Reserve(7, part_bytes, 1, count))
+        assert isinstance(granted, Reserved)
+        count -= len(unpack_u64(granted.offsets))
+        yield granted

@@ -1,0 +1,176 @@
+"""The judgement of `hybridkv verify`: a measured arm next to what the engine alone answers.
+
+The oracle is the engine's own prefix-cache hit of the same length. A full recompute may differ in
+the last bits, because a kernel may take another numeric path when part of the prompt is cached.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridkv.lab.engine_process import NotServed
+
+NOISE_FACTOR = 4.0
+NOISE_MIN = 1e-3
+"""The preempted arm may be so many times farther from its oracle than the engine itself is.
+
+A resumed request runs in another batch and from another boundary than a prompt alone, so last bits
+differ. In a 16-bit model with experts they decide which expert is taken, and answers differ
+altogether, with a connector or without.
+"""
+
+
+@dataclass
+class VerifyArm:
+    """One row of the proof."""
+
+    name: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    expected_external_tokens: int = 0
+    ttft_ms: float = 0.0
+    slowest_decode_step_ms: float = 0.0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    oracle: str = "-"
+    same_tokens: bool | None = None
+    same_logprobs: bool | None = None
+    """None where the engine's own answers differ from run to run. In the preempted arm "the same"
+    is within a tolerance."""
+    same_bytes: bool | None = None
+    """None where nothing was restored."""
+    ok: bool = False
+    preemptions: int = 0
+    not_served: NotServed | None = None
+    """Why no engine has served this arm; then nothing of it was measured or compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of the prompts of one arm."""
+
+    name: str
+    prompt_tokens: int
+    results: Sequence[Mapping[str, Any]]
+    """The engine's answers, as hybridkv.lab.runner gives them."""
+    delta: Mapping[str, int]
+    """By how much each of the daemon's counters grew."""
+    expected: int | None = 0
+    """Tokens that must come from the connector; None where chance decides."""
+    local: int = 0
+    """Tokens that the engine's own cache has."""
+
+    def row(self, **judged: Any) -> VerifyArm:
+        """The arm with its measures, and with what was judged."""
+        first = self.results[0]
+        return VerifyArm(
+            **{"name": self.name, "prompt_tokens": self.prompt_tokens, **judged},
+            ttft_ms=max(result["ttft_seconds"] for result in self.results) * 1e3,
+            slowest_decode_step_ms=first["slowest_decode_step_seconds"] * 1e3,
+            bytes_stored=self.delta.get("bytes_stored", 0),
+            bytes_loaded=self.delta.get("bytes_loaded", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswers:
+    """The engine's answers without a connector: computed, and from its own prefix cache."""
+
+    computed: Mapping[str, Any]
+    local_hit: Mapping[str, Any]
+    split_hit: Mapping[str, Any]
+    """A hit on a prompt that was computed in two parts, as in the mixed arm."""
+    alone: Sequence[Mapping[str, Any]]
+    """The prompts of the preempted arm, each computed alone."""
+    noise: float
+    """How far these are from the engine's own answers where it preempts."""
+
+
+def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
+    """Whether an arm had the expected hit, and the answer and the bytes of its oracle."""
+    (result,) = measured.results
+    external, expected = measured.delta.get("tokens_loaded", 0), measured.expected
+    hit = result["cached_tokens"]
+    # A failed load is computed after all, but the engine still reports its tokens as cached.
+    right_hit = expected is None or (external == expected and hit == expected + measured.local)
+    mixed = reference.split_hit if measured.local else reference.local_hit
+    oracle = mixed if external else reference.computed
+    failed = measured.delta.get("loads_failed", 0)
+    same_bytes = failed == 0 if external or failed else None
+    same_tokens = result["tokens"] == oracle["tokens"]
+    same_logprobs = result["logprobs"] == oracle["logprobs"]
+    return measured.row(
+        cached_tokens=hit,
+        external_tokens=external,
+        expected_external_tokens=external if expected is None else expected,
+        oracle="own prefix cache" if external else "computed",
+        same_tokens=same_tokens,
+        same_logprobs=same_logprobs,
+        same_bytes=same_bytes,
+        ok=right_hit and same_tokens and same_logprobs and same_bytes is not False,
+    )
+
+
+def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
+    """Whether requests that were preempted had a hit of a chunk, and nearly right answers."""
+    tolerance = max(NOISE_MIN, NOISE_FACTOR * reference.noise)
+    preemptions = measured.results[0]["preemptions"]
+    external = measured.delta.get("tokens_loaded", 0)
+    expected = measured.expected or 0
+    same_bytes = measured.delta.get("loads_failed", 0) == 0
+    distance = deviation(measured.results, reference.alone)
+    close = distance <= tolerance if math.isfinite(tolerance) else None
+    oracle = f"computed alone, {distance:.1g} of {tolerance:.1g}"
+    return measured.row(
+        name=f"{measured.name} {preemptions} times",
+        external_tokens=external,
+        expected_external_tokens=max(external, expected),
+        oracle="bytes: itself differs" if close is None else oracle,
+        same_tokens=close,
+        same_logprobs=close,
+        same_bytes=same_bytes,
+        ok=preemptions > 0 and external >= expected and close is not False and same_bytes,
+        preemptions=preemptions,
+    )
+
+
+def judge_reference(prompt_tokens: int, expected: int, reference: ReferenceAnswers) -> VerifyArm:
+    """Whether the engine's own cache gives what the engine computes, and hits `expected` tokens."""
+    computed, local_hit = reference.computed, reference.local_hit
+    hit = local_hit["cached_tokens"]
+    return Measured("no connector", prompt_tokens, [computed], {}).row(
+        cached_tokens=hit,
+        oracle="itself",
+        same_tokens=local_hit["tokens"] == computed["tokens"],
+        same_logprobs=local_hit["logprobs"] == computed["logprobs"],
+        ok=hit == expected and computed["finish_reason"] == "length",
+    )
+
+
+def deviation(results: Sequence[Mapping[str, Any]], oracles: Sequence[Mapping[str, Any]]) -> float:
+    """The largest deviation of any result."""
+    return max(
+        one_deviation(result, oracle) for result, oracle in zip(results, oracles, strict=True)
+    )
+
+
+def one_deviation(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> float:
+    """The largest difference of a log-probability up to the first token that differs.
+
+    There it is how much likelier the oracle's token is than the result's; what follows answers
+    another text.
+    """
+    worst: float = 0.0
+    for token, mine, other, theirs in zip(
+        result["tokens"], result["logprobs"], oracle["tokens"], oracle["logprobs"], strict=True
+    ):
+        known: dict[int, float] = dict(theirs)
+        if token not in known or other not in dict(mine):
+            return math.inf
+        worst = max(worst, *(abs(value - known[name]) for name, value in mine if name in known))
+        if token != other:
+            worst = max(worst, known[other] - known[token])
+            break
+    return worst

@@ -1,0 +1,343 @@
+"""A trace of prompts against the real store: what a cache of some size would have hit.
+
+Nothing but the index, the slots and the eviction is there; of every object only the page with its
+header is touched, and sizes are divided so that the smallest object takes a few pages. Prompts come
+one after the other and are stored as soon as they were looked up, as by one engine that is never
+busy.
+"""
+
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from hybridkv.core.capacity import ConfigPreview
+from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.sizes import format_size
+from hybridkv.core.state_boundaries import StateRule, state_ends
+from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.store.index import IndexEntry, Namespace
+from hybridkv.store.store import Store
+
+BLOCK_TOKENS = 512
+"""Tokens in a block of the public Mooncake traces."""
+SIZES = 6
+"""The number of sizes that are tried where none is named."""
+CHUNKS_PER_STEP = 64
+"""Chunks whose objects are stored together, group by group, as after a step of the engine."""
+PAGES_MIN = 8
+"""Pages of the smallest object: rounding its size to pages distorts it by an eighth at most."""
+MAP_NORESERVE = 0x4000
+"""A flag of Linux that the module `mmap` lacks. Most of the memory is never touched."""
+
+
+class _TraceLine(msgspec.Struct):
+    """A line of a trace, as far as it is read."""
+
+    input_length: int
+    hash_ids: list[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
+
+
+@dataclass(frozen=True, slots=True)
+class TracePrompt:
+    """One request of a trace."""
+
+    tokens: int
+    blocks: Sequence[int]
+    """A number for each started block of its tokens; it covers all blocks before it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayHits:
+    """What a cache had of a trace, or of one prompt."""
+
+    prompts: int = 0
+    prompts_hit: int = 0
+    tokens: int = 0
+    tokens_hit: int = 0
+    evicted: int = 0
+    """The number of objects that were evicted."""
+
+    def __add__(self, other: "ReplayHits") -> "ReplayHits":
+        """Both."""
+        return ReplayHits(
+            self.prompts + other.prompts,
+            self.prompts_hit + other.prompts_hit,
+            self.tokens + other.tokens,
+            self.tokens_hit + other.tokens_hit,
+            self.evicted + other.evicted,
+        )
+
+    @property
+    def rate(self) -> float:
+        """The share of the tokens that were hit."""
+        return self.tokens_hit / self.tokens if self.tokens else 0.0
+
+
+class ReplayModel:
+    """The objects of a prompt, for one model and the blocks of one trace.
+
+    Chunks are made as long as the trace's blocks, since it tells no more, but not where a group is
+    recurrent: its states stand at the ends of the engine's own chunks.
+    """
+
+    def __init__(self, geometry: Geometry, rule: StateRule, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        recurrent = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
+        fine = 1 if recurrent else -(-block_tokens // geometry.chunk_tokens)
+        self.geometry = replace(geometry, chunk_tokens=geometry.chunk_tokens * fine)
+        self._rule = rule
+        # A long chunk has what its short ones have: their windows too.
+        self._bytes = [
+            [
+                sum(
+                    slot_bytes(size, geometry.parts(group))
+                    for chunk in range(at * fine, (at + 1) * fine)
+                    if (size := part_bytes(geometry, group, chunk))
+                )
+                for at in range(len(stored_counts(self.geometry, group)))
+            ]
+            for group in self.geometry.groups
+        ]
+        """Arena bytes of an object, by group and chunk of the group's period."""
+
+    def hashes(self, prompt: TracePrompt) -> list[bytes]:
+        """The hashes of its whole chunks. One that ends inside a block differs with that block."""
+        chunk, block = self.geometry.chunk_tokens, self.block_tokens
+        ends = range(chunk, prompt.tokens + 1, chunk)
+        return [
+            (prompt.blocks[(end - 1) // block] << 32 | end % block).to_bytes(
+                HASH_BYTES, "little", signed=True
+            )
+            for end in ends
+        ]
+
+    def objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
+        """By group, the bytes of each object by chunk: all that is stored of so many chunks."""
+        objects: list[dict[int, int]] = []
+        for index, group in enumerate(self.geometry.groups):
+            period = self._bytes[index]
+            there: Iterable[int] = range(chunks)
+            if group.kind is GroupKind.RECURRENT:
+                ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
+                there = [end // self.geometry.chunk_tokens - 1 for end in ends]
+            objects.append(
+                {chunk: size for chunk in there if (size := period[chunk % len(period)])}
+            )
+        return objects
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The size of the smallest object."""
+        return min(size for sizes in self._bytes for size in sizes if size)
+
+
+class UnlimitedCache:
+    """A cache that evicts nothing."""
+
+    def __init__(self, model: ReplayModel) -> None:
+        self._model = model
+        self._seen: list[set[bytes]] = [set() for _ in model.geometry.groups]
+        self.stored_bytes = 0
+
+    def serve(self, prompt: TracePrompt) -> ReplayHits:
+        """Look the prompt up, then store it."""
+        model = self._model
+        hashes = model.hashes(prompt)
+        masks = [bytes(chunk_hash in seen for chunk_hash in hashes) for seen in self._seen]
+        hit = _hit(model, prompt, masks)
+        for index, sizes in enumerate(model.objects(prompt, len(hashes))):
+            for chunk, size in sizes.items():
+                if hashes[chunk] not in self._seen[index]:
+                    self._seen[index].add(hashes[chunk])
+                    self.stored_bytes += size
+        return hit
+
+
+class TraceReplay:
+    """A cache of `ram_bytes`; a context manager."""
+
+    def __init__(
+        self, model: ReplayModel, ram_bytes: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES
+    ) -> None:
+        self._model = model
+        self._scale = max(1, model.smallest_bytes // (PAGES_MIN * SLOT_ALIGN))
+        size = max(SLOT_ALIGN, ram_bytes // self._scale // SLOT_ALIGN * SLOT_ALIGN)
+        self._memory = mmap.mmap(
+            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        )
+        self._view = memoryview(self._memory)
+        self._store = Store(self._view, policy=policy)
+        self._store.grow(size)
+        groups = model.geometry.groups
+        self._namespace = Namespace(
+            bytes(HASH_BYTES),
+            tuple(group.gid for group in groups),
+            (frozenset(),) * len(groups),
+            tuple(group.kind is GroupKind.FULL for group in groups),
+        )
+
+    def __enter__(self) -> "TraceReplay":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            self._store.check()
+            del self._store
+            self._view.release()
+            self._memory.close()
+
+    def serve(self, prompt: TracePrompt) -> ReplayHits:
+        """Look the prompt up, then store it."""
+        hashes = self._model.hashes(prompt)
+        entries = [self._namespace.entries.get(chunk_hash) for chunk_hash in hashes]
+        masks = [
+            bytes(entry is not None and entry.slots[index] is not None for entry in entries)
+            for index in range(len(self._model.geometry.groups))
+        ]
+        hit = _hit(self._model, prompt, masks)
+        self._touch(entries, hit)
+        evicted = self._store.evicted
+        self._store_prompt(prompt, hashes, masks)
+        return replace(hit, evicted=self._store.evicted - evicted)
+
+    def _touch(self, entries: Sequence[IndexEntry | None], hit: ReplayHits) -> None:
+        geometry = self._model.geometry
+        chunks = hit.tokens_hit // geometry.chunk_tokens
+        slots = [
+            slot
+            for index, group in enumerate(geometry.groups)
+            for chunk in (needed_chunks(geometry, group, chunks) if chunks else ())
+            if (entry := entries[chunk]) is not None and (slot := entry.slots[index]) is not None
+        ]
+        self._store.pin(slots)
+        self._store.unpin(slots)
+
+    def _store_prompt(
+        self, prompt: TracePrompt, hashes: Sequence[bytes], masks: Sequence[bytes]
+    ) -> None:
+        model = self._model
+        end = max(0, len(hashes) - 1)
+        needs = [needed_chunks(model.geometry, group, end).start for group in model.geometry.groups]
+        objects = model.objects(prompt, len(hashes))
+        for first in range(0, len(hashes), CHUNKS_PER_STEP):
+            for index, sizes in enumerate(objects):
+                for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):
+                    if chunk in sizes and not masks[index][chunk]:
+                        named = hashes[chunk], hashes[chunk - 1] if chunk else b""
+                        self._store_object(index, *named, sizes[chunk], chunk < needs[index])
+
+    def _store_object(
+        self, index: int, chunk_hash: bytes, parent: bytes, size: int, interior: bool
+    ) -> None:
+        pages = max(1, round(size / self._scale / SLOT_ALIGN))
+        for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
+            self._store.commit(slot, self._namespace, index, chunk_hash, parent, interior)
+
+
+def _hit(model: ReplayModel, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
+    """The longest hit; at least one token is always computed."""
+    geometry = model.geometry
+    chunks = largest_hit(geometry, masks, geometry.whole_chunks(prompt.tokens - 1))
+    return ReplayHits(1, int(chunks > 0), prompt.tokens, chunks * geometry.chunk_tokens)
+
+
+def served(
+    cache: TraceReplay | UnlimitedCache, prompts: Iterable[TracePrompt]
+) -> Iterator[ReplayHits]:
+    """The sum over the prompts so far, after every prompt."""
+    total = ReplayHits()
+    for prompt in prompts:
+        total += cache.serve(prompt)
+        yield total
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What caches of several sizes hit on a trace."""
+
+    model: str
+    everything_bytes: int
+    """Memory for all objects of the trace."""
+    ceiling: ReplayHits
+    """Hits of a cache without bound."""
+    sizes: tuple[tuple[int, ReplayHits], ...]
+    """Hits by size in bytes, the smallest first."""
+
+    def of_ceiling(self, hits: ReplayHits) -> float:
+        """The share of these hits in those of a cache without bound."""
+        return hits.tokens_hit / self.ceiling.tokens_hit if self.ceiling.tokens_hit else 1.0
+
+
+def replay_trace(
+    preview: ConfigPreview,
+    prompts: Sequence[TracePrompt],
+    block_tokens: int,
+    sizes: Sequence[int],
+    policy: EvictionPolicy,
+    last: Callable[[Iterable[ReplayHits], str], ReplayHits],
+) -> ReplayReport:
+    """Replay a trace without bound and with caches of `sizes`, by default of powers of two.
+
+    `last` returns the last sum; it is told what is replayed, so that it can show progress. Raises
+    ConfigError where no prompt has a whole chunk.
+    """
+    assert preview.geometry is not None
+    model = ReplayModel(preview.geometry, preview.states, block_tokens)
+    unlimited = UnlimitedCache(model)
+    ceiling = last(served(unlimited, prompts), "without bound")
+    everything = unlimited.stored_bytes
+    if not everything:
+        tokens = preview.geometry.chunk_tokens
+        raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
+    whole = 1 << math.ceil(math.log2(everything))
+    rows = []
+    for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
+        # A cache that is larger than everything behaves as one that is as large.
+        with TraceReplay(model, min(size, 2 * everything), policy) as cache:
+            rows.append((size, last(served(cache, prompts), format_size(size))))
+    return ReplayReport(preview.model, everything, ceiling, tuple(rows))
+
+
+def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:
+    """The prompts of a trace, in its order; raises ConfigError with the line that is none.
+
+    Errors name the file as `shown`, which is by default its path.
+    """
+    shown = shown or str(path)
+    if block_tokens < 1:
+        what = f"--block-tokens {block_tokens} is no number of tokens"
+        raise ConfigError(what, f"{BLOCK_TOKENS} works")
+    prompts: list[TracePrompt] = []
+    decoder = msgspec.json.Decoder(_TraceLine)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}", "a file of JSON lines works") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            said = decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{shown}, line {number}: {error}") from error
+        length, ids = said.input_length, said.hash_ids
+        blocks = -(-length // block_tokens)
+        if length < 0 or blocks > len(ids):
+            raise ConfigError(
+                f"{shown}, line {number}: {len(ids)} hash_ids for input_length {length}",
+                f"one for every started block of --block-tokens {block_tokens} works",
+            )
+        prompts.append(TracePrompt(length, ids[:blocks]))
+    if not prompts:
+        raise ConfigError(f"{shown} has no prompt", "a line for each works")
+    return prompts

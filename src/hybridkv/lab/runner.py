@@ -1,0 +1,197 @@
+"""The child behind hybridkv.lab.engine_process: one real engine, which is told what to do.
+
+The arguments after the descriptor are vLLM's.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hybridkv.lab.child import answering
+from hybridkv.lab.engine_process import CONNECTOR, NotServed, NotServedError
+
+if "HYBRIDKV_SHIMS" in os.environ:
+    # Here, because spawned workers of several ranks import this module too, before any model.
+    importlib.import_module("hybridkv.lab.shims")
+
+LOGPROBS = 5
+STEP_SECONDS_MAX = 600.0
+
+
+def make_engine(arguments: list[str]) -> LLMEngine:
+    """An engine from vLLM's own command line arguments.
+
+    Raises NotServedError where vLLM itself has switched off what the connector needs. The connector
+    refuses such an engine too, but it cannot tell vLLM's choice from the user's.
+    """
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = EngineArgs.from_cli_args(parser.parse_args(arguments))
+    config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    transfer = config.kv_transfer_config
+    # `create_engine_config` has put vLLM's default into `asked` where the user named no value.
+    switched_off = asked.enable_prefix_caching and not config.cache_config.enable_prefix_caching
+    if switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
+        raise NotServedError(NotServed.PREFIX_CACHING_OFF_IN_VLLM)
+    return LLMEngine.from_vllm_config(config, disable_log_stats=asked.disable_log_stats)
+
+
+class EngineRunner:
+    """Drives one engine step by step."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._requests = 0
+        self._adapters: dict[str, int] = {}
+
+    def info(self) -> dict[str, Any]:
+        """What prompts must know about the model."""
+        model = self._engine.vllm_config.model_config
+        return {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        starve: bool = False,
+        adapter: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Generate for all prompts at once, with the LoRA adapter in the directory `adapter`.
+
+        Returns for each its tokens, exact log-probabilities and cached tokens, and times in
+        seconds. With `starve` the block pool is empty from the first tokens on, until nothing runs
+        any more: a request that needs a block is preempted, and comes back to a pool in which its
+        own old blocks are gone.
+        """
+        started = time.perf_counter()
+        results = self._add(prompts, max_tokens, self._lora(adapter))
+        slowest_decode = 0.0
+        pool = _BlockPool(self._engine) if starve else None
+        while self._engine.has_unfinished_requests():
+            if pool is not None and _all_have_tokens(results):
+                pool.starve()
+            step_started = time.perf_counter()
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            if _all_have_tokens(results):
+                slowest_decode = max(slowest_decode, now - step_started)
+            for output in outputs:
+                _take(output, results[output.request_id], now - started)
+            if now - started > STEP_SECONDS_MAX:
+                raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
+        common: dict[str, Any] = {"slowest_decode_step_seconds": slowest_decode, "preemptions": 0}
+        if pool is not None:
+            pool.release()
+            common["preemptions"] = pool.preemptions
+        return [{**result, **common} for result in results.values()]
+
+    def _lora(self, adapter: str | None) -> LoRARequest | None:
+        if adapter is None:
+            return None
+        number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+        return LoRARequest(Path(adapter).name, number, adapter)
+
+    def _add(
+        self, prompts: list[list[int]], max_tokens: int, lora: LoRARequest | None
+    ) -> dict[str, dict[str, Any]]:
+        """Give the engine all prompts; returns their results, still empty, by request."""
+        params = SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=max_tokens,
+            logprobs=LOGPROBS,
+        )
+        results: dict[str, dict[str, Any]] = {}
+        for prompt in prompts:
+            self._requests += 1
+            request_id = f"verify-{self._requests}"
+            results[request_id] = {"ttft_seconds": None}
+            tokens = {"prompt_token_ids": prompt}
+            self._engine.add_request(request_id, tokens, params, lora_request=lora)
+        return results
+
+    def reset(self, connector: bool) -> bool:
+        """Forget the engine's own prefix cache, and the connector's where `connector` says so."""
+        return bool(self._engine.reset_prefix_cache(reset_connector=connector))
+
+
+def _all_have_tokens(results: dict[str, dict[str, Any]]) -> bool:
+    return all(result["ttft_seconds"] is not None for result in results.values())
+
+
+def _take(output: Any, result: dict[str, Any], seconds: float) -> None:
+    """Put what the engine gave for a request, `seconds` after it came, into its result."""
+    completion = output.outputs[0]
+    if result["ttft_seconds"] is None and completion.token_ids:
+        result["ttft_seconds"] = seconds
+    result["tokens"] = list(completion.token_ids)
+    result["finish_reason"] = completion.finish_reason
+    result["cached_tokens"] = output.num_cached_tokens
+    result["logprobs"] = [
+        sorted((token, entry.logprob) for token, entry in position.items())
+        for position in completion.logprobs or []
+    ]
+
+
+class _BlockPool:
+    """The block pool of an engine whose core is in this process."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        self._blocks = self._scheduler.kv_cache_manager.block_pool
+        self._held: list[Any] = []
+        self._over = False
+        self._counts: dict[str, int] = {}
+
+    @property
+    def preemptions(self) -> int:
+        """How often requests were preempted."""
+        return sum(self._counts.values())
+
+    def starve(self) -> None:
+        """Before a step: take every free block; give all back once no request runs any more."""
+        self._counts |= {
+            name: request.num_preemptions for name, request in self._scheduler.requests.items()
+        }
+        if self._over:
+            return
+        if self._scheduler.running:
+            self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
+        else:
+            self.release()
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        self._over = True
+        self._blocks.free_blocks(self._held)
+        self._held = []
+
+
+def main() -> None:
+    """Do as commands say until standard input ends."""
+    with answering() as answer:
+        try:
+            runner = EngineRunner(make_engine(sys.argv[2:]))
+        except NotServedError as error:
+            answer({"not_served": error.reason})
+            return
+        answer(runner.info())
+        for line in sys.stdin:
+            command = json.loads(line)
+            work = runner.run if command.pop("do") == "run" else runner.reset
+            answer(work(**command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The conformance suite of tiers: subclass TierSuite in a test module, and say how to make a tier.
+
+The suite puts whole records, and proves what it reads as the daemon does.
+"""
+
+import itertools
+import mmap
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
+
+THREADS = 4
+SEED = 5
+_namespaces = itertools.count(1)
+
+
+class SampleObject(NamedTuple):
+    """A record in memory."""
+
+    record: Record
+    memory: memoryview
+
+    @property
+    def key(self) -> bytes:
+        """The record's key."""
+        return self.record.name.key
+
+    def putting(self, cut: int = 0) -> WriteRequest:
+        """The record in one piece, or in two that meet at page `cut`."""
+        at = cut * SLOT_ALIGN
+        return WriteRequest(self.key, [self.memory[:at], self.memory[at:]] if at else [self.memory])
+
+
+def pages(size: int) -> memoryview:
+    """`size` zeroed bytes of memory that start on a page."""
+    return memoryview(mmap.mmap(-1, size))
+
+
+def sample(
+    number: int, part_bytes: int = 9000, parts: int = 2, namespace: bytes | None = None
+) -> SampleObject:
+    """A record of random bytes, the same ones for each number."""
+    rng = random.Random(number)
+    namespace = namespace or rng.randbytes(HASH_BYTES)
+    name = RecordName(namespace, number % 5, rng.randbytes(HASH_BYTES))
+    record = Record(name, part_bytes, parts, SEED)
+    memory = pages(record.size_bytes)
+    memory[-part_bytes * parts :] = rng.randbytes(part_bytes * parts)
+    head = pages(head_bytes(parts))
+    write_head(record, memory, head)
+    memory[: len(head)] = head
+    return SampleObject(record, memory)
+
+
+def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
+    """Get one record back; raises AssertionError where wrong bytes are taken for right ones."""
+    into = pages(len(wanted.memory))
+    at = cut * SLOT_ALIGN
+    (error,) = tier.get([ReadRequest(wanted.key, [into[:at], into[at:]] if at else [into])])
+    if error is None:
+        assert read_head(into[: head_bytes(wanted.record.parts)]) == wanted.record
+        assert is_whole(wanted.record, into)
+        assert into == wanted.memory
+    return error
+
+
+class TierSuite(ABC):
+    """Every promise of tiers.contract. Each test gets a tier of its own, with nothing in it."""
+
+    persistent = True
+    """Whether records outlive the tier object."""
+    shared = True
+    """Whether two tier objects may use the storage at once."""
+    discards_for_all = True
+    """Whether what one tier object discarded is missing for others at once, not only later."""
+
+    @abstractmethod
+    def make(self) -> Tier:
+        """A tier over this test's storage: the first finds nothing, later ones what was put."""
+
+    def opened(self) -> Tier:
+        """A tier that can be used."""
+        tier = self.make()
+        tier.open()
+        return tier
+
+    def close(self, tiers: Iterable[Tier]) -> None:
+        """Called after each test."""
+        for tier in tiers:
+            tier.close()
+
+    def test_what_was_put_comes_back(self) -> None:
+        tier = self.opened()
+        shapes = [(1, 1), (100, 3), (4096, 1), (9000, 2), (1 << 20, 1), (300_000, 4)]
+        samples = [sample(n, *shape) for n, shape in enumerate(shapes)]
+        assert tier.put([one.putting() for one in samples]) == [None] * len(samples)
+        assert tier.find([one.key for one in samples]) == [True] * len(samples)
+        assert all(tier.peek(one.key) in (True, None) for one in samples)
+        assert [read(tier, one) for one in samples] == [None] * len(samples)
+        assert sorted(tier.keys()) == sorted(one.key for one in samples)
+        self.close([tier])
+
+    def test_pieces_are_one_record(self) -> None:
+        tier = self.opened()
+        one, other = sample(1, 20_000), sample(2, 20_000)
+        assert tier.put([one.putting(cut=1), other.putting(cut=3)]) == [None, None]
+        assert read(tier, one, cut=2) is None
+        assert read(tier, other) is None
+        self.close([tier])
+
+    def test_what_is_not_there_is_missing(self) -> None:
+        tier = self.opened()
+        there, missing = sample(1), sample(2)
+        assert tier.put([there.putting()]) == [None]
+        assert tier.find([missing.key, there.key])[0] is False
+        assert tier.peek(missing.key) in (False, None)
+        assert isinstance(read(tier, missing), MissingError)
+        into = [pages(len(one.memory)) for one in (missing, there)]
+        errors = tier.get([ReadRequest(missing.key, [into[0]]), ReadRequest(there.key, [into[1]])])
+        assert isinstance(errors[0], MissingError)
+        assert errors[1] is None
+        assert into[1] == there.memory
+        self.close([tier])
+
+    def test_a_record_of_another_length_is_an_error(self) -> None:
+        tier = self.opened()
+        one = sample(1)
+        assert tier.put([one.putting()]) == [None]
+        for size in (len(one.memory) - SLOT_ALIGN, len(one.memory) + SLOT_ALIGN):
+            (error,) = tier.get([ReadRequest(one.key, [pages(size)])])
+            assert isinstance(error, TierError)
+        assert read(tier, one) is None
+        self.close([tier])
+
+    def test_putting_twice_changes_nothing(self) -> None:
+        tier = self.opened()
+        one = sample(1)
+        for _ in range(3):
+            assert tier.put([one.putting(), one.putting()]) == [None, None]
+        assert read(tier, one) is None
+        assert list(tier.keys()) == [one.key]
+        self.close([tier])
+
+    def test_discarded_is_missing_and_may_come_again(self) -> None:
+        tier = self.opened()
+        one, other, bad = sample(1), sample(2), sample(3)
+        assert tier.put([one.putting(), other.putting(), bad.putting()]) == [None] * 3
+        tier.discard([one.key, sample(9).key])
+        tier.discard([bad.key], damaged=True)
+        assert isinstance(read(tier, one), MissingError)
+        assert isinstance(read(tier, bad), MissingError)
+        assert tier.find([bad.key]) == [False]
+        assert read(tier, other) is None
+        assert list(tier.keys()) == [other.key]
+        assert tier.put([one.putting(), bad.putting()]) == [None, None]
+        assert read(tier, one) is None
+        assert read(tier, bad) is None
+        self.close([tier])
+
+    def test_nothing_is_asked_of_an_empty_list(self) -> None:
+        tier = self.opened()
+        assert tier.put([]) == []
+        assert tier.get([]) == []
+        assert tier.find([]) == []
+        tier.discard([])
+        tier.tend()
+        self.close([tier])
+
+    def test_the_next_one_finds_it(self) -> None:
+        if not self.persistent:
+            return
+        first = self.opened()
+        samples = [sample(n) for n in range(20)]
+        first.put([one.putting() for one in samples])
+        self.close([first])
+        second = self.opened()
+        assert second.find([one.key for one in samples]) == [True] * len(samples)
+        assert [read(second, one) for one in samples] == [None] * len(samples)
+        self.close([second])
+
+    def test_two_at_once_see_what_the_other_put(self) -> None:
+        if not self.shared:
+            return
+        here, there = self.opened(), self.opened()
+        one = sample(1)
+        assert here.put([one.putting()]) == [None]
+        there.tend()
+        assert there.find([one.key]) == [True]
+        assert read(there, one) is None
+        here.discard([one.key])
+        there.tend()
+        assert isinstance(read(there if self.discards_for_all else here, one), MissingError)
+        self.close([here, there])
+
+    def test_many_threads_never_see_half_a_record(self) -> None:
+        tier = self.opened()
+        samples = [sample(n, 40_000) for n in range(6)]
+        faults: list[BaseException] = []
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            try:
+                for _ in range(60):
+                    one = rng.choice(samples)
+                    what = rng.random()
+                    if what < 0.4:
+                        assert tier.put([one.putting()]) == [None]
+                    elif what < 0.5:
+                        tier.discard([one.key])
+                    else:
+                        assert isinstance(read(tier, one), MissingError | None)
+            except BaseException as error:  # noqa: BLE001  # told by the test's own thread
+                faults.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not faults, faults[0]
+        self.close([tier])
+
+    def test_gauges_are_numbers(self) -> None:
+        tier = self.opened()
+        tier.put([sample(1).putting()])
+        assert all(value >= 0 for value in tier.gauges().values())
+        self.close([tier])

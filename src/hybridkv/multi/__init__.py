@@ -1,0 +1,1 @@
+"""MultiConnector: several connectors at once. It knows nothing of this cache."""

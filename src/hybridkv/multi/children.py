@@ -1,0 +1,234 @@
+"""The connectors inside a MultiConnector: their configuration, each one's supervisor, counters."""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from hybridkv.core.breaker import Breaker
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.speed import Speed
+from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
+from hybridkv.vllm.supervise import Supervisor
+
+Result = TypeVar("Result")
+
+LIMITS = {
+    "grace_ms": (1000.0, "10"),
+    "patience_seconds": (PATIENCE_SECONDS_MAX, "2"),
+    "settle_seconds": (30.0, "10"),
+}
+"""The largest value of each setting, and one that works."""
+OWN_KEYS = ("load_weight", "name")
+"""Keys of a child's extra config that the child does not see."""
+_NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
+_RANK = re.compile(r"_dp\d+$")
+"""What vLLM appends to the id of a data-parallel engine."""
+_EXTRA = "kv_connector_extra_config"
+
+
+class ChildSpec(NamedTuple):
+    """One entry of `connectors`."""
+
+    name: str
+    """The label of its statistics, which no other child has."""
+    connector: type
+    config: Any
+    """vLLM's configuration as the child sees it."""
+    weight: float
+    """See multi.ranking."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultiSettings:
+    """`kv_connector_extra_config` of MultiConnector, without `connectors`."""
+
+    grace_ms: float = 10.0
+    """How long a request with a hit waits for children that could have a better one.
+
+    A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
+    """
+    patience_seconds: float | None = None
+    """How long a request without a hit waits for children; None = by its length (multi.ranking)."""
+    settle_seconds: float = 10.0
+    """How long after a child's fault the engine waits for the ends of its transfers."""
+
+
+@dataclass(eq=False, slots=True)
+class ChildConnector:
+    """One connector in one role."""
+
+    index: int
+    name: str
+    connector: Any
+    supervisor: Supervisor
+    weight: float = 1.0
+    speed: Speed = field(default_factory=Speed)
+    """Tokens per second of its loads."""
+    breaker: Breaker = field(default_factory=Breaker)
+    """Open after answers that did not come in time."""
+    dead_since: float | None = None
+    """When it was known to be switched off, here or in a worker."""
+    withdrawn: bool = False
+    """Whether it was asked for its last events after it was switched off."""
+    mute: bool = False
+    """Whether it cannot report any more what became of its transfers."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its hooks are called."""
+        return self.supervisor.healthy
+
+    def run(
+        self, hook: str, work: Callable[[], Result], otherwise: Result, fatal: bool = False
+    ) -> Result:
+        """`work()`, or `otherwise` where it raises or the child is switched off."""
+        return self.supervisor.run(hook, work, lambda: otherwise, fatal)
+
+    def call(self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, **kw: Any) -> Any:
+        """The connector's own hook, as `run` does it."""
+        return self.run(hook, lambda: getattr(self.connector, hook)(*args, **kw), otherwise, fatal)
+
+
+class ChildConnectors:
+    """All children of one role, and what the role counts."""
+
+    def __init__(self, role: str, specs: Sequence[ChildSpec], connectors: Sequence[Any]) -> None:
+        supervisors = [Supervisor(f"{spec.name} ({role})") for spec in specs]
+        self.all = [
+            ChildConnector(index, spec.name, connectors[index], supervisors[index], spec.weight)
+            for index, spec in enumerate(specs)
+        ]
+        self.counters: Counter[str] = Counter()
+        """MultiConnector's own; the others are in the children's supervisors."""
+        self._told: Counter[str] = Counter()
+
+    @property
+    def alive(self) -> list[ChildConnector]:
+        """The children whose hooks are called."""
+        return [child for child in self.all if child.alive]
+
+    def call(
+        self, hook: str, otherwise: Any, *args: Any, fatal: bool = False
+    ) -> list[tuple[ChildConnector, Any]]:
+        """What each living child answers to its own hook."""
+        return [(one, one.call(hook, otherwise, *args, fatal=fatal)) for one in self.alive]
+
+    def totals(self) -> Counter[str]:
+        """All counts, MultiConnector's by name and each child's as "child: name"."""
+        totals = Counter(self.counters)
+        for child in self.all:
+            for name, count in child.supervisor.counters.items():
+                totals[f"{child.name}: {name}"] += count
+        return totals
+
+    def take_counts(self) -> Counter[str]:
+        """What was added to `totals` since the last call."""
+        told, self._told = self._told, self.totals()
+        return self._told - told
+
+
+def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
+    """MultiConnector's own settings; raises ConfigError."""
+    values: dict[str, float] = {}
+    for key, value in extra.items():
+        if key == "connectors":
+            continue
+        if key not in LIMITS:
+            knows = f"it knows {', '.join(['connectors', *LIMITS])}"
+            raise ConfigError(f"{_EXTRA}: unknown key {key!r} of MultiConnector", knows)
+        most, works = LIMITS[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= most:  # type: ignore[operator]  # a number
+            what = f"{_EXTRA}.{key}={value!r} must be a number from 0 to {most:g}"
+            raise ConfigError(what, f"{works} works")
+        values[key] = float(value)  # type: ignore[arg-type]  # a number
+    return MultiSettings(**values)
+
+
+def child_specs(vllm_config: Any) -> list[ChildSpec]:
+    """Every child as configured, in order; raises ConfigError.
+
+    A child sees its own entry, with the engine's id and failure policy where it has none, and
+    without OWN_KEYS. No two of one class have the same id: whoever they talk to takes their workers
+    for those of one engine.
+    """
+    entries = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors")
+    is_list = isinstance(entries, Sequence) and all(isinstance(one, Mapping) for one in entries)
+    if not is_list or not entries:
+        works = (
+            '[{"kv_connector":"HybridKVConnector","kv_connector_module_path":"hybridkv.connector",'
+            '"kv_role":"kv_both"}] works'
+        )
+        raise ConfigError(f"{_EXTRA}.connectors must be a list of connectors", works)
+    specs: list[ChildSpec] = []
+    for number, entry in enumerate(entries):
+        where = f"{_EXTRA}.connectors[{number}].{_EXTRA}"
+        specs.append(_child_spec(vllm_config, entry, where, specs))
+    return specs
+
+
+def check_hma(vllm_config: Any) -> None:
+    """Raise TypeError where the hybrid manager is on and a child does not support it (B22)."""
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is not False:
+        return
+    without = [
+        spec.name
+        for spec in child_specs(vllm_config)
+        if not KVConnectorFactory.supports_hma_config(spec.config.kv_transfer_config)
+    ]
+    if without:
+        raise TypeError(
+            "MultiConnector has HMA enabled but these child connectors do not support it: "
+            f"{', '.join(without)}. Either use --disable-hybrid-kv-cache-manager or replace "
+            "the non-HMA connectors."
+        )
+
+
+def _child_spec(
+    vllm_config: Any, entry: Mapping[str, Any], where: str, others: Sequence[ChildSpec]
+) -> ChildSpec:
+    """The child of one entry; `others` are those before it, and errors call its extra `where`."""
+    transfer = vllm_config.kv_transfer_config
+    extra = dict(entry.get(_EXTRA) or {})
+    weight = parse_weight(extra.get("load_weight", 1.0), f"{where}.load_weight")
+    name = extra.get("name", entry.get("kv_connector"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        what = f'{where}.name={name!r} must be letters, digits and ".:-_"'
+        raise ConfigError(what, '"fast" works')
+    seen = {key: value for key, value in extra.items() if key not in OWN_KEYS}
+    shared = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
+    own = KVTransferConfig(**{**shared, **entry, _EXTRA: seen})
+    connector = KVConnectorFactory.get_connector_class(own)
+    alike = [spec.config.kv_transfer_config for spec in others if spec.connector is connector]
+    taken = [config.engine_id for config in alike]
+    own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = own
+    return ChildSpec(_unique(name, [spec.name for spec in others]), connector, config, weight)
+
+
+def _engine_id(engine: str, own: object, taken: Sequence[str]) -> str:
+    """A child's engine id, which data-parallel engines tell apart as vLLM does its own."""
+    if own is None:
+        return _unique(engine, taken)
+    rank = _RANK.search(engine)
+    engine_id = f"{own}{rank.group() if rank else ''}"
+    if engine_id in taken:
+        what = f"engine_id={own!r} is that of another child of the same class"
+        raise ConfigError(what, "leaving it out works")
+    return engine_id
+
+
+def _unique(name: str, taken: Sequence[str]) -> str:
+    """The name, or name-2, name-3, ... where others have it."""
+    number, unique = 1, name
+    while unique in taken:
+        number += 1
+        unique = f"{name}-{number}"
+    return unique

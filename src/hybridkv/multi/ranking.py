@@ -1,0 +1,122 @@
+"""Which of several connectors a request loads from, by their answers, weights and the time.
+
+A score is the matched tokens times the connector's weight. The highest score wins, and of equal
+ones the first (requirements B19, B20). A request waits (B21):
+
+    none has a hit     for connectors that still look, up to `patience_seconds`
+    one has a hit      for connectors that could beat it, up to `grace_seconds`
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.speed import Speed
+
+WEIGHT_AUTO = 0.0
+"""Stands for `load_weight` "auto"; the weight is then measured."""
+WEIGHT_MAX = 1e6
+PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS_PER_KI_TOKEN = 0.1
+PATIENCE_SECONDS_MAX = 30.0
+"""Requirements D18, B39."""
+
+
+class ChildAnswer(NamedTuple):
+    """What one connector said about a request."""
+
+    tokens: int | None
+    """The tokens of its hit beyond the local one; None = it does not know yet."""
+    is_async: bool = False
+    awaited: bool = True
+    """Whether a request may wait for it; False after it was late too often."""
+
+
+MISS = ChildAnswer(0)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """How long requests wait."""
+
+    grace_seconds: float
+    patience_seconds: float
+
+
+class LoadDecision(NamedTuple):
+    """What to tell the engine."""
+
+    child: int | None
+    """The index of the connector that loads; None = none does."""
+    tokens: int = 0
+    is_async: bool = False
+    wait: bool = False
+    """Ask again in the next step."""
+
+
+def decide(
+    answers: Sequence[ChildAnswer],
+    weights: Sequence[float],
+    most_tokens: int,
+    asked_seconds: float,
+    hit_seconds: float,
+    limits: WaitLimits,
+) -> LoadDecision:
+    """The decision `asked_seconds` after the first question and `hit_seconds` after the first hit.
+
+    A connector that could not win with `most_tokens`, the longest possible hit, is not waited for.
+    """
+    best: int | None = None
+    best_score = 0.0
+    pairs = list(zip(answers, weights, strict=True))
+    for index, (answer, weight) in enumerate(pairs):
+        if answer.tokens and answer.tokens * weight > best_score:
+            best, best_score = index, answer.tokens * weight
+    late = [weight for answer, weight in pairs if answer.tokens is None and answer.awaited]
+    if best is None:
+        return LoadDecision(None, wait=bool(late) and asked_seconds < limits.patience_seconds)
+    could_win = any(most_tokens * weight > best_score for weight in late)
+    if hit_seconds < limits.grace_seconds and could_win:
+        return LoadDecision(None, wait=True)
+    chosen = answers[best]
+    return LoadDecision(best, chosen.tokens or 0, chosen.is_async)
+
+
+def patience(tokens: int, cap_seconds: float | None) -> float:
+    """How long a prompt of `tokens` waits for connectors without a hit (requirements D18)."""
+    if cap_seconds is not None:
+        return cap_seconds
+    seconds = PATIENCE_SECONDS + PATIENCE_SECONDS_PER_KI_TOKEN * tokens / 1024
+    return min(PATIENCE_SECONDS_MAX, seconds)
+
+
+def parse_weight(value: object, where: str) -> float:
+    """`load_weight`: a number, or WEIGHT_AUTO for "auto"; raises ConfigError."""
+    if value == "auto":
+        return WEIGHT_AUTO
+    weight = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if not 0 < weight <= WEIGHT_MAX:
+        raise ConfigError(
+            f'{where}={value!r} must be a number above 0, at most {WEIGHT_MAX:g}, or "auto"',
+            "1.0 works",
+        )
+    return weight
+
+
+def effective_weights(weights: Sequence[float], speeds: Sequence[Speed], now: float) -> list[float]:
+    """Each connector's weight, with measured weights in place of WEIGHT_AUTO.
+
+    The fastest measured connector has 1.0, and the others their part of its speed. One that was not
+    measured has 1.0, and a speed counts for more the older it is. Otherwise a connector that was
+    slow once would never be chosen, and so never be measured again.
+    """
+    pairs = list(zip(weights, speeds, strict=True))
+    measured = [speed.per_second for weight, speed in pairs if weight == WEIGHT_AUTO]
+    fastest = max(measured, default=0.0)
+
+    def of(speed: Speed) -> float:
+        seconds = speed.seconds(1.0, now)
+        return min(1.0, 1.0 / seconds / fastest) if seconds else 1.0
+
+    return [of(speed) if weight == WEIGHT_AUTO else weight for weight, speed in pairs]

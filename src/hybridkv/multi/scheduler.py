@@ -1,0 +1,447 @@
+"""MultiConnector's scheduler role: it asks all connectors, decides, and tells those not chosen."""
+
+import dataclasses
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hybridkv.core.coverage import Retention
+from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
+from hybridkv.multi.counts import PENDING, ConnectorCounts
+from hybridkv.multi.messages import MultiEvents, MultiPlan, MultiReport
+from hybridkv.multi.ranking import (
+    MISS,
+    ChildAnswer,
+    LoadDecision,
+    WaitLimits,
+    decide,
+    effective_weights,
+    patience,
+)
+from hybridkv.multi.stats import EVENTS, SELECTION, MultiKVConnectorStats
+from hybridkv.multi.transfers import NOBODY, ChildLoad, PendingTransfers
+from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+@dataclass(eq=False, slots=True)
+class MultiLookup:
+    """One request, which may be looked up several times."""
+
+    refused: set[int] = field(default_factory=set)
+    """Children of which a load for it has failed."""
+    asked_at: float | None = None
+    """When the present lookup asked first; None = there is none."""
+    hit_at: float | None = None
+    """When the present lookup had its first hit; None = it has none."""
+    awaited: frozenset[int] = frozenset()
+    """Children that the present lookup may wait for."""
+    late: set[int] = field(default_factory=set)
+    """Children that it did wait for in vain."""
+    answers: dict[int, ChildAnswer] = field(default_factory=dict)
+    decision: LoadDecision | None = None
+    local_tokens: int = 0
+    loader: int | None = None
+    """The child that was chosen last."""
+    blocks: frozenset[int] = frozenset()
+    """The blocks that it loaded into, of an engine with a single group."""
+
+
+class MultiScheduler:
+    """One engine's scheduler; its hooks have vLLM's names. None raises, whatever a child does."""
+
+    def __init__(
+        self,
+        children: ChildConnectors,
+        settings: MultiSettings,
+        group_ids: tuple[int, ...],
+        groups: Sequence[Retention],
+        room: BlockRoom,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`group_ids` are those that a load restores by default, `groups` all of the engine's."""
+        self._children = children
+        self._settings = settings
+        self._group_ids = group_ids
+        self._groups = groups
+        self._room = room
+        self._clock = clock
+        self._requests: dict[str, MultiLookup] = {}
+        self._transfers = PendingTransfers()
+        self._sync_blocks: dict[int, set[int]] = {}
+        self._bad_blocks: set[int] = set()
+        self._choices = ConnectorCounts()
+        self._pending_told: Counter[str] = Counter()
+
+    # Requests
+
+    def on_new_request(self, request: Any) -> None:
+        """Every child begins its lookup."""
+        self._requests[request.request_id] = MultiLookup()
+        self._children.call("on_new_request", None, request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Ask all children and decide: (tokens of the best hit, whether its load is asynchronous).
+
+        (None, False) = ask again. A lookup lasts from its first question to the allocation.
+        """
+        now = self._clock()
+        lookup = self._requests.setdefault(request.request_id, MultiLookup())
+        asked_seconds, answers = self._ask_all(lookup, request, local_tokens, now)
+        hit_seconds = now - lookup.hit_at if lookup.hit_at is not None else 0.0
+        patience_seconds = patience(request.num_tokens, self._settings.patience_seconds)
+        children = self._children.all
+        decision = decide(
+            answers,
+            effective_weights([c.weight for c in children], [c.speed for c in children], now),
+            most_tokens(request, local_tokens),
+            asked_seconds,
+            hit_seconds,
+            WaitLimits(self._settings.grace_ms / 1e3, patience_seconds),
+        )
+        if not decision.wait:
+            self._note_late(lookup, now if asked_seconds >= patience_seconds else None)
+        if decision.is_async and not self._room.has_room(*_room_of(request)):
+            is_waiting = lookup.hit_at is not None and hit_seconds < ROOM_SECONDS
+            decision = LoadDecision(None, wait=is_waiting)
+            if not is_waiting:
+                self._children.counters["lookups_late_room"] += 1
+        if decision.wait:
+            return None, False
+        lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
+        return decision.tokens, decision.is_async and decision.tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Tell the chosen child of its blocks, and all others that they load nothing (D13)."""
+        lookup = self._requests.setdefault(request.request_id, MultiLookup())
+        decision, lookup.decision, lookup.asked_at = lookup.decision, None, None
+        chosen = decision.child if decision is not None and external_tokens else None
+        for child in self._children.alive:
+            tokens = external_tokens if child.index == chosen else 0
+            child.call("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
+        if decision is not None and request.num_preemptions <= 0:
+            names = [child.name for child in self._children.all]
+            self._choices.admitted(names, lookup.answers, chosen, external_tokens)
+        if not external_tokens:
+            return
+        loaded = self._loaded_blocks(blocks, lookup.local_tokens, external_tokens)
+        lookup.blocks = frozenset(loaded)
+        if decision is not None and decision.is_async:
+            load = ChildLoad(NOBODY if chosen is None else chosen, external_tokens, self._clock())
+            self._transfers.loads[request.request_id] = load
+            self._room.hold(*_room_of(request))
+        elif chosen is not None and self._children.all[chosen].alive:
+            self._sync_blocks.setdefault(chosen, set()).update(loaded)
+        else:
+            self._bad_blocks.update(loaded)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """The groups that the chosen child's load restores."""
+        child = self._loader(request)
+        if child is None:
+            return self._group_ids
+        ids: tuple[int, ...] = child.call("get_loaded_kv_cache_group_ids", self._group_ids, request)
+        return ids
+
+    def get_external_cache_hit_sources(
+        self, request: Any, tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """The chosen child's tokens by source.
+
+        What does not add up to `tokens`, or is below 0, has the source for unknown ones: vLLM's
+        counters end the server's statistics at anything below 0 (requirements B30).
+        """
+        if tokens <= 0:
+            return {}
+        child = self._loader(request)
+        unknown = {CacheHitSource.EXTERNAL_UNSPECIFIED: tokens}
+        if child is None:
+            return unknown
+
+        def ask() -> dict[CacheHitSource, int]:
+            counts = child.connector.get_external_cache_hit_sources(request, tokens)
+            sources = {CacheHitSource(source): int(count) for source, count in counts.items()}
+            if sum(sources.values()) != tokens or min(sources.values()) < 0:
+                self._children.counters["sources_wrong"] += 1
+                return unknown
+            return sources
+
+        return child.run("get_external_cache_hit_sources", ask, unknown)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(whether some child holds the blocks, the children's parameters together).
+
+        The blocks are held until each of those children has reported, or is given up.
+        """
+        params: dict[str, Any] = {}
+        for child in self._children.alive:
+            # Without SupportsHMA the hybrid manager is off, so there is one group.
+            is_hma = isinstance(child.connector, SupportsHMA)
+            hook = "request_finished_all_groups" if is_hma else "request_finished"
+            blocks = block_ids if is_hma else block_ids[0]
+            holds, more = child.call(hook, (False, None), request, blocks, fatal=True)
+            if holds:
+                self._transfers.hold(request.request_id, child.index)
+            params = {**(more or {}), **params}
+        self._requests.pop(request.request_id, None)
+        self._room.ran((request.request_id,))
+        return self._transfers.finished(request.request_id), params or None
+
+    def register_finished_partial_tail(self, *args: Any) -> bool:
+        """Just before a request is finished: whether some child holds its last, partial blocks."""
+        said = self._children.call("register_finished_partial_tail", False, *args, fatal=True)
+        holders = [child.index for child, holds in said if holds]
+        for index in holders:
+            self._transfers.hold(args[0].request_id, index)
+        return bool(holders)
+
+    # Steps
+
+    def build_connector_meta(self, output: Any) -> MultiPlan:
+        """This step's message to the workers."""
+        children = self._children.all
+        metadata = tuple(self._child_plan(child, output) for child in children)
+        self._give_up(self._clock())
+        living = {index: ids for index, ids in self._sync_blocks.items() if children[index].alive}
+        plan = MultiPlan(
+            metadata=metadata,
+            sync_blocks={index: tuple(ids) for index, ids in living.items()},
+            bad_blocks=tuple(self._bad_blocks),
+            **self._transfers.announce(),
+        )
+        self._sync_blocks, self._bad_blocks = {}, set()
+        self._room.ran(output.num_scheduled_tokens)
+        return plan
+
+    def update_connector_output(self, output: Any) -> None:
+        """Each child hears of its own loads, saves and messages, the engine of each once."""
+        report, events = output.kv_connector_worker_meta, output.kv_cache_events
+        report = report if isinstance(report, MultiReport) else MultiReport()
+        events = events if isinstance(events, MultiEvents) else MultiEvents([])
+        self._children.counters.update(report.counters)
+        for child in self._children.alive:
+            if child.index in report.dead:
+                child.supervisor.switch_off("its part in a worker is")
+        ended = self._transfers.end(output)
+        if ended.absorbed:
+            self._children.counters["reports_absorbed"] += ended.absorbed
+        for request_id, load in ended.loads.items():
+            self._load_ended(request_id, load, request_id in ended.failed)
+        # Whoever loaded into invalid blocks is not asked again for that request.
+        for lookup in self._requests.values() if output.invalid_block_ids else ():
+            if lookup.loader is not None and not lookup.blocks.isdisjoint(output.invalid_block_ids):
+                lookup.refused.add(lookup.loader)
+        for child in self._children.alive:
+            view = dataclasses.replace(
+                output,
+                **ended.of(child.index),
+                kv_connector_worker_meta=_merge(child, "fault_aggregate", report.of),
+                kv_cache_events=_merge(child, "fault_kv_events", events.of),
+            )
+            child.call("update_connector_output", None, view, fatal=True)
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats:
+        """The choices and other counts since the last call, and the children's own statistics."""
+        stats = MultiKVConnectorStats.taken_from(self._children)
+        loading = Counter(load.child for load in self._transfers.loads.values())
+        for child in self._children.all:
+            if loading[child.index] != self._pending_told[child.name]:
+                self._pending_told[child.name] = loading[child.index]
+                self._choices.add(child.name, PENDING, loading[child.index])
+        if not self._choices.is_empty():
+            stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()
+        if added := self._children.take_counts():
+            stats.data[EVENTS] = counts = ConnectorCounts()
+            for counter, count in added.items():
+                child_name, _, name = counter.rpartition(": ")
+                counts.add(child_name, name, count)
+        return stats
+
+    def take_events(self) -> list[Any]:
+        """Every child's KV events, and the last ones of a child that was switched off."""
+        taken: list[Any] = []
+        for child in self._children.all:
+            if child.alive:
+                taken += child.run("take_events", partial(_events, child.connector), [])
+            elif not child.withdrawn:
+                child.withdrawn = True
+                taken += _last_events(child)
+        return taken
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether some child says so."""
+        return any(said for _, said in self._children.call("has_pending_block_frees", False))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether some child says so."""
+        return any(said for _, said in self._children.call("has_pending_push_work", False))
+
+    def reset_cache(self) -> bool:
+        """All children forget what they have, or are switched off: the weights may be others."""
+        said = self._children.call("reset_cache", True, fatal=True)
+        return all(answer is not False for _, answer in said)
+
+    # Parts of the hooks
+
+    def _ask_all(
+        self, lookup: MultiLookup, request: Any, local_tokens: int, now: float
+    ) -> tuple[float, list[ChildAnswer]]:
+        """(seconds since the lookup's first question, what each child answers)."""
+        if lookup.asked_at is None:
+            lookup.asked_at, lookup.hit_at = now, None
+            lookup.late.clear()
+            awaited = [child for child in self._children.alive if child.breaker.allows(now)]
+            lookup.awaited = frozenset(child.index for child in awaited)
+            for child in awaited:
+                child.breaker = child.breaker.asked(now)
+        lookup.answers = {
+            child.index: self._ask(child, request, local_tokens, child.index in lookup.awaited)
+            for child in self._children.alive
+            if child.index not in lookup.refused
+        }
+        if lookup.hit_at is None and any(answer.tokens for answer in lookup.answers.values()):
+            lookup.hit_at = now
+        answers = [lookup.answers.get(child.index, MISS) for child in self._children.all]
+        return now - lookup.asked_at, answers
+
+    def _ask(
+        self, child: ChildConnector, request: Any, local_tokens: int, is_awaited: bool
+    ) -> ChildAnswer:
+        def ask() -> ChildAnswer:
+            tokens, is_async = child.connector.get_num_new_matched_tokens(request, local_tokens)
+            if tokens is None:
+                return ChildAnswer(None, awaited=is_awaited)
+            if tokens <= 0:
+                return MISS
+            # A longer hit would end the engine, and so would a prompt loaded whole within the step.
+            if tokens > most_tokens(request, local_tokens) - (0 if is_async else 1):
+                raise ValueError(
+                    f"{tokens} tokens beyond {local_tokens} of {request.num_tokens} are too many"
+                )
+            if not is_async and len(self._groups) > 1:
+                # There it has no way to fail, and recurrent models lose their state.
+                if not child.supervisor.counters["sync_declined"]:
+                    why = "it loads within the step"
+                    logger.warning("hybridkv: hits of %s are declined: %s", child.name, why)
+                child.supervisor.counters["sync_declined"] += 1
+                return MISS
+            return ChildAnswer(tokens, bool(is_async))
+
+        answer = child.run("get_num_new_matched_tokens", ask, MISS)
+        if answer.tokens is not None:
+            child.breaker = child.breaker.succeeded()
+        return answer
+
+    def _note_late(self, lookup: MultiLookup, failed_at: float | None) -> None:
+        """Count the children that did not answer; `failed_at`: when the patience was over."""
+        for index, answer in lookup.answers.items():
+            if answer.tokens is None and answer.awaited and index not in lookup.late:
+                child = self._children.all[index]
+                lookup.late.add(index)
+                child.supervisor.counters["passed_over"] += 1
+                if failed_at is not None:
+                    child.breaker = child.breaker.failed(failed_at)
+
+    def _loader(self, request: Any) -> ChildConnector | None:
+        lookup = self._requests.get(request.request_id)
+        if lookup is None or lookup.loader is None:
+            return None
+        child = self._children.all[lookup.loader]
+        return child if child.alive else None
+
+    def _loaded_blocks(self, blocks: Any, local_tokens: int, external_tokens: int) -> list[int]:
+        """Block ids that an external hit is loaded into; none where there are several groups.
+
+        [0, local) local hit    [local, local + external) to load
+        """
+        if len(self._groups) != 1:
+            return []
+        tokens_per_block = self._groups[0].tokens_per_block
+        end = -(-(local_tokens + external_tokens) // tokens_per_block)
+        table = blocks.blocks[0][local_tokens // tokens_per_block : end]
+        return [block.block_id for block in table if not block.is_null]
+
+    def _child_plan(self, child: ChildConnector, output: Any) -> KVConnectorMetadata | None:
+        plan: KVConnectorMetadata | None = None
+        if child.alive:
+            plan = child.call("build_connector_meta", None, output, fatal=True)
+        if plan is None:
+            self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
+        return plan
+
+    def _give_up(self, now: float) -> None:
+        """End what dead children will not end, once their copies have had time to."""
+        dead, settled = set(), set()
+        for child in self._children.all:
+            if not child.alive:
+                dead.add(child.index)
+                child.dead_since = now if child.dead_since is None else child.dead_since
+                if now >= child.dead_since + self._settings.settle_seconds:
+                    settled.add(child.index)
+        for request_id in self._transfers.give_up(dead, settled):
+            self._children.counters["loads_given_up"] += 1
+            logger.warning(
+                "hybridkv: the load of %s is given up: its connector is switched off", request_id
+            )
+
+    def _load_ended(self, request_id: str, load: ChildLoad, is_failed: bool) -> None:
+        now, lookup = self._clock(), self._requests.get(request_id)
+        if is_failed:
+            self._children.counters["loads_failed"] += 1
+            if lookup is not None:
+                lookup.refused.add(load.child)
+        elif load.child != NOBODY:
+            child = self._children.all[load.child]
+            child.speed = child.speed.measured(load.tokens, now - load.started, now)
+
+
+def most_tokens(request: Any, local_tokens: int) -> int:
+    """The longest external hit with which vLLM's counts of tokens by source stay above 0."""
+    total = request.num_tokens
+    if request.num_preemptions <= 0:
+        total = min(total, request.num_prompt_tokens)
+    return int(total) - local_tokens
+
+
+def _room_of(request: Any) -> tuple[str, int]:
+    """The arguments of BlockRoom: the request, and its tokens with the first that it computes."""
+    return request.request_id, request.num_tokens + 1
+
+
+def _merge(child: ChildConnector, fault: str, work: Callable[[int], Any]) -> Any:
+    """What a child makes of its messages of several workers, or None where it raises."""
+    try:
+        return work(child.index)
+    except Exception:  # only the messages are lost
+        child.supervisor.counters[fault] += 1
+        logger.exception("hybridkv: messages of several workers of %s are lost", child.name)
+        return None
+
+
+def _events(connector: Any) -> list[Any]:
+    return list(connector.take_events() or ())
+
+
+def _last_events(child: ChildConnector) -> list[Any]:
+    """The events with which a dead child withdraws what it announced, so that routers forget it."""
+    withdraw = getattr(child.connector, "withdraw", None)
+    if withdraw is None:
+        return []
+    try:
+        return list(withdraw())
+    except Exception:  # the supervised boundary of a child that is switched off already
+        child.supervisor.counters["fault_withdraw"] += 1
+        logger.exception("hybridkv: %s failed to withdraw what it announced", child.name)
+        return []

@@ -1,0 +1,219 @@
+"""MultiConnector's statistics on their way to vLLM's /metrics (requirements B25-B30).
+
+    children, choices ── get_kv_connector_stats ──► to_dict ── msgpack
+        ├──► build_kv_connector_stats (log lines)
+        └──► MultiPromMetrics.observe (/metrics)
+
+The payload names the class of each child, because the process that shows it has no instance of any
+child, and children loaded by module path stand in no registry. A child's fault here is counted
+among its events as FAULT, and nothing raises.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorStats as VllmStats,
+)
+
+from hybridkv.multi.children import ChildConnectors, ChildSpec
+from hybridkv.multi.counts import PENDING, ConnectorCounts
+from hybridkv.vllm.metrics import EngineMetrics, attempt, counter, gauge
+
+SELECTION = "__selection__"
+EVENTS = "__events__"
+CLASSES = "__classes__"
+FAULT = "fault_stats"
+PREFIX = "vllm:kv_connector_mc_"
+CHOICES = {
+    "queries": counter("Requests for which this connector was asked.", "connector"),
+    "hits": counter("Requests that were loaded from this connector.", "connector"),
+    "hit_tokens": counter("Tokens that were loaded from this connector.", "connector"),
+    "misses": counter("Requests of which this connector had nothing.", "connector"),
+    PENDING: gauge("Loads from this connector that have not ended yet.", "connector"),
+}
+FAMILIES = {
+    **CHOICES,
+    "events": counter(
+        "What else was counted of this connector (quarantined: it is switched off), by event.",
+        *("connector", "event"),
+    ),
+}
+"""The metrics; PREFIX stands before their names."""
+
+
+@dataclass
+class MultiKVConnectorStats(VllmStats):
+    """Each child's own statistics by its name, the choices at SELECTION, other counts at EVENTS."""
+
+    classes: dict[str, str] = field(default_factory=dict)
+    """"module:class" of each child that has statistics, by name."""
+
+    @classmethod
+    def taken_from(cls, children: ChildConnectors) -> "MultiKVConnectorStats":
+        """The children's own statistics since the last call."""
+        stats = cls()
+        for child, taken in children.call("get_kv_connector_stats", None):
+            if taken is not None:
+                connector = type(child.connector)
+                stats.data[child.name] = taken
+                stats.classes[child.name] = f"{connector.__module__}:{connector.__qualname__}"
+        return stats
+
+    @classmethod
+    def restored(cls, data: Mapping[str, Any] | None) -> "MultiKVConnectorStats":
+        """The statistics of a payload, each child's of its own class where that can be made."""
+        stats, payload = cls(), dict(data or {})
+        classes = payload.pop(CLASSES, {})
+        for name, value in payload.items():
+            work, failed = partial(_restored, name, value, classes), partial(stats.failed, name)
+            made = attempt(name, "build_kv_connector_stats", work, failed)
+            stats.aggregate(made or cls())
+        return stats
+
+    def failed(self, name: str) -> None:
+        """Count a fault of a child's statistics."""
+        child = "" if name in (SELECTION, EVENTS) else name
+        self.data.setdefault(EVENTS, ConnectorCounts()).add(child, FAULT)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The payload, of plain values."""
+        plain = {name: self._call(name, "to_dict") for name in list(self.data)}
+        if EVENTS in self.data:
+            plain[EVENTS] = self._call(EVENTS, "to_dict")
+        plain = {name: value for name, value in plain.items() if value is not None}
+        classes = {name: known for name, known in self.classes.items() if name in plain}
+        return {**plain, CLASSES: classes} if classes else plain
+
+    def aggregate(self, other: KVConnectorStats) -> "MultiKVConnectorStats":
+        """Add `other`; where a child's own statistics cannot be merged, the later ones are lost."""
+        for name, stats in other.data.items():
+            if name not in self.data:
+                self.data[name] = stats
+            elif (both := self._call(name, "aggregate", stats)) is not None:
+                self.data[name] = both
+        self.classes.update(getattr(other, "classes", {}))
+        return self
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for name in list(self.data):
+            self._call(name, "reset")
+
+    def reduce(self) -> dict[str, Any]:
+        """One interval for vLLM's log line."""
+        reduced = {name: self._call(name, "reduce") for name in list(self.data)}
+        return {name.strip("_"): values for name, values in reduced.items() if values}
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return all(self._call(name, "is_empty") is not False for name in list(self.data))
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        work = partial(getattr(self.data[name], method), *arguments)
+        return attempt(name, method, work, partial(self.failed, name))
+
+
+class MultiPromMetrics(EngineMetrics):
+    """FAMILIES and the children's own metrics, all with the label `connector`."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        values: Mapping[int, list[object]],
+    ) -> None:
+        super().__init__(PREFIX, FAMILIES, vllm_config, metric_types, labelnames, values)
+        self._names = {spec.name for spec in specs}
+        self._children: dict[str, KVConnectorPromMetrics] = {}
+        shared = _shared_types(metric_types)
+        for spec in specs:
+            for engine, family in product(values, CHOICES):
+                self.cell(engine, family, (spec.name,))
+            own = {engine: [*labels, spec.name] for engine, labels in values.items()}
+            build: Any = spec.connector.build_prom_metrics  # type: ignore[attr-defined]
+            work = partial(build, spec.config, shared, [*labelnames, "connector"], own)
+            failed = partial(self._failed, spec.name, *values)
+            made = attempt(spec.name, "build_prom_metrics", work, failed)
+            if made is not None:
+                self._children[spec.name] = made
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one engine's payload."""
+        for name, data in transfer_stats_data.items():
+            if name in (SELECTION, EVENTS):
+                work = partial(self._add, data, engine_idx, is_event=name == EVENTS)
+            elif name in self._children:
+                work = partial(self._children[name].observe, data, engine_idx)
+            else:
+                continue
+            attempt(name, "observe", work, partial(self._failed, name, engine_idx))
+
+    def _add(self, data: Mapping[str, Any], engine: int, is_event: bool) -> None:
+        if engine not in self.per_engine_labelvalues:
+            return
+        for connector, counts in ConnectorCounts.from_dict(data).data.items():
+            if connector not in self._names and not (is_event and connector == ""):
+                continue
+            for name, count in counts.items():
+                if is_event:
+                    self.cell(engine, "events", (connector, name)).inc(count)
+                elif name == PENDING:
+                    self.cell(engine, name, (connector,)).set(count)
+                elif name in CHOICES:
+                    self.cell(engine, name, (connector,)).inc(count)
+
+    def _failed(self, name: str, *engines: int) -> None:
+        child = name if name in self._names else ""
+        for engine in self.per_engine_labelvalues.keys() & set(engines):
+            self.cell(engine, "events", (child, FAULT)).inc()
+
+
+def _shared_types(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Metric types that return the family of a name again instead of registering it twice."""
+    families: dict[str, tuple[Any, tuple[str, ...], Any]] = {}
+
+    def make(
+        kind: Any, name: str, documentation: str = "", labelnames: Any = (), **options: Any
+    ) -> Any:
+        labels = tuple(labelnames or ())
+        if name not in families:
+            made = metric_types[kind](
+                name=name, documentation=documentation, labelnames=labels, **options
+            )
+            families[name] = kind, labels, made
+        *known, family = families[name]
+        if known != [kind, labels]:
+            raise ValueError(f"{name} is another connector's, of another kind or with other labels")
+        return family
+
+    return {kind: partial(make, kind) for kind in metric_types}
+
+
+def _restored(name: str, value: Any, classes: Mapping[str, str]) -> MultiKVConnectorStats:
+    """One part of a payload; a child's own is made by its class, which knows how."""
+    if isinstance(value, KVConnectorStats):
+        return MultiKVConnectorStats({name: value})
+    if name in (SELECTION, EVENTS):
+        return MultiKVConnectorStats({name: ConnectorCounts.from_dict(value)})
+    path = str(classes.get(name, ""))
+    module, _, qualname = path.partition(":")
+    connector: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        connector = getattr(connector, part)
+    if not issubclass(connector, KVConnectorBase_V1):
+        raise TypeError(f"{path} is no connector")
+    made = connector.build_kv_connector_stats(data=value)
+    is_made = isinstance(made, KVConnectorStats)
+    return MultiKVConnectorStats({name: made}, {name: path}) if is_made else MultiKVConnectorStats()

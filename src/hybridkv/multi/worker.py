@@ -1,0 +1,154 @@
+"""MultiConnector's worker role: each child's hooks, and each load and save reported once."""
+
+import logging
+from functools import partialmethod
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+
+from hybridkv.multi.children import ChildConnector, ChildConnectors
+from hybridkv.multi.messages import MultiEvents, MultiPlan, MultiReport
+from hybridkv.multi.stats import MultiKVConnectorStats
+from hybridkv.multi.transfer_ledger import TransferLedger
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+class MultiWorker:
+    """One rank; its hooks have vLLM's names. None raises, whatever a child does."""
+
+    def __init__(self, children: ChildConnectors, groups: int) -> None:
+        """`groups` is the number of the engine's KV cache groups."""
+        self._children = children
+        self._groups = groups
+        self._ledger = TransferLedger()
+        self._bound: set[int] = set()
+        """Children that have their plan of this step."""
+        self._sync_blocks: dict[int, tuple[int, ...]] = {}
+        self._bad_blocks: set[int] = set()
+        self._told_dead: frozenset[int] = frozenset()
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        """Take this step's plan: each child's own, and which child owes what from now on."""
+        self._bound.clear()
+        self._sync_blocks = {}
+        if isinstance(metadata, MultiPlan):
+            self._ledger.announce(metadata.loads, metadata.saves)
+            self._ledger.give_up(metadata.failed)
+            for index, request_id in metadata.let_go:
+                self._ledger.let_go(index, [request_id])
+            self._sync_blocks = metadata.sync_blocks
+            self._bad_blocks.update(metadata.bad_blocks)
+        for child, plan in self._plans(metadata):
+            self._bound.add(child.index)
+            self._carry_out(child, "bind_connector_metadata", plan, loads=True)
+
+    def clear_connector_metadata(self) -> None:
+        """End the step."""
+        self._step("clear_connector_metadata")
+        self._bound.clear()
+
+    def handle_preemptions(self, metadata: Any) -> None:
+        """Give each child its own plan, or all whatever else older engines pass (B23, D14)."""
+        is_plan = isinstance(metadata, MultiKVConnectorMetadata)
+        others = [(child, metadata) for child in self._children.alive]
+        for child, plan in self._plans(metadata) if is_plan else others:
+            child.call("handle_preemptions", None, plan, fatal=is_plan)
+
+    def _step(self, hook: str, *args: Any, loads: bool = False, **kwargs: Any) -> None:
+        """Call a hook of all children that have a plan of this step."""
+        for child in self._children.all:
+            if child.index in self._bound:
+                self._carry_out(child, hook, *args, loads=loads, **kwargs)
+
+    start_load_kv = partialmethod(_step, "start_load_kv", loads=True)
+    wait_for_layer_load = partialmethod(_step, "wait_for_layer_load", loads=True)
+    save_kv_layer = partialmethod(_step, "save_kv_layer")
+    wait_for_save = partialmethod(_step, "wait_for_save")
+    finish_forward = partialmethod(_step, "finish_forward")
+
+    def reset_capture_state(self) -> None:
+        """All children; none has a plan while graphs are captured."""
+        self._children.call("reset_capture_state", None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Every load and save that ended, once, whichever children report it."""
+        for child in self._children.all:
+            if not child.alive and (child.mute or not self._ledger.is_owed_by(child.index)):
+                continue
+            try:
+                self._collect(child, finished_req_ids)
+            except Exception:  # the supervised boundary of a child that may be switched off already
+                child.mute = True
+                logger.exception("hybridkv: %s cannot say what became of its transfers", child.name)
+                child.supervisor.counters["fault_get_transfer_results"] += 1
+                if child.alive:
+                    child.supervisor.switch_off("a fault in get_transfer_results")
+        finished, failed, saved = self._ledger.take()
+        if self._ledger.absorbed:
+            self._children.counters["reports_absorbed"] += self._ledger.absorbed
+            self._ledger.absorbed = 0
+        return KVConnectorTransferResults(
+            finished_sending=saved, finished_recving=finished, failed_recving=failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that were not loaded, of an engine with one group; others fail the requests."""
+        taken, self._bad_blocks = self._bad_blocks, set()
+        return taken if self._groups == 1 else set()
+
+    def build_connector_worker_meta(self) -> MultiReport | None:
+        """Each child's own message, what was counted, and which children are switched off."""
+        messages = self._said("build_connector_worker_meta", fatal=True)
+        dead = frozenset(child.index for child in self._children.all if not child.alive)
+        counters = dict(self._children.take_counts())
+        if not counters and dead == self._told_dead and not messages:
+            return None
+        self._told_dead = dead
+        return MultiReport(messages, dead, counters)
+
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats:
+        """The children's own statistics since the last call."""
+        return MultiKVConnectorStats.taken_from(self._children)
+
+    def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
+        """The children's own KV events."""
+        events = self._said("get_kv_connector_kv_cache_events")
+        return MultiEvents(events) if events else None
+
+    def _said(self, hook: str, fatal: bool = False) -> list[tuple[int, Any]]:
+        """(child, its answer) of the living children that have one."""
+        answers = self._children.call(hook, None, fatal=fatal)
+        return [(child.index, answer) for child, answer in answers if answer is not None]
+
+    def _carry_out(
+        self, child: ChildConnector, hook: str, *args: Any, loads: bool = False, **kwargs: Any
+    ) -> None:
+        """Call a hook of a plan. A fault leaves the plan half done, so the first is the last.
+
+        With `loads` it also leaves the blocks of this step unloaded.
+        """
+        child.call(hook, None, *args, fatal=True, **kwargs)
+        if not child.alive:
+            self._bound.discard(child.index)
+            if loads:
+                self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
+
+    def _collect(self, child: ChildConnector, finished_req_ids: set[str]) -> None:
+        results = child.connector.get_transfer_results(finished_req_ids)
+        blocks = child.connector.get_block_ids_with_load_errors()
+        if blocks and self._groups > 1:
+            # vLLM would end, since block ids are not unique there. All loads of this child fail.
+            self._ledger.taint(child.index)
+            self._children.counters["block_errors_of_several_groups"] += 1
+        elif blocks:
+            self._bad_blocks.update(blocks)
+        finished, failed = results.finished_recving or (), results.failed_recving or ()
+        self._ledger.loaded(child.index, finished, failed)
+        self._ledger.sent(child.index, results.finished_sending or ())
+
+    def _plans(self, metadata: Any) -> list[tuple[ChildConnector, Any]]:
+        plans = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else ()
+        both = zip(self._children.all, plans, strict=False)
+        return [(child, plan) for child, plan in both if child.alive and plan is not None]

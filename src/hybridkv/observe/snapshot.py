@@ -1,0 +1,33 @@
+"""What the daemon's loop hands to other threads that show it. Nothing in it changes later."""
+
+from dataclasses import dataclass
+
+from hybridkv.observe.catalog import Values
+from hybridkv.observe.history import RequestOutcome
+from hybridkv.observe.series import Sample
+from hybridkv.wire.status import GroupStatus, SessionStatus, TierStatus
+
+GROUPS_SHOWN_MAX = 64
+"""Groups of all identities; the smaller ones are summed up."""
+SESSIONS_SHOWN_MAX = 256
+DECISIONS_SHOWN_MAX = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The daemon at one moment. Times are seconds of its clock."""
+
+    now: float
+    started_at: float
+    values: Values
+    waits: tuple[tuple[float, int], ...]
+    """Lookups that waited for tiers, as Histogram.cumulative gives them."""
+    groups: tuple[GroupStatus, ...]
+    sessions: tuple[SessionStatus, ...]
+    tiers: tuple[TierStatus, ...]
+    columns: tuple[tuple[str, str], ...]
+    """The (metric, label) of each of a sample's values."""
+    hour: tuple[Sample, ...]
+    day: tuple[Sample, ...]
+    decisions: tuple[RequestOutcome, ...]
+    """The latest first."""

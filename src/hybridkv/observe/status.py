@@ -1,0 +1,250 @@
+"""What the status page and `hybridkv top` show: numbers, what they mean, and what is wrong."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from hybridkv import __version__
+from hybridkv.observe.explanations import limit_of, outcome_of, sentences_of
+from hybridkv.observe.history import RequestOutcome
+from hybridkv.observe.series import Sample, rates, share_of, shares, since
+from hybridkv.observe.snapshot import Snapshot
+from hybridkv.wire import status as wire
+
+MINUTE_SECONDS = 60.0
+RECENT_SECONDS = 600.0
+"""Failures of so long ago are still shown."""
+HOUR_SECONDS = 3600.0
+SMOOTH_STEPS = 6
+"""Shares are those of so many steps, because a single step may have next to nothing."""
+BRIEF_DECISIONS = 20
+BRIEF_SAMPLES = 91
+"""Samples of the hour in a brief status."""
+GAP_MIN = 0.02
+"""A smaller difference of ceiling and hits is no reason for more memory."""
+LEVELS = ("bad", "warn", "note")
+"""The worst first."""
+TIER_NOTES = {
+    "objects_damaged": "were damaged and were removed",
+    "objects_refused": "found no room there",
+    "objects_shed": "were not written because too many waited",
+}
+NEWS = {
+    "loads_failed": ("bad", "loads failed; the engines computed instead"),
+    "deadlines_missed": (
+        "warn",
+        "lookups waited for tiers and were answered before all had come",
+    ),
+    "slots_short": (
+        "note",
+        "write slots were wanted and not there; what would have been in them is not stored",
+    ),
+}
+
+
+class StatusReport:
+    """Makes the status of snapshots; the past is computed once for each sample."""
+
+    def __init__(self, is_brief: bool = False) -> None:
+        """A brief status has no day, less of the hour, and fewer decisions."""
+        self._is_brief = is_brief
+        self._histories: dict[str, tuple[float, wire.StatusHistory]] = {}
+        """By span: when its last sample was taken, and its history."""
+
+    def make(self, snapshot: Snapshot) -> wire.Status:
+        """Everything that is shown of the snapshot."""
+        now, samples = snapshot.now, _with_now(snapshot)
+        decisions = snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
+        hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
+        return wire.Status(
+            __version__,
+            _short(now - snapshot.started_at),
+            snapshot.values.named(),
+            _window(snapshot, samples, MINUTE_SECONDS),
+            _window(snapshot, samples, HOUR_SECONDS),
+            health(snapshot),
+            verdict(snapshot),
+            [*snapshot.tiers],
+            [*snapshot.groups],
+            [*snapshot.sessions],
+            [_decision(decision, now) for decision in decisions],
+            self._past("hour", snapshot, hour),
+            None if self._is_brief else self._past("day", snapshot, snapshot.day),
+        )
+
+    def encode(self, snapshot: Snapshot) -> bytes:
+        """The status as JSON."""
+        return msgspec.json.encode(self.make(snapshot))
+
+    def _past(self, span: str, snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
+        last = samples[-1].at if samples else 0.0
+        if span not in self._histories or self._histories[span][0] != last:
+            self._histories[span] = last, history(snapshot, samples)
+        return self._histories[span][1]
+
+
+class _Past(NamedTuple):
+    """Samples, whose columns go by metric and label."""
+
+    columns: Sequence[tuple[str, str]]
+    samples: Sequence[Sample]
+    step_seconds: float
+
+    def rate(self, metric: str, label: str = "") -> list[float]:
+        return [_short(one) for one in rates(self.samples, self.columns.index((metric, label)))]
+
+    def level(self, metric: str, label: str = "") -> list[float]:
+        column = self.columns.index((metric, label))
+        return [_short(sample.values[column]) for sample in self.samples[1:]]
+
+    def share(self, part: str, whole: str) -> list[float | None]:
+        columns = self.columns.index((part, "")), self.columns.index((whole, ""))
+        told = shares(self.samples, *columns, SMOOTH_STEPS * self.step_seconds)
+        return [None if share is None else _short(share) for share in told]
+
+
+def history(snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
+    """The past, from samples of the snapshot's columns."""
+    step = min((after.at - before.at for before, after in pairwise(samples)), default=0.0)
+    past = _Past(snapshot.columns, samples, step)
+    waits, waited = past.rate("lookup_wait_seconds"), past.rate("lookups_waited")
+    names = [tier.name for tier in snapshot.tiers]
+    held = {name: past.level("tier_bytes", name) for name in names}
+    return wire.StatusHistory(
+        step_seconds=_short(step),
+        ages=[_short(samples[-1].at - sample.at) for sample in samples[1:]],
+        hit=past.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
+        ceiling=past.share("ceiling_tokens", "ceiling_asked_tokens"),
+        lookups=past.rate("lookups"),
+        wait_seconds=[
+            _short(wait / count) if count else None
+            for wait, count in zip(waits, waited, strict=True)
+        ],
+        evicted=past.rate("evicted"),
+        loaded=past.rate("bytes_loaded"),
+        stored=past.rate("bytes_stored"),
+        sessions=past.level("sessions"),
+        bytes={"ram": past.level("bytes_committed"), **held},
+        read={name: past.rate("tier_bytes_read", name) for name in names},
+        written={name: past.rate("tier_bytes_written", name) for name in names},
+    )
+
+
+def health(snapshot: Snapshot) -> list[wire.Problem]:
+    """Everything that is not as it should be, the worst first."""
+    found: list[wire.Problem] = []
+    for tier in snapshot.tiers:
+        where = f"{tier.name} ({tier.location})"
+        state = ""
+        if not tier.is_open:
+            state = "cannot be used; it is opened again every few seconds"
+        elif tier.is_hung:
+            state = "hangs; nothing is asked of it until it answers"
+        elif tier.is_shut:
+            state = "fails; it is asked only now and then until it is well"
+        found += [wire.Problem("bad", f"{where} {state}")] if state else []
+        found += [
+            wire.Problem("note", f"{where}: {count:,.0f} objects {what}, since the daemon began")
+            for name, what in TIER_NOTES.items()
+            if (count := tier.values.get(name, 0.0))
+        ]
+    grown = _Growth(snapshot, _with_now(snapshot), RECENT_SECONDS)
+    found += [
+        wire.Problem(level, f"in the last 10 minutes {count:,.0f} {what}")
+        for name, (level, what) in NEWS.items()
+        if (count := grown.of(name))
+    ]
+    if count := snapshot.values.of("objects_condemned"):
+        text = f"{count:,.0f} objects had wrong bytes in RAM and were dropped"
+        found.append(wire.Problem("warn", f"{text}, since the daemon began"))
+    if not snapshot.sessions:
+        found.append(wire.Problem("note", "no engine is connected"))
+    return sorted(found, key=lambda problem: LEVELS.index(problem.level))
+
+
+def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
+    """Whether more memory would help, by the last hour."""
+    window = _window(snapshot, _with_now(snapshot), HOUR_SECONDS)
+    hit, ceiling, values = window.hit, window.ceiling, snapshot.values
+    if hit is None or ceiling is None:
+        return wire.MemoryVerdict(None, None, "Nothing was looked up in the last hour.")
+    gap = ceiling - hit
+    if gap < GAP_MIN:
+        text = "More memory would not help: there is next to nothing to hit that was not hit."
+    elif any(map(values.of, ("evicted", "over_quota", "slots_short"))):
+        text = (
+            f"More memory may help: up to {gap:.0%} of the tokens asked for were once here, "
+            "and are not."
+        )
+    else:
+        text = (
+            "More memory would not help: nothing was lost for lack of room. "
+            "The decisions below say what was."
+        )
+    if values.of("ceiling_chunks_forgotten"):
+        text += " The ceiling may be higher: not all chunks are remembered."
+    elif values.of("slots_short"):
+        text += " The ceiling does not count what engines found no room to store."
+    return wire.MemoryVerdict(hit, ceiling, text)
+
+
+def _decision(decision: RequestOutcome, now: float) -> wire.DecisionStatus:
+    told = decision.explanation
+    return wire.DecisionStatus(
+        decision.request_id,
+        decision.identity.hex()[:12],
+        _short(max(0.0, now - decision.told_at)),
+        f"{told.prompt_tokens} tokens",
+        *outcome_of(told),
+        limit_of(told),
+        sentences_of(told),
+    )
+
+
+def _with_now(snapshot: Snapshot) -> Sequence[Sample]:
+    """The samples of the last hour, and one of this moment."""
+    if snapshot.hour and snapshot.hour[-1].at >= snapshot.now:
+        return snapshot.hour
+    values = tuple(snapshot.values.of(*column) for column in snapshot.columns)
+    return (*snapshot.hour, Sample(snapshot.now, values))
+
+
+class _Growth:
+    """How counters grew in the last `seconds`, or since the daemon began."""
+
+    def __init__(self, snapshot: Snapshot, samples: Sequence[Sample], seconds: float) -> None:
+        self._columns = snapshot.columns
+        self.before, self.after = since(samples, snapshot.now - seconds), samples[-1]
+
+    def of(self, metric: str) -> float:
+        column = self._columns.index((metric, ""))
+        return self.after.values[column] - self.before.values[column]
+
+    def share(self, part: str, whole: str) -> float | None:
+        columns = self._columns.index((part, "")), self._columns.index((whole, ""))
+        return share_of(self.before, self.after, *columns)
+
+
+def _window(snapshot: Snapshot, samples: Sequence[Sample], seconds: float) -> wire.WindowStatus:
+    grown = _Growth(snapshot, samples, seconds)
+    length = grown.after.at - grown.before.at
+    waited = grown.of("lookups_waited")
+    return wire.WindowStatus(
+        _short(length),
+        grown.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
+        grown.share("ceiling_tokens", "ceiling_asked_tokens"),
+        grown.of("tokens_hit"),
+        grown.of("tokens_asked"),
+        _short(grown.of("lookup_wait_seconds") / waited) if waited else None,
+        {
+            name: _short(grown.of(name) / length) if length else 0.0
+            for name in ("lookups", "bytes_loaded", "bytes_stored", "evicted")
+        },
+    )
+
+
+def _short(value: float) -> float:
+    """The value with four digits, because more of a measurement say nothing."""
+    return float(f"{value:.4g}") if abs(value) < 1e4 else float(round(value))

@@ -1,1 +1,0 @@
-"""The daemon: a core that decides, and a loop that does."""

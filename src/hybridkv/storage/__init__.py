@@ -1,1 +1,0 @@
-"""The daemon's side of the bytes: free space, slots, index, eviction."""

@@ -1,0 +1,1 @@
+"""The RAM tier: slots, index, free space, eviction and tenants of one arena."""

@@ -1,0 +1,1 @@
+"""The tiers below RAM: their contract, health and threads, promotion into RAM and demotion."""

@@ -1,0 +1,107 @@
+"""The contract of a tier below RAM.
+
+A tier keeps records (tiers.record) by key, KEY_BYTES each, and may lose any of them at any time.
+It does not check a record; its reader does. Methods may block, and are called by the tier's own
+threads, several at once; only `peek` and `gauges` are called by the daemon's loop and return at
+once. A fault of one item is the TierError of that item; the call does not fail as a whole.
+
+`hybridkv.lab.tier_suite` has the suite that every tier passes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hybridkv.core.errors import HybridKVError
+from hybridkv.shm.slots import SHORT_HASH_BYTES
+
+
+class TierError(HybridKVError):
+    """The tier failed; the breaker counts it."""
+
+
+class MissingError(TierError):
+    """The record is not there (any more), which is no failure of the tier."""
+
+
+class DamagedError(TierError):
+    """The record is there, and is not what was put: it has another length, for instance."""
+
+
+class FullError(TierError):
+    """The tier has no room, and can make none."""
+
+
+class WriteRequest(NamedTuple):
+    """A record to write."""
+
+    key: bytes
+    pieces: Sequence[memoryview]
+    """The record's bytes, in order; each piece starts and ends on a page (SLOT_ALIGN) of memory."""
+    parent: bytes = bytes(SHORT_HASH_BYTES)
+    """As in the record's header; the record of the parent is evicted after this one."""
+    interior: bool = False
+    """As in the record's header; interior records are evicted first."""
+
+
+class ReadRequest(NamedTuple):
+    """A record to read."""
+
+    key: bytes
+    pieces: Sequence[memoryview]
+    """Memory for its bytes, together of the record's size; aligned as in WriteRequest."""
+
+
+class Tier(ABC):
+    """A store of records below RAM."""
+
+    name: str
+    """One word for settings, metrics and sentences, such as "disk"."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """Connect, or scan what is there, at the start and again after a TierError.
+
+        Raises ConfigError for settings that can never work, else TierError; `peek` always works.
+        """
+
+    @abstractmethod
+    def peek(self, key: bytes) -> bool | None:
+        """Whether the record is there, as known without I/O; None: `find` must be asked."""
+
+    @abstractmethod
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether its record is there; False is always allowed.
+
+        Keys are in the order of prefixes. Raises TierError where nobody answers.
+        """
+
+    @abstractmethod
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        """Read records, prefix first; for each item None, or its error and any bytes."""
+
+    @abstractmethod
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        """Publish records, each as a whole or not at all; for each item None or its error.
+
+        That holds for readers in other processes too. A record that is there may be kept.
+        """
+
+    @abstractmethod
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        """Remove records that are there; `damaged` ones are put into quarantine where possible."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[bytes]:
+        """The key of every record, in any order."""
+
+    def tend(self) -> None:  # noqa: B027  # most kinds have nothing to do
+        """Do regular work, each second: find others' records, reconnect. Raises TierError."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Metrics: `bytes`, `bytes_max`, `objects`, as far as they are known without I/O."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release every resource; records stay. Other threads may still be inside a call."""

@@ -1,0 +1,1 @@
+"""A tier in a directory that daemons of several nodes may share."""

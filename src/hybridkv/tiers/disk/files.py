@@ -1,0 +1,161 @@
+"""The files of a directory tier: their names, and whether each is the record that its name says."""
+
+import contextlib
+import mmap
+import os
+import uuid
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
+from hybridkv.tiers.record import (
+    KEY_BYTES,
+    Record,
+    head_bytes,
+    is_whole,
+    parts_of,
+    read_head,
+)
+
+QUARANTINE_MAX = 16
+"""Damaged files that are kept."""
+BLOCK_BYTES = 512
+"""The unit of st_blocks."""
+
+
+class FileName(NamedTuple):
+    """What the name of a record's file says: all that the order of eviction needs."""
+
+    key: bytes
+    parent: bytes = bytes(SHORT_HASH_BYTES)
+    interior: bool = False
+
+    @property
+    def text(self) -> str:
+        """KEY.PARENT in hexadecimal digits; an interior record's has an i behind them."""
+        return f"{self.key.hex()}.{self.parent.hex()}{'i' if self.interior else ''}"
+
+    @property
+    def path(self) -> str:
+        """The path below a writer's directory."""
+        return os.path.join(self.key[HASH_BYTES : HASH_BYTES + 1].hex(), self.text)
+
+
+def parse_name(text: str) -> FileName | None:
+    """What a file's name says; None where it is not the name of a record."""
+    digits, _, rest = text.partition(".")
+    try:
+        name = FileName(
+            bytes.fromhex(digits), bytes.fromhex(rest.removesuffix("i")), rest.endswith("i")
+        )
+    except ValueError:
+        return None
+    is_sound = len(name.key) == KEY_BYTES and len(name.parent) == SHORT_HASH_BYTES
+    return name if is_sound and name.text == text else None
+
+
+def name_of(record: Record) -> FileName:
+    """The name that a record's file should have."""
+    return FileName(record.name.key, record.parent, record.interior)
+
+
+def taken_bytes(status: os.stat_result) -> int:
+    """The bytes that a file counts as: its size, or its blocks where they are more."""
+    return max(status.st_size, status.st_blocks * BLOCK_BYTES)
+
+
+def records(home: str | Path) -> Iterator[tuple[str, FileName]]:
+    """(path, name) of every record of a writer."""
+    with contextlib.suppress(FileNotFoundError):
+        for shard in sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2):
+            yield from shard_records(shard)
+
+
+def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
+    """(path, name) of every record in one directory of a writer."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(shard):
+            name = parse_name(entry.name)
+            if name is not None:
+                yield entry.path, name
+
+
+def set_aside(root: Path, path: str) -> None:
+    """Move a damaged file to the quarantine, which keeps QUARANTINE_MAX. Raises OSError."""
+    where = root / "quarantine"
+    where.mkdir(mode=0o700, exist_ok=True)
+    os.utime(path)
+    os.rename(path, where / f"{os.path.basename(path)}.{uuid.uuid4().hex[:8]}")
+    kept = sorted(where.iterdir(), key=lambda one: one.stat().st_mtime)
+    for old in kept[:-QUARANTINE_MAX]:
+        old.unlink(missing_ok=True)
+
+
+class FileDamage(StrEnum):
+    """What is wrong with a file."""
+
+    EMPTY = "zero length"
+    LENGTH = "length"
+    HEADER = "header"
+    BYTES = "bytes"
+    MISNAMED = "misnamed"
+    """It is a whole record of another name."""
+    UNREADABLE = "unreadable"
+
+
+class FileProof(NamedTuple):
+    """The result of reading and proving a file."""
+
+    damage: FileDamage | None
+    record: Record | None = None
+    """What the file's header says, if that is sound."""
+    memory: memoryview = memoryview(b"")
+    """The file's bytes, on pages of their own, if they are a whole record."""
+
+
+def prove(file: IO[bytes], size: int, name: FileName | None) -> FileProof:
+    """Read the next `size` bytes of `file` and prove that they are the record `name`.
+
+    It takes no more memory than a sound header says. Raises OSError.
+    """
+    if not size:
+        return FileProof(FileDamage.EMPTY)
+    if size % SLOT_ALIGN:
+        return FileProof(FileDamage.LENGTH)
+    start = file.read(HEADER_BYTES)
+    wanted = min(size, head_bytes(parts_of(start)))
+    start += file.read(wanted - len(start))
+    record = read_head(memoryview(start))
+    if record is None:
+        return FileProof(FileDamage.HEADER)
+    if record.size_bytes != size or len(start) < wanted:
+        return FileProof(FileDamage.LENGTH, record)
+    memory = memoryview(mmap.mmap(-1, size))
+    memory[: len(start)] = start
+    done = len(start)
+    while done < size and (got := file.readinto(memory[done:])):  # type: ignore[attr-defined]
+        done += got
+    if done < size:
+        return FileProof(FileDamage.LENGTH, record)
+    if not is_whole(record, memory):
+        return FileProof(FileDamage.BYTES, record)
+    return FileProof(FileDamage.MISNAMED if name_of(record) != name else None, record, memory)
+
+
+def prove_file(path: str, name: FileName | None) -> FileProof | None:
+    """Prove the file at `path`, as `prove` does; None where it is gone, or is no regular file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open(fd, "rb", buffering=0) as file:
+            # The disk's bytes are proved, not those of the page cache, which daemons do not use.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            proof = prove(file, os.fstat(fd).st_size, name)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return proof
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return FileProof(FileDamage.UNREADABLE)

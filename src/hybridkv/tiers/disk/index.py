@@ -1,0 +1,285 @@
+"""The index of a directory tier: which file holds which record, and what this daemon's files take.
+
+The byte bound is for the files that this daemon wrote.  The index has those of other writers too,
+so that they can be read, and they do not count.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
+from hybridkv.store.eviction import EvictionQueue
+from hybridkv.tiers.disk.files import FileName, records, taken_bytes
+
+TOUCH_SECONDS = 600.0
+"""A file's time of change, by which it is ordered after a restart, is at most so late."""
+STUCK_MAX = 3
+"""Victims in a row that may be impossible to remove; after them no other one is tried."""
+FULL_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT))
+
+
+class OwnFile(NamedTuple):
+    """A record that this daemon wrote."""
+
+    path: str
+    taken_bytes: int
+    parent: bytes
+    """The short key of the record that must not be evicted before this one; empty = none."""
+    touched: float
+    """Its time of change, seconds since the epoch."""
+
+
+class FileIndex:
+    """The files of one directory by key.
+
+    The caller holds `lock`, but for `path`, `use`, `replace`, `take_again`, `sweep` and `scan`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` bounds this daemon's files; 0 = half of what is free at the first `scan`."""
+        self.lock = threading.Lock()
+        self.max_bytes = max_bytes
+        self.ours: dict[bytes, OwnFile] = {}
+        self.others: dict[bytes, str] = {}
+        """Path by key, of all other writers; no key is in `ours` as well."""
+        self._doubled: set[bytes] = set()
+        """Keys of `ours` and `others` that another writer has as well."""
+        self._again: set[str] = set()
+        """Names of shards, two digits, that may hold another copy of a record that is gone."""
+        self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
+        self._children: Counter[bytes] = Counter()
+        """By short key: how many records must be evicted before it."""
+        self._keys: dict[bytes, bytes] = {}
+        """Key by short key."""
+        self._taken_bytes = 0
+        """Bytes of the files in `ours`."""
+        self.writing_bytes = 0
+        """The most that the files take that are being written."""
+        self._strays: dict[str, int] = {}
+        """This daemon's files that could not be removed yet, and the bytes that they take."""
+        self._stray_bytes = 0
+        self._stuck = 0
+        """Victims in a row that could not be removed since the last `sweep`."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All bytes that count against the bound."""
+        return self._taken_bytes + self.writing_bytes + self._stray_bytes
+
+    def path(self, key: bytes) -> str | None:
+        """The file of a record."""
+        file = self.ours.get(key)
+        return file.path if file is not None else self.others.get(key)
+
+    def enter(self, name: FileName, path: str, taken: int, touched: float) -> None:
+        """Add a file of this daemon that takes `taken` bytes and is not in `ours`."""
+        key, parent, interior = name
+        short = _short_key(key)
+        before = _short_key(key, parent) if any(parent) else b""
+        if before == short:
+            before = b""
+        self.ours[key] = OwnFile(path, taken, before, touched)
+        if self.others.pop(key, None) is not None:
+            self._doubled.add(key)
+        # The new file replaced one that could not be removed.
+        self._stray_bytes -= self._strays.pop(path, 0)
+        self._keys[short] = key
+        self._taken_bytes += taken
+        if before:
+            self._children[before] += 1
+        self._order.add(key, taken, interior, key)
+
+    def forget(self, key: bytes) -> None:
+        """Drop a record whose file is gone."""
+        self.others.pop(key, None)
+        self._list_again(key)
+        file = self.ours.pop(key, None)
+        if file is None:
+            return
+        self._taken_bytes -= file.taken_bytes
+        self._order.remove(key)
+        short = _short_key(key)
+        if self._keys.get(short) == key:
+            del self._keys[short]
+        if file.parent:
+            self._children[file.parent] -= 1
+            if not self._children[file.parent]:
+                del self._children[file.parent]
+                parent = self._keys.get(file.parent)
+                if parent is not None:
+                    self._order.offer(parent)
+
+    def use(self, key: bytes) -> None:
+        """A record was read."""
+        now = time.time()
+        with self.lock:
+            file = self.ours.get(key)
+            if file is None:
+                return
+            self._order.use((key,))
+            if self._may_go(key):
+                self._order.offer(key)
+            is_late = now - file.touched > TOUCH_SECONDS
+            if is_late:
+                self.ours[key] = file._replace(touched=now)
+        if is_late:
+            with contextlib.suppress(OSError):
+                os.utime(file.path)
+
+    # Room
+
+    def make_room(self, size: int) -> bool:
+        """Evict until `size` more bytes fit; False where that is impossible. Raises OSError."""
+        while self.held_bytes + size > self.max_bytes:
+            if not self.ours or size > self.max_bytes:
+                return False
+            self._evict()
+        return True
+
+    def evict_bytes(self, size: int) -> None:
+        """Evict `size` bytes, or all that there is. Raises OSError."""
+        goal = self._taken_bytes + self._stray_bytes - size
+        while self.ours and self._taken_bytes + self._stray_bytes > goal:
+            self._evict()
+
+    def remove(self, path: str, taken: int) -> None:
+        """Remove a file of this daemon that is not in the index."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            self.stray(path, taken)
+
+    def stray(self, path: str, taken: int) -> None:
+        """Count a file that could not be removed until `sweep` removes it."""
+        self._stray_bytes += taken - self._strays.pop(path, 0)
+        self._strays[path] = taken
+
+    def sweep(self) -> None:
+        """Try again to remove what could not be removed."""
+        self._stuck = 0
+        for path in list(self._strays):
+            with self.lock:
+                if path not in self._strays:
+                    continue
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
+                except OSError:
+                    continue
+                self._stray_bytes -= self._strays.pop(path)
+
+    def _may_go(self, key: bytes) -> bool:
+        return _short_key(key) not in self._children
+
+    def _evict(self) -> None:
+        """Remove the next victim's file. Raises OSError where it seems that none can be removed."""
+        victim = self._order.victim(self._may_go)
+        # Two records may name each other as parents, and then neither may go first.
+        key = victim if victim is not None else next(iter(self.ours))
+        file = self.ours[key]
+        try:
+            os.unlink(file.path)
+            self._stuck = 0
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            # Where it is more than this file, no record is evicted in vain.
+            is_all = error.errno == errno.EROFS or error.errno in FULL_ERRORS
+            if is_all or self._stuck >= STUCK_MAX:
+                raise
+            self._stuck += 1
+            self.stray(file.path, file.taken_bytes)
+        self._order.remember(key, key)
+        self.forget(key)
+
+    # What the directories hold
+
+    def scan(self, home: Path) -> None:
+        """Index the records in this daemon's directory, the oldest first, and keep the bound."""
+        found = []
+        with self.lock:
+            # The lock is held while listing: a record that is put meanwhile is entered afterwards.
+            for path, name in records(home):
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(path, follow_symlinks=False)
+                    found.append((status.st_mtime, name, path, taken_bytes(status)))
+            for container in (self.ours, self.others, self._doubled, self._again):
+                container.clear()
+            self._children.clear()
+            self._keys.clear()
+            self._stuck = self._taken_bytes = 0
+            if not self.max_bytes:
+                system = os.statvfs(home)
+                free = system.f_bavail * system.f_frsize + sum(one[-1] for one in found)
+                self.max_bytes = free // 2 // SLOT_ALIGN * SLOT_ALIGN
+            self._order = EvictionQueue(EvictionPolicy.TWO_QUEUES, self.max_bytes)
+            for touched, name, path, taken in sorted(found):
+                if name.key not in self.ours:
+                    self.enter(name, path, taken, touched)
+                else:
+                    self.remove(path, taken)
+            for path in [path for path in self._strays if not os.path.lexists(path)]:
+                self._stray_bytes -= self._strays.pop(path)
+            self.make_room(0)
+
+    def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
+        """Another writer's directory `shard` holds just these records now, by key their paths."""
+        here = shard + os.sep
+        with self.lock:
+            gone = [
+                key
+                for key, path in self.others.items()
+                if path.startswith(here) and key not in found
+            ]
+            for key in gone:
+                del self.others[key]
+                self._list_again(key)
+            self._doubled.update(
+                key
+                for key in found
+                if key in self.ours or not self.others.get(key, here).startswith(here)
+            )
+            self.others.update((key, path) for key, path in found.items() if key not in self.ours)
+
+    def take_again(self) -> set[str]:
+        """Names of the shards that are to be listed again; each is returned once."""
+        with self.lock:
+            again, self._again = self._again, set()
+        return again
+
+    def _list_again(self, key: bytes) -> None:
+        if key in self._doubled:
+            self._doubled.remove(key)
+            self._again.add(os.path.dirname(FileName(key).path))
+
+    def check(self) -> None:
+        """Derive again what can be derived while nobody uses the index; raises AssertionError."""
+        ours = self.ours.values()
+        self._order.check(self._may_go)
+        assert len(self._order) == len(self.ours)
+        assert sum(file.taken_bytes for file in ours) == self._taken_bytes
+        assert self._stray_bytes == sum(self._strays.values())
+        assert not self.writing_bytes
+        assert self.held_bytes <= self.max_bytes
+        assert not self.ours.keys() & self.others.keys()
+        assert self._doubled <= self.ours.keys() | self.others.keys()
+        assert not self._strays.keys() & {file.path for file in ours}
+        assert +self._children == Counter(file.parent for file in ours if file.parent)
+
+
+def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
+    """The namespace, the first SHORT_HASH_BYTES of the hash (`of_hash` if given), and the gid."""
+    return (
+        key[:HASH_BYTES] + (of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]) + key[-2:]
+    )

@@ -1,0 +1,312 @@
+"""Records as files of a directory, on a local disk or one that several nodes share (as NFS).
+
+::
+
+    hybridkv-tier                                  the version of this layout
+    objects/WRITER/alive                           touched by that writer while it lives
+    objects/WRITER/KK/KEY.PARENT[i]                a record; hexadecimal digits, i = interior
+    objects/WRITER/tmp/D/N                         a record that is being written
+    quarantine/...                                 damaged records, the last few
+
+Every daemon writes below its own directory and reads all of them (disk.writers), so no daemon waits
+for a lock.  Its byte bound is for what it wrote itself (disk.index).  A file appears by a rename,
+whole. Names tell all that the order of eviction needs, so a restart lists directories and reads no
+file.
+"""
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.sizes import format_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers import contract
+from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.disk.files import BLOCK_BYTES, FileName, set_aside
+from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
+from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
+
+logger = logging.getLogger("hybridkv.daemon")
+
+_SLACK_BYTES = SLOT_ALIGN
+"""What a file may take beside its bytes."""
+_ROOM_BYTES = 64 << 10
+"""What is evicted where a full file system has no room for the little that a start writes."""
+_SETTINGS = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
+)
+"""Errors that say that another directory is needed; any other error may pass."""
+
+
+class DiskTier(Tier):
+    """A directory of records."""
+
+    name = "disk"
+
+    def __init__(self, spec: TierSpec, writer: str, adopts: bool = True) -> None:
+        """`writer` names this daemon, in all its lives, among all that use the directory.
+
+        `adopts`: whether it takes over what lost writers left.
+        """
+        spec.known_options()
+        self._index = FileIndex(spec.max_bytes or 0)
+        root = Path(spec.location.removeprefix("disk://"))
+        self._writers = Writers(root, writer, self._index, adopts)
+        self._direct = os.O_DIRECT
+        self._numbers = count(1)
+
+    # The contract
+
+    def open(self) -> None:
+        """Scan the directory; raises ConfigError where it cannot be used."""
+        try:
+            try:
+                self._writers.enter()
+            except FileNotFoundError:
+                # Another daemon was taking it over, after a long time in which nobody was here.
+                self._writers.enter()
+            self._scan()
+            try:
+                self._settle()
+            except OSError as error:
+                if error.errno not in FULL_ERRORS:
+                    raise
+                with self._index.lock:
+                    self._index.evict_bytes(_ROOM_BYTES)
+                self._settle()
+        except OSError as error:
+            if error.errno not in _SETTINGS:
+                raise _translated(error) from error
+            raise ConfigError(
+                f"disk: {self._writers.root} cannot be used ({error.strerror})",
+                "a directory that you may write to works",
+            ) from error
+        self._writers.look()
+
+    def peek(self, key: bytes) -> bool | None:
+        return key in self._index.ours or key in self._index.others
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self._index.ours or key in self._index.others for key in keys]
+
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        return [self._get(item) for item in items]
+
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        return [self._put(item) for item in items]
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        index = self._index
+        for key in keys:
+            with index.lock:
+                path = index.path(key)
+                if path is None:
+                    continue
+                try:
+                    if damaged:
+                        set_aside(self._writers.root, path)
+                    else:
+                        os.unlink(path)
+                except OSError as error:
+                    is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(path)
+                    if key in index.ours and not is_gone:
+                        index.stray(path, index.ours[key].taken_bytes)
+                # The file's room is given to no other record while it is there.
+                index.forget(key)
+
+    def keys(self) -> Iterator[bytes]:
+        with self._index.lock:
+            known = [*self._index.ours, *self._index.others]
+        yield from known
+
+    def tend(self) -> None:
+        now = time.monotonic()
+        try:
+            if not self._writers.show_alive(now):
+                home = self._writers.home
+                logger.info(
+                    "disk: others took over what was in %s, for it was silent for too long", home
+                )
+                self.open()
+            self._index.sweep()
+            self._writers.tend(now)
+        except OSError as error:
+            raise _translated(error) from error
+
+    def gauges(self) -> Mapping[str, float]:
+        index = self._index
+        return {
+            "bytes": float(index.held_bytes),
+            "bytes_max": float(index.max_bytes),
+            "objects": float(len(index.ours)),
+            "objects_of_others": float(len(index.others)),
+        }
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def leave(self) -> None:
+        """There will be no next life of this writer: others may take over what it wrote, now."""
+        self._writers.leave()
+
+    def check(self) -> None:
+        """Derive again what can be derived while nobody uses the tier; raises AssertionError."""
+        with self._index.lock:
+            self._index.check()
+            real = [
+                path.stat().st_blocks * BLOCK_BYTES
+                for kind in ("??/*", f"{TMP}/*/*")
+                for path in self._writers.home.glob(kind)
+            ]
+            assert sum(real) <= self._index.held_bytes
+
+    # Files
+
+    def _get(self, item: ReadRequest) -> TierError | None:
+        index, key = self._index, item.key
+        file = index.ours.get(key)
+        path = file.path if file is not None else index.others.get(key)
+        if path is None:
+            return contract.MissingError("it is not there")
+        try:
+            error = self._read(path, item.pieces)
+        except FileNotFoundError:
+            with index.lock:
+                # Another thread may have put it again meanwhile.
+                is_same = index.ours.get(key) is file
+                if is_same and (file is not None or index.others.get(key) == path):
+                    index.forget(key)
+            return contract.MissingError("it is not there any more")
+        except OSError as error:
+            return _translated(error)
+        if error is None:
+            index.use(key)
+        return error
+
+    def _read(self, path: str, pieces: Sequence[memoryview]) -> contract.DamagedError | None:
+        wanted = sum(map(len, pieces))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+        try:
+            size = os.fstat(fd).st_size
+            if size != wanted:
+                return contract.DamagedError(f"{path} has {size} bytes instead of {wanted}")
+            done = 0
+            while done < size:
+                got = os.preadv(fd, _after(pieces, done), done)
+                if not got:
+                    return contract.DamagedError(f"{path} ends after {done} of {size} bytes")
+                done += got
+        finally:
+            os.close(fd)
+        return None
+
+    def _put(self, item: WriteRequest) -> TierError | None:
+        index, size = self._index, sum(map(len, item.pieces))
+        reserved = size + _SLACK_BYTES
+        name = FileName(item.key, item.parent, item.interior)
+        number = next(self._numbers)
+        home = self._writers.home
+        temporary = str(home / TMP / str(number % TMP_DIRECTORIES) / str(number))
+        path = str(home / name.path)
+        with index.lock:
+            if index.path(item.key) is not None:
+                return None
+            try:
+                if not index.make_room(reserved):
+                    return contract.FullError(
+                        f"{format_size(size)} do not fit into {format_size(index.max_bytes)}"
+                    )
+            except OSError as error:
+                return _translated(error)
+            index.writing_bytes += reserved
+        try:
+            taken = self._write(temporary, item.pieces, size)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                os.rename(temporary, path)
+        except OSError as error:
+            with index.lock, contextlib.suppress(OSError):
+                index.remove(temporary, reserved)
+                index.writing_bytes -= reserved
+                if error.errno in FULL_ERRORS:
+                    # The file system has less room than the bound: others need it more.
+                    index.evict_bytes(reserved)
+            return _translated(error)
+        with index.lock:
+            known = index.ours.get(item.key)
+            if known is not None and known.path != path:
+                index.remove(path, taken)
+            index.writing_bytes -= reserved
+            if known is None:
+                index.enter(name, path, taken, time.time())
+        return None
+
+    def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
+        """Write a new file; returns the bytes that it takes. Raises OSError."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
+        fd = os.open(path, flags, 0o600)
+        try:
+            done = 0
+            while done < size:
+                done += os.pwritev(fd, _after(pieces, done), done)
+            return max(size, os.fstat(fd).st_blocks * BLOCK_BYTES)
+        finally:
+            os.close(fd)
+
+    def _scan(self) -> None:
+        self._writers.scan()
+        logger.info(
+            "disk: %s has %d objects of ours, %s of at most %s%s",
+            self._writers.root,
+            len(self._index.ours),
+            format_size(self._index.held_bytes),
+            format_size(self._index.max_bytes),
+            "" if self._direct else "; no direct I/O there",
+        )
+
+    def _settle(self) -> None:
+        """Write the little that a start writes. Raises OSError."""
+        self._probe()
+        self._writers.claim()
+
+    def _probe(self) -> None:
+        """Find out whether the file system takes direct I/O."""
+        page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
+        path = str(self._writers.home / TMP / "probe")
+        self._direct = os.O_DIRECT
+        while True:
+            try:
+                self._write(path, [page], len(page))
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = 0
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of the pieces after `done` bytes."""
+    left = []
+    for piece in pieces:
+        if done < len(piece):
+            left.append(piece[done:] if done else piece)
+        done = max(0, done - len(piece))
+    return left
+
+
+def _translated(error: OSError) -> TierError:
+    kind = contract.FullError if error.errno in FULL_ERRORS else TierError
+    return kind(f"{error.strerror}: {error.filename or 'a record'}")

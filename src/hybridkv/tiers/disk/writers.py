@@ -1,0 +1,242 @@
+"""The writers of a directory tier: who may write where, who lives, and who takes over what is left.
+
+A daemon writes below its own directory only, and reads what is in all of them.  It touches its file
+`alive` every ALIVE_SECONDS.  A writer that has not for LOST_SECONDS is lost: another daemon renames
+its directory, which only one of them can do, and moves the records to its own as far as its bound
+allows.
+"""
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.tiers.contract import TierError
+from hybridkv.tiers.disk.files import FileName, records, shard_records, taken_bytes
+from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
+
+logger = logging.getLogger("hybridkv.daemon")
+
+LAYOUT = "1\n"
+LAYOUT_FILE = "hybridkv-tier"
+ALIVE_SECONDS = 30.0
+"""How often a writer touches its `alive`."""
+QUIET_SECONDS = 10 * ALIVE_SECONDS
+"""A writer that has been silent for so long writes nothing at the moment."""
+LOST_SECONDS = 3600.0
+"""A writer that has been silent for so long is gone for good."""
+LOOK_SHARE = 50
+"""At most 1/50 of the time is spent on looking for what others wrote."""
+TMP = "tmp"
+TMP_DIRECTORIES = 8
+"""New files are begun in so many in turn: threads that use one directory wait for each other."""
+_LOST = ".lost-"
+"""In the name of a writer's directory that is being taken over."""
+
+
+def homes(root: Path) -> list[Path]:
+    """Every writer's directory."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(
+            Path(entry.path)
+            for entry in os.scandir(root / "objects")
+            if entry.is_dir(follow_symlinks=False)
+        )
+    return []
+
+
+def check_root(root: Path, setting: str) -> None:
+    """Raise ConfigError unless `root` is a tier's directory of this version."""
+    works = "the directory of a daemon's --disk works"
+    try:
+        layout = (root / LAYOUT_FILE).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{setting}: {root} is no directory of records (it has no {LAYOUT_FILE})", works
+        ) from None
+    except OSError as error:
+        what = f"{setting}: {root} cannot be read ({error.strerror})"
+        raise ConfigError(what, works) from error
+    _check_layout(layout, f"{setting}: {root}", "its own version of hybridkv works")
+
+
+def _check_layout(layout: str, what: str, works: str) -> None:
+    if layout not in (LAYOUT, ""):
+        raise ConfigError(f"{what} has another version's layout", works)
+
+
+def clock(root: Path) -> float:
+    """The time by the files' clock, seconds since the epoch. Makes and removes a file."""
+    path = root / f"clock-{uuid.uuid4().hex}"
+    try:
+        path.touch(mode=0o600)
+        return path.stat().st_mtime
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def silent_seconds(home: Path, now: float) -> float | None:
+    """How long ago a writer showed that it lives; None where its directory is gone.
+
+    Before it shows this for the first time, the age of its directory counts.
+    """
+    for path in (home / "alive", home):
+        with contextlib.suppress(FileNotFoundError):
+            return now - path.stat().st_mtime
+    return None
+
+
+class Writers:
+    """This daemon among the writers of one directory. Its methods raise OSError."""
+
+    def __init__(self, root: Path, writer: str, index: FileIndex, adopts: bool) -> None:
+        """`writer` names this daemon; `adopts`: whether it takes over what lost writers left."""
+        self.root = root
+        self.home = root / "objects" / writer
+        self._index = index
+        self._adopts = adopts
+        self._token = uuid.uuid4().hex
+        self._alive_at = 0.0
+        self._look_at = 0.0
+        self._seen: dict[str, tuple[int, int]] = {}
+        """By shard of another writer: its time of change when listed, and the looks since then."""
+
+    def enter(self) -> None:
+        """Make this daemon's directories, and remove the files that it never finished."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            # Nobody takes the directory over from here on.
+            os.utime(self.home / "alive")
+        for number in range(TMP_DIRECTORIES):
+            (self.home / TMP / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
+        layout = self.root / LAYOUT_FILE
+        with contextlib.suppress(FileExistsError), layout.open("x") as file:
+            file.write(LAYOUT)
+        _check_layout(layout.read_text(), f"disk: {self.root}", "a new directory works")
+        for directory, _, files in os.walk(self.home / TMP):
+            for name in files:
+                os.unlink(os.path.join(directory, name))
+
+    def scan(self) -> None:
+        """Index this daemon's records anew; `look` follows."""
+        self._index.scan(self.home)
+        self._seen.clear()
+
+    def claim(self) -> None:
+        """Say that the directory is this daemon's."""
+        (self.home / "alive").write_text(self._token)
+
+    def leave(self) -> None:
+        """Let other daemons take over at once what this one wrote."""
+        os.utime(self.home / "alive", (0, 0))
+
+    def show_alive(self, now: float) -> bool:
+        """Touch `alive` where that is due; False where others took the directory over.
+
+        Raises TierError where another daemon writes to it.
+        """
+        if now < self._alive_at:
+            return True
+        alive = self.home / "alive"
+        try:
+            if alive.read_text() != self._token:
+                raise TierError(
+                    f"another daemon writes to {self.home}; "
+                    "give each node its own name (--node), or directory"
+                )
+            # It is not written anew: on a full file system it would be empty afterwards.
+            os.utime(alive)
+        except FileNotFoundError:
+            return False
+        self._alive_at = now + ALIVE_SECONDS
+        return True
+
+    def tend(self, now: float) -> None:
+        """Where that is due, look for other writers' records and take over those of lost ones."""
+        if now >= self._look_at:
+            self.look()
+            if self._adopts:
+                self._adopt()
+            self._look_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
+
+    def look(self) -> None:
+        """Index what other writers have put and removed since."""
+        again = self._index.take_again()
+        for path in self._seen:
+            if os.path.basename(path) in again:
+                self._seen[path] = 0, 0
+        gone = dict.fromkeys(self._seen)
+        for home in self._others():
+            try:
+                shards = [entry.path for entry in os.scandir(home) if len(entry.name) == 2]
+            except FileNotFoundError:
+                continue
+            for shard in shards:
+                gone.pop(shard, None)
+                with contextlib.suppress(FileNotFoundError):
+                    self._look_into(shard)
+        self._forget(gone)
+
+    def _look_into(self, shard: str) -> None:
+        changed = os.stat(shard).st_mtime_ns
+        known, looks = self._seen.get(shard, (0, 0))
+        # The clock of a directory may be coarse: a second look sees what came within one tick.
+        if known != changed or looks <= 1:
+            self._seen[shard] = changed, looks + 1 if known == changed else 0
+            self._index.replace(shard, {name.key: path for path, name in shard_records(shard)})
+
+    def _forget(self, shards: Iterable[str]) -> None:
+        for shard in shards:
+            del self._seen[shard]
+            self._index.replace(shard, {})
+
+    def _others(self) -> list[Path]:
+        return [home for home in homes(self.root) if home != self.home]
+
+    def _adopt(self) -> None:
+        now = (self.home / "alive").stat().st_mtime
+        for home in self._others():
+            silent = silent_seconds(home, now)
+            if silent is None or silent < LOST_SECONDS:
+                continue
+            # A writer that comes back under the old name finds nothing half removed.
+            lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(home, lost)
+                self._forget([path for path in self._seen if os.path.dirname(path) == str(home)])
+                logger.info("disk: taking over what %s left", home.name)
+                self._adopt_all(lost)
+
+    def _adopt_all(self, home: Path) -> None:
+        for path, name in list(records(home)):
+            with contextlib.suppress(FileNotFoundError):
+                self._adopt_one(path, name)
+        for directory, _, files in os.walk(home, topdown=False):
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(directory, file))
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+    def _adopt_one(self, path: str, name: FileName) -> None:
+        index, to = self._index, str(self.home / name.path)
+        status = os.stat(path, follow_symlinks=False)
+        taken = taken_bytes(status)
+        try:
+            os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
+            with index.lock:
+                fits = name.key not in index.ours and index.held_bytes + taken <= index.max_bytes
+                if fits:
+                    os.rename(path, to)
+                    index.enter(name, to, taken, status.st_mtime)
+        except OSError as error:
+            if error.errno not in FULL_ERRORS:
+                raise
+            fits = False
+        if not fits:
+            os.unlink(path)

@@ -1,0 +1,47 @@
+"""From a tier's URL to the tier. Libraries are imported only for tiers that are used."""
+
+import importlib
+from dataclasses import replace
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.tiers.contract import Tier
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.fault_injection import OPTIONS, InjectedTier
+
+INJECT = "inject+"
+"""Before a scheme: see fault_injection."""
+LIBRARIES = {
+    **dict.fromkeys(
+        ("valkey", "valkeys", "valkey+unix", "redis", "rediss"), ("valkey.tier", "ValkeyTier")
+    ),
+    "s3": ("s3", "S3Tier"),
+    "mooncake": ("mooncake.tier", "MooncakeTier"),
+}
+"""By the URL's scheme: the module, whose first name is also the extra's, and the class."""
+
+
+def make_tier(spec: TierSpec, node: str) -> Tier:
+    """The tier, not opened yet; `node` names this daemon in it. Raises ConfigError."""
+    if spec.kind.startswith(INJECT):
+        options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
+        kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
+        return InjectedTier(
+            make_tier(replace(spec, kind=kind, location=location, options=options), node), spec
+        )
+    if spec.kind == "disk":
+        return DiskTier(spec, node)
+    if spec.kind not in LIBRARIES:
+        raise ConfigError(
+            f"tier: {spec.kind!r} is none of disk, {', '.join(LIBRARIES)}",
+            '"disk:///var/cache/hybridkv" works',
+        )
+    module, name = LIBRARIES[spec.kind]
+    try:
+        made: Tier = getattr(importlib.import_module(f"hybridkv.tiers.{module}"), name)(spec)
+    except ImportError as error:
+        raise ConfigError(
+            f"tier: {spec.kind} needs {error.name}",
+            f"pip install 'hybridkv[{module.partition('.')[0]}]' works",
+        ) from error
+    return made

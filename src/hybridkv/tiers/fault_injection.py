@@ -1,0 +1,107 @@
+"""A tier with faults put in on purpose, to see what a slow or broken one costs.
+
+``inject+disk:///path?rate=1MiB&latency=0.01&fail=0.1&lose=0.1&damage=0.01&seed=7``: bytes per
+second of all calls together, seconds of each call, and the shares of items that fail, are missing,
+or come back with a flipped bit.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.sizes import parse_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+
+OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
+
+
+class InjectedTier(Tier):
+    """Another tier, made worse."""
+
+    def __init__(self, tier: Tier, spec: TierSpec) -> None:
+        """`spec` is of the whole URL. Raises ConfigError for options that are no numbers."""
+        self.name = tier.name
+        self._tier = tier
+        rate = spec.options.get("rate")
+        self._rate = parse_size(rate, "tier: rate") if rate is not None else None
+        self._latency, self._fail, self._lose, self._damage = (
+            _number(spec, name) for name in ("latency", "fail", "lose", "damage")
+        )
+        self._rng = random.Random(spec.options.get("seed"))
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        """When the bytes so far will have passed at the rate, by the monotonic clock."""
+
+    def open(self) -> None:
+        self._tier.open()
+
+    def peek(self, key: bytes) -> bool | None:
+        return self._tier.peek(key)
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        self._pass(0)
+        return self._tier.find(keys)
+
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        self._pass(sum(len(piece) for item in items for piece in item.pieces))
+        errors = self._tier.get(items)
+        for at, item in enumerate(items):
+            if errors[at] is None and self._happens(self._lose):
+                errors[at] = MissingError("lost on purpose")
+            elif errors[at] is None and self._happens(self._fail):
+                errors[at] = TierError("failed on purpose")
+            elif errors[at] is None and self._happens(self._damage):
+                piece = item.pieces[-1]
+                piece[self._rng.randrange(len(piece))] ^= 1 << self._rng.randrange(8)
+        return errors
+
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        self._pass(sum(len(piece) for item in items for piece in item.pieces))
+        if self._happens(self._fail):
+            return [TierError("failed on purpose")] * len(items)
+        return self._tier.put(items)
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        self._tier.discard(keys, damaged)
+
+    def keys(self) -> Iterator[bytes]:
+        return self._tier.keys()
+
+    def tend(self) -> None:
+        self._tier.tend()
+
+    def gauges(self) -> Mapping[str, float]:
+        return self._tier.gauges()
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def _happens(self, share: float) -> bool:
+        return bool(share) and self._rng.random() < share
+
+    def _pass(self, size: int) -> None:
+        """Take as long as `size` bytes do."""
+        wait = self._latency
+        if self._rate is not None:
+            with self._lock:
+                now = time.monotonic()
+                self._free_at = max(self._free_at, now) + size / self._rate
+                wait += self._free_at - now
+        if wait:
+            time.sleep(wait)
+
+
+def _number(spec: TierSpec, name: str) -> float:
+    text = spec.options.get(name, "0")
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 3600:
+        raise ConfigError(
+            f"tier: {name}={text!r} must be a number that is not negative", "0.1 works"
+        )
+    return number

@@ -1,0 +1,56 @@
+"""Mooncake's client library as the child process of the Mooncake tier calls it (tiers.isolated)."""
+
+import ctypes
+import mmap
+
+from mooncake.store import MooncakeDistributedStore
+
+INVALID_PARAMS = -600
+
+
+class MooncakeLibrary:
+    """The store's client. Each call returns a code for each item, below 0 an error's."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        """Records are read into `memory`, and written from it."""
+        self._size = len(memory)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory = memory
+        self._store = MooncakeDistributedStore()
+
+    def setup(self, config: dict[str, str]) -> list[int]:
+        """Connect."""
+        code = self._store.setup(config)
+        return [code or self._store.register_buffer(self._base, self._size)]
+
+    def find(self, names: list[str]) -> list[int]:
+        """1 for each object that is there, otherwise 0."""
+        return list(self._store.batch_is_exist(names))
+
+    def put(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
+        """Publish what the memory holds; 0 for each object."""
+        return list(self._store.batch_put_from(names, self._at(offsets), sizes))
+
+    def get(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
+        """Read into the memory; the size of each object, whatever size was asked for."""
+        codes = self._store.batch_get_into(names, self._at(offsets), sizes)
+        # The library also says "invalid" of an object that is larger than the memory given for it.
+        return [
+            self._size_of(name, size) if code == INVALID_PARAMS else code
+            for name, size, code in zip(names, sizes, codes, strict=True)
+        ]
+
+    def remove(self, names: list[str], force: bool) -> list[int]:
+        """Remove, with `force` also what has a lease; 0 for each object."""
+        return list(self._store.batch_remove(names, force))
+
+    def close(self) -> list[int]:
+        """Leave the store in order."""
+        return [self._store.close()]
+
+    def _at(self, offsets: list[int]) -> list[int]:
+        return [self._base + offset for offset in offsets]
+
+    def _size_of(self, name: str, asked: int) -> int:
+        size = int(self._store.get_size(name))
+        return INVALID_PARAMS if size == asked else size

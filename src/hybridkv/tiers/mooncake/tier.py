@@ -1,0 +1,475 @@
+"""Records in Mooncake Store, the memory of many nodes behind one master.
+
+::
+
+    mooncake://MASTER:50051?bytes=64GiB&local_hostname=10.0.0.7
+
+| option | default | |
+|---|---|---|
+| `bytes` | none | memory that this node gives to the store, from 16MiB; without it none |
+| `local_hostname` | 127.0.0.1 | this node's address for the others: needed with `bytes` |
+| `protocol` | tcp | or rdma |
+| `device` | | RDMA devices, separated by commas |
+| `metadata` | P2PHANDSHAKE | Mooncake's metadata server, if there is one |
+| `admin` | 9003 | PORT or HOST:PORT of the master's HTTP server (`--metrics_port`), for `keys` |
+| `buffer` | 512MiB | memory shared with the client; a quarter of it is the largest record |
+| `log` | | a file for what Mooncake's library prints |
+
+A record is the object `hybridkv-1-<hex of its key>`.  It lives in the memory that some node gave.
+It goes with that node, with the master, which remembers nothing, or when the master makes room.  So
+`close` takes this node's memory, and what is in it, out of the store.
+
+Mooncake's client is a C++ library in child processes (tiers.isolated).  Measured with 0.3.13 in one
+process with it: a put after a failed setup, or any call after `close`, is a segmentation fault; a
+setup takes 90 s without a master, and over 100 s with a port that never answers; a call takes 30 s
+where the master or another node stops; `close` holds the interpreter's lock for seconds.  The
+library also listens on all of the machine's addresses.  Here a call that has not returned within
+the tier's `timeout` costs its child, and `tend` starts another.
+
+With `bytes` there are two children.  The *keeper* has the memory given to the store and is asked
+nothing, so it is never ended for being slow; the *client* has nothing to lose.
+
+A reader's lease keeps an object from being removed for a time (`--default_kv_lease_ttl`, 10 s; a
+lookup takes one too).  What was discarded is missing here at once, and for others when its lease
+ended and `tend` came by.  Damaged records are removed in spite of leases.  What is still to be
+removed is remembered here, since it must outlive the client.
+"""
+
+import contextlib
+import http.client
+import itertools
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers import contract
+from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane
+from hybridkv.tiers.record import KEY_BYTES
+from hybridkv.tiers.remote import Deadline, batches, copy_steps, dial
+
+LIBRARY = "hybridkv.tiers.mooncake.library:MooncakeLibrary"
+SEGMENT_BYTES_MIN = 16 << 20
+BUFFER_BYTES = 512 << 20
+BUFFER_BYTES_MIN = 4 << 20
+LANES = 4
+GROUP_BYTES = 8 << 20
+"""Bytes of records in one call to the client, unless a single record has more."""
+MASTER_PORT = 50051
+ADMIN_PORT = 9003
+DISCARDED_MAX = 1 << 16
+"""Discarded records that are still to be removed; the oldest of more are forgotten."""
+LISTING_BYTES_MAX = 1 << 30
+STOP_SECONDS_MAX = 3.0
+PATIENCE = 0.4
+"""The share of `timeout` after which the library is to give up, so that it need not be ended."""
+
+Item = TypeVar("Item", ReadRequest, WriteRequest)
+
+_PREFIX = "hybridkv-1-"
+_OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{{2 * KEY_BYTES}}})")
+_PROTOCOLS = ("tcp", "rdma")
+_OPTIONS = ("local_hostname", "protocol", "device", "metadata", "admin", "buffer", "log")
+
+_FULL = -200
+_NOT_FOUND = -704
+_EXISTS = -705
+_LEASED = -706
+_ABSENT = {_NOT_FOUND, -703, -710, -712}  # not there, not whole yet, its bytes went
+_NOBODY = {-900, -901}  # the master is not there, does not answer
+_WORDS = {
+    -1: "internal error",
+    -101: "no segment",
+    _FULL: "no room",
+    -600: "invalid parameters",
+    _LEASED: "it has a lease",
+    -707: "the lease ended before the bytes were there",
+    -800: "the node that has it does not answer",
+    -900: "the master is not there",
+    -901: "the master does not answer",
+}
+
+
+class MooncakeTier(Tier):
+    """A client of one Mooncake master, and this node's share of the store's memory."""
+
+    def __init__(self, spec: TierSpec) -> None:
+        """Raises ConfigError for settings that can never work."""
+        self.name = spec.name
+        self._timeout_seconds = spec.timeout_seconds
+        self._master = _address(spec.location)
+        options = spec.known_options(*_OPTIONS)
+        self._admin = _admin(options.get("admin", ""), self._master[0])
+        self._log = options.get("log", "")
+        self._segment_bytes = spec.max_bytes or 0
+        where = f"tier {spec.location}"
+        if 0 < self._segment_bytes < SEGMENT_BYTES_MIN:
+            raise ConfigError(
+                f"{where}: Mooncake takes no less than bytes=16MiB", "bytes=1GiB works"
+            )
+        buffer = parse_size(options.get("buffer", BUFFER_BYTES), f"{where}: buffer")
+        if buffer < BUFFER_BYTES_MIN:
+            raise ConfigError(
+                f"{where}: buffer={options['buffer']!r} is below 4MiB", "512MiB works"
+            )
+        self._lane_bytes = buffer // LANES // SLOT_ALIGN * SLOT_ALIGN
+        protocol = options.get("protocol", "tcp")
+        if protocol not in _PROTOCOLS:
+            raise ConfigError(
+                f"{where}: protocol={protocol!r} is none of {', '.join(_PROTOCOLS)}", "tcp works"
+            )
+        self._config = {
+            "local_hostname": options.get("local_hostname", "127.0.0.1"),
+            "metadata_server": options.get("metadata", "P2PHANDSHAKE"),
+            "protocol": protocol,
+            "rdma_devices": options.get("device", ""),
+            "master_server_addr": "{}:{}".format(*self._master),
+            "local_buffer_size": "0",
+        }
+        self._opening = threading.Lock()
+        self._client: IsolatedProcess | None = None
+        self._keeper: IsolatedProcess | None = None
+        self._starts = 0
+        self._is_sick = False
+        """Nobody answered the last call: the client has to show that it works, or is replaced."""
+        self._closed = False
+        self._discarded: dict[bytes, bool] = {}
+        """What is still to be removed, and whether in spite of a lease."""
+        self._discarded_lock = threading.Lock()
+
+    def open(self) -> None:
+        """Start the children, or prove that they work; takes `timeout` and their loading."""
+        with self._opening:
+            if self._closed:
+                raise TierError("the tier is closed")
+            self._reach_master()
+            if self._segment_bytes and not (self._keeper and self._keeper.alive):
+                self._keeper = self._started((1, SLOT_ALIGN), self._segment_bytes)
+            if self._client and self._client.alive and not self._works(self._client):
+                self._client.kill()
+            if not (self._client and self._client.alive):
+                self._client = self._started((LANES, self._lane_bytes), segment_bytes=0)
+            self._is_sick = False
+            if self._closed:  # meanwhile, by a thread that may not have seen these children
+                self.close()
+                raise TierError("the tier is closed")
+
+    def peek(self, key: bytes) -> bool | None:
+        """False for what was discarded here; only the master knows of anything else."""
+        return False if key in self._discarded else None
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Ask the master."""
+        deadline, found = self._deadline(), list[bool]()
+        for start in range(0, len(keys), ITEMS_MAX):
+            group = keys[start : start + ITEMS_MAX]
+            codes = self._call(deadline, "find", [_name(key) for key in group])
+            self._raise_if_nobody(codes)
+            found += [
+                code == 1 and key not in self._discarded
+                for key, code in zip(group, codes, strict=True)
+            ]
+        return found
+
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        """Read from whichever nodes have the records."""
+        refused = {
+            item.key: contract.MissingError("it was discarded")
+            for item in items
+            if item.key in self._discarded
+        }
+        return self._in_groups(items, self._get_group, refused)
+
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        """Write to a node of the master's choice; what is there already is kept."""
+        damaged: list[bytes] = []
+        with self._discarded_lock:
+            for key in {item.key for item in items} & self._discarded.keys():
+                if self._discarded[key]:
+                    damaged.append(key)
+                else:  # the object that is still there is the same one
+                    del self._discarded[key]
+        if damaged:
+            with contextlib.suppress(TierError):
+                self._remove(damaged, self._deadline())
+        refused = {
+            key: TierError("a damaged one is in its place")
+            for key in damaged
+            if key in self._discarded
+        }
+        return self._in_groups(items, self._put_group, refused)
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        """Remove; missing here at once in any case. Raises TierError where nobody answers."""
+        with self._discarded_lock:
+            for key in keys:
+                self._discarded[key] = damaged or self._discarded.get(key, False)
+            excess = max(len(self._discarded) - DISCARDED_MAX, 0)
+            for key in list(itertools.islice(self._discarded, excess)):
+                del self._discarded[key]
+        self._remove(keys, self._deadline())
+
+    def keys(self) -> Iterator[bytes]:
+        """From the master's HTTP port; raises TierError where that does not answer."""
+        for line in self._listing().splitlines():
+            match = _OURS.fullmatch(line)
+            if match and (key := bytes.fromhex(match[1])) not in self._discarded:
+                yield key
+
+    def tend(self) -> None:
+        """Start again what has ended, and remove what could not be removed before."""
+        keeps = not self._segment_bytes or (self._keeper is not None and self._keeper.alive)
+        if self._is_sick or not keeps or self._client is None or not self._client.alive:
+            self.open()
+        with self._discarded_lock:
+            discarded = list(self._discarded)
+        if discarded:
+            self._remove(discarded, self._deadline())
+
+    def gauges(self) -> Mapping[str, float]:
+        """What this node gives; how full the store is only its master knows."""
+        return {
+            "bytes_max": self._segment_bytes,
+            "discards_waiting": len(self._discarded),
+            "client_starts": self._starts,
+        }
+
+    def close(self) -> None:
+        """End the children; this node's memory leaves the store, in order where that is quick."""
+        self._closed = True
+        if self._client:
+            self._client.kill()
+        if self._keeper:
+            self._keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_seconds
+
+    def _reach_master(self) -> None:
+        """Raise TierError where no master listens: then no process need be started."""
+        try:
+            dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
+        except OSError as error:
+            where = "{}:{}".format(*self._master)
+            raise TierError(f"no Mooncake master at {where}: {error}") from error
+
+    def _started(self, lanes: tuple[int, int], segment_bytes: int) -> IsolatedProcess:
+        patience = self._timeout_seconds * PATIENCE
+        milliseconds, seconds = str(max(1, int(1000 * patience))), str(math.ceil(patience))
+        environment = {
+            "MC_RPC_TIMEOUT_MS": milliseconds,
+            "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+            "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+            "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+            "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        }
+        try:
+            child = IsolatedProcess("Mooncake's client", LIBRARY, lanes, environment, self._log)
+        except (OSError, RuntimeError) as error:
+            raise TierError(f"Mooncake's client does not start: {error}") from error
+        self._starts += 1
+        config = self._config | {"global_segment_size": str(segment_bytes)}
+        try:
+            (code,) = child.connect(self._timeout_seconds, config)
+        except ImportError as error:
+            raise ConfigError(
+                "the mooncake tier needs the package mooncake-transfer-engine-non-cuda"
+                " (extra: hybridkv[mooncake]) and the system's libibverbs1 and libnuma1:"
+                f" {error}"
+            ) from error
+        if code:
+            child.kill()
+            raise TierError(
+                f"Mooncake's client cannot be set up: {code}; the option log=PATH has its reasons"
+            )
+        return child
+
+    def _works(self, client: IsolatedProcess) -> bool:
+        if not self._is_sick:
+            return True
+        deadline = self._deadline()
+        try:
+            with client.lane(deadline) as lane:
+                return lane.call(deadline, "find", [_name(bytes(KEY_BYTES))])[0] not in _NOBODY
+        except TierError:
+            return False
+
+    @contextlib.contextmanager
+    def _lane(self, deadline: float) -> Iterator[Lane]:
+        client = self._client
+        if client is None or self._closed:
+            raise TierError("not connected to Mooncake")
+        try:
+            with client.lane(deadline) as lane:
+                yield lane
+        except DeadChildError:
+            self._is_sick = True
+            raise
+
+    def _call(self, deadline: float, method: str, *arguments: object) -> list[int]:
+        with self._lane(deadline) as lane:
+            return lane.call(deadline, method, *arguments)
+
+    def _in_groups(
+        self,
+        items: Sequence[Item],
+        act: Callable[[Sequence[Item], Sequence[int], float], list[TierError | None]],
+        refused: Mapping[bytes, TierError],
+    ) -> list[TierError | None]:
+        """What `act` says of the items, a few at a time; where it raises, the others fail too."""
+        deadline = self._deadline()
+        sizes = [sum(map(len, item.pieces)) for item in items]
+        errors = [
+            refused.get(item.key) or self._too_large(size)
+            for item, size in zip(items, sizes, strict=True)
+        ]
+        wanted = [at for at, error in enumerate(errors) if error is None]
+        failure: TierError | None = None
+        group_bytes = min(GROUP_BYTES, self._lane_bytes)
+        for start, end in batches([sizes[at] for at in wanted], group_bytes, ITEMS_MAX):
+            group = wanted[start:end]
+            results: list[TierError | None] = [failure] * len(group)
+            if failure is None:
+                try:
+                    some = [items[at] for at in group]
+                    results = act(some, [sizes[at] for at in group], deadline)
+                except TierError as error:
+                    failure, results = error, [error] * len(group)
+            for at, result in zip(group, results, strict=True):
+                errors[at] = result
+        return errors
+
+    def _too_large(self, size: int) -> TierError | None:
+        if size <= self._lane_bytes:
+            return None
+        need = format_size(LANES * size)
+        return TierError(
+            f"a record of {size} bytes is over a quarter of the option buffer; buffer={need} works"
+        )
+
+    def _get_group(
+        self, items: Sequence[ReadRequest], sizes: Sequence[int], deadline: float
+    ) -> list[TierError | None]:
+        offsets, errors = _offsets(sizes), list[TierError | None]()
+        with self._lane(deadline) as lane:
+            at = [lane.start + offset for offset in offsets]
+            codes = lane.call(deadline, "get", [_name(item.key) for item in items], at, sizes)
+            for item, size, start, code in zip(items, sizes, offsets, codes, strict=True):
+                if code == size:
+                    for offset, part in copy_steps(item.pieces):
+                        part[:] = lane.memory[start + offset : start + offset + len(part)]
+                    errors.append(None)
+                elif code >= 0:
+                    errors.append(contract.DamagedError(f"it has {code} bytes, not {size}"))
+                else:
+                    errors.append(self._error(code))
+        self._raise_if_nobody(codes)
+        return errors
+
+    def _put_group(
+        self, items: Sequence[WriteRequest], sizes: Sequence[int], deadline: float
+    ) -> list[TierError | None]:
+        offsets = _offsets(sizes)
+        with self._lane(deadline) as lane:
+            for item, start in zip(items, offsets, strict=True):
+                for offset, part in copy_steps(item.pieces):
+                    lane.memory[start + offset : start + offset + len(part)] = part
+            at = [lane.start + offset for offset in offsets]
+            codes = lane.call(deadline, "put", [_name(item.key) for item in items], at, sizes)
+        self._raise_if_nobody(codes)
+        return [None if code in (0, _EXISTS) else self._error(code) for code in codes]
+
+    def _remove(self, keys: Sequence[bytes], deadline: float) -> None:
+        """Remove what is among the discarded, and forget about what is gone."""
+        for force in (False, True):
+            with self._discarded_lock:
+                chosen = [key for key in dict.fromkeys(keys) if self._discarded.get(key) is force]
+            for start in range(0, len(chosen), ITEMS_MAX):
+                group = chosen[start : start + ITEMS_MAX]
+                codes = self._call(deadline, "remove", [_name(key) for key in group], force)
+                with self._discarded_lock:
+                    for key, code in zip(group, codes, strict=True):
+                        if code in (0, _NOT_FOUND):
+                            self._discarded.pop(key, None)
+                self._raise_if_nobody(codes)
+
+    def _raise_if_nobody(self, codes: Sequence[int]) -> None:
+        """Raise TierError where the master answered for no item."""
+        if all(code in _NOBODY for code in codes):
+            raise self._error(codes[0])
+
+    def _error(self, code: int) -> TierError:
+        if code in _NOBODY:
+            self._is_sick = True
+        words = f"Mooncake: {_WORDS.get(code, 'error')} ({code})"
+        if code in _ABSENT:
+            return contract.MissingError(words)
+        return contract.FullError(words) if code == _FULL else TierError(words)
+
+    def _listing(self) -> str:
+        deadline, where = self._deadline(), "{}:{}".format(*self._admin)
+        connection = http.client.HTTPConnection(*self._admin, timeout=self._timeout_seconds)
+        try:
+            connection.sock = dial(*self._admin, Deadline(self._timeout_seconds))
+            connection.request("GET", "/get_all_keys")
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise TierError(
+                    f"Mooncake's master answers {response.status} where its keys should be"
+                    " (option admin)"
+                )
+            body = bytearray()
+            while piece := response.read1(1 << 20):
+                body += piece
+                if len(body) > LISTING_BYTES_MAX or time.monotonic() > deadline:
+                    raise TierError("the list of Mooncake's keys is too long")
+            return body.decode("ascii", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise TierError(
+                f"Mooncake's master does not list its keys at {where}: {error!r}"
+            ) from error
+        finally:
+            connection.close()
+
+
+def _name(key: bytes) -> str:
+    return _PREFIX + key.hex()
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each of the records begins in a lane's memory."""
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
+def _address(location: str) -> tuple[str, int]:
+    """Host and port of the master."""
+    parts = urlsplit(location)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("a mooncake tier has no users", "mooncake://HOST:50051 works")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or parts.path.strip("/") or ":" in host:
+        raise ConfigError(
+            f"tier {location} must name the master and no path", "mooncake://127.0.0.1:50051 works"
+        )
+    return host, port or MASTER_PORT
+
+
+def _admin(option: str, master: str) -> tuple[str, int]:
+    host, _, port = option.rpartition(":")
+    if option and not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(
+            f"admin={option!r} must be the master's --metrics_port, or HOST:PORT",
+            f"{ADMIN_PORT} works",
+        )
+    return host or master, int(port or ADMIN_PORT)

@@ -1,0 +1,417 @@
+"""Promotion: lookups wait while tiers below give what RAM does not have.
+
+A waiting lookup goes through three steps, and ends as soon as nothing more can come, at its
+deadline at the latest. The daemon then answers it from what RAM has::
+
+    find    tiers that cannot say at once what they have are asked
+    plan    up to which boundary reading is worth it (tiers.load_or_compute), and what is missing
+    read    prefix first, into slots that become objects like any other
+
+Each method returns the lookups that ended by it. Their slots stay pinned (`held`) until the daemon
+has answered them and unpins the slots.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hybridkv.core.coverage import part_bytes, stored_counts
+from hybridkv.core.geometry import GroupKind
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.store.index import Slot
+from hybridkv.store.store import Store
+from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
+from hybridkv.tiers.load_or_compute import plan_reads
+from hybridkv.tiers.lookup_states import LookupEvent
+from hybridkv.tiers.lookups import (
+    LookupRequest,
+    NeededObject,
+    ObjectPlace,
+    Shortfall,
+    ShortfallKind,
+    WaitingLookup,
+)
+from hybridkv.tiers.record import Record, RecordName
+from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
+
+WAITING_MAX = 1024
+"""Lookups that wait at the same time; more are answered from RAM."""
+READING_SHARE = 8
+"""At most 1/8 of the arena is being read into from one tier."""
+FIND_KEYS_MAX = 4096
+"""Objects that one lookup asks a tier about."""
+DAMAGED_MAX = 1024
+"""Damaged objects of one tier that wait to be put aside; of more the oldest ones stay there."""
+
+
+@dataclass(eq=False)
+class ObjectRead:
+    """An object that is being read, its slot, and the lookups that wait for it."""
+
+    need: NeededObject
+    request: LookupRequest
+    """The lookup that began to read it."""
+    slot: Slot
+    lookups: list[WaitingLookup]
+
+
+class ReadResult(NamedTuple):
+    """What came of a read job."""
+
+    ended: list[WaitingLookup]
+    """Lookups to answer."""
+    stored: list[Slot]
+    """New objects of the index."""
+
+
+class Promotion:
+    """All lookups that wait."""
+
+    def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
+        """`tiers` are those below RAM, fastest first."""
+        self._store = store
+        self._tiers = tiers
+        self._lookups: dict[tuple[int, int], WaitingLookup] = {}
+        """By (connection, lease)."""
+        self._reads: dict[bytes, ObjectRead] = {}
+        """By the object's key."""
+        self._finds: dict[TierJob, tuple[WaitingLookup, list[ObjectPlace]]] = {}
+        self._turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
+        """Lookups of which a tier is asked as soon as it has a thread for it, in order."""
+        self._damaged = {tier: deque[JobItem](maxlen=DAMAGED_MAX) for tier in tiers}
+        self._reading_bytes: Counter[TierState] = Counter()
+        self.counters: Counter[tuple[str, str]] = Counter()
+        """Lookups that fell short, by the (metric, label) of the reason."""
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def begin(self, lookup: WaitingLookup, masks: Sequence[bytes], now: float) -> bool:
+        """Whether the lookup is to wait; if not, `lookup.shortfall` may tell why.
+
+        `masks` are the presence masks of RAM, per group.
+        """
+        tiers = [tier for tier in self._tiers if tier.reads(now)]
+        if not tiers or len(self._lookups) >= WAITING_MAX:
+            kind = ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY
+            self._fall_short(lookup, Shortfall(kind))
+            return False
+        request = lookup.request
+        lookup.target = request.chunks
+        _locate(lookup, masks, tiers)
+        for tier in tiers if lookup.unknown else ():
+            if self._turns[tier] or not tier.has_thread(JobKind.FIND):
+                self._turns[tier][lookup] = None
+                lookup.finding += 1
+            else:
+                self._find(lookup, tier, now)
+        if not lookup.finding and not self._plan(lookup, now):
+            self._release(lookup)
+            return False
+        self._lookups[request.connection_id, request.lease] = lookup
+        return True
+
+    def is_waiting(self, connection_id: int, lease: int) -> bool:
+        """Whether the lookup with that lease waits."""
+        return (connection_id, lease) in self._lookups
+
+    def cancel(self, connection_id: int, lease: int | None = None) -> None:
+        """Forget one lookup, or all of a connection: nobody waits for the answer any more."""
+        for key in list(self._lookups) if lease is None else [(connection_id, lease)]:
+            lookup = self._lookups.get(key)
+            if lookup is not None and key[0] == connection_id:
+                self._leave(lookup, LookupEvent.CANCELLED)
+                self._release(lookup)
+
+    def found(self, job: TierJob, outcome: JobOutcome, now: float) -> list[WaitingLookup]:
+        """Take over what a tier said it has; the lookups that ended by it."""
+        lookup, places = self._finds.pop(job)
+        lookup.finding -= 1
+        tier = self._tiers[job.tier]
+        for place, is_there in zip(places, outcome.found, strict=False):
+            if is_there:
+                lookup.located.setdefault(place, tier)
+        ended = []
+        if not lookup.is_over and not lookup.finding and not self._plan(lookup, now):
+            ended.append(self._end(lookup, LookupEvent.SETTLED, now))
+        return ended + self._take_turns(tier, now)
+
+    def read(self, job: TierJob, outcome: JobOutcome, now: float) -> ReadResult:
+        """Take over the objects that were read, or give up those that were not."""
+        tier = self._tiers[job.tier]
+        touched: dict[WaitingLookup, None] = {}
+        result = ReadResult([], [])
+        for at, item in enumerate(job.items):
+            read = self._reads.pop(item.key)
+            self._reading_bytes[tier] -= read.slot.size_bytes
+            came: Slot | TierError | None = outcome.error or outcome.errors[at]
+            if came is None:
+                came = self._enter(read, outcome.tenants[at])
+                if came is read.slot:
+                    result.stored.append(read.slot)
+            else:
+                self._store.free(read.slot)
+                if isinstance(came, DamagedError):
+                    self._damaged[tier].append(item._replace(slot=None))
+            for lookup in read.lookups:
+                touched[lookup] = None
+                self._came(lookup, read.need, came, now)
+        if touched and all(lookup.is_over for lookup in touched) and outcome.error is None:
+            # It comes too late for any lookup, but now the tier's speed is known.
+            tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
+        self._put_aside(tier, now)
+        for lookup in touched:
+            if not lookup.is_over and not self._go_on(lookup, now):
+                result.ended.append(self._end(lookup, LookupEvent.SETTLED, now))
+        return result
+
+    def tick(self, now: float) -> list[WaitingLookup]:
+        """Go on where there is room or a thread again; the lookups that ended or are due."""
+        ended = []
+        for lookup in list(self._lookups.values()):
+            if lookup.request.deadline <= now:
+                kind = ShortfallKind.NOT_READ_IN_TIME
+                if any(lookup in turns for turns in self._turns.values()):
+                    kind = ShortfallKind.NOT_FOUND_IN_TIME
+                self._fall_short(lookup, Shortfall(kind))
+                ended.append(self._end(lookup, LookupEvent.DEADLINE, now))
+            elif lookup.todo and not self._go_on(lookup, now):
+                ended.append(self._end(lookup, LookupEvent.SETTLED, now))
+        for tier in self._tiers:
+            ended += self._take_turns(tier, now)
+            self._put_aside(tier, now)
+        return ended
+
+    def wakes_at(self) -> float:
+        """When the next lookup is due."""
+        deadlines = (lookup.request.deadline for lookup in self._lookups.values())
+        return min(deadlines, default=float("inf"))
+
+    def held(self) -> Iterator[Slot]:
+        """Slots that are pinned for lookups that wait, once for each time."""
+        for lookup in self._lookups.values():
+            yield from lookup.held
+
+    def slots(self) -> Iterator[Slot]:
+        """Slots that are being read into."""
+        return (read.slot for read in self._reads.values())
+
+    # Find
+
+    def _find(self, lookup: WaitingLookup, tier: TierState, now: float) -> None:
+        places = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))[:FIND_KEYS_MAX]
+        wanted: list[tuple[ObjectPlace, RecordName]] = []
+        for place in places:
+            name = lookup.request.name_of(*place)
+            is_there = tier.peek(name.key)
+            if is_there:
+                lookup.located.setdefault(place, tier)
+            elif is_there is None:
+                wanted.append((place, name))
+        if wanted:
+            items = [JobItem(Record(name, 0, 0, 0)) for _, name in wanted]
+            job = TierJob(JobKind.FIND, tier.number, items)
+            self._finds[job] = lookup, [place for place, _ in wanted]
+            lookup.finding += 1
+            tier.submit(job, now)
+
+    def _take_turns(self, tier: TierState, now: float) -> list[WaitingLookup]:
+        """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""
+        turns, ended = self._turns[tier], []
+        while turns and (tier.has_thread(JobKind.FIND) or not tier.reads(now)):
+            lookup = next(iter(turns))
+            del turns[lookup]
+            lookup.finding -= 1
+            if tier.reads(now):
+                self._find(lookup, tier, now)
+            else:
+                self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, tier.name))
+            if not lookup.finding and not self._plan(lookup, now):
+                ended.append(self._end(lookup, LookupEvent.SETTLED, now))
+        return ended
+
+    # Read
+
+    def _plan(self, lookup: WaitingLookup, now: float) -> bool:
+        """Decide what is read, and start it; whether anything is to come."""
+        plan, request = plan_reads(lookup, now), lookup.request
+        if plan.shortfall is not None:
+            self._fall_short(lookup, plan.shortfall)
+        if plan.chunks <= request.resident:
+            return False
+        lookup.advance(LookupEvent.PLANNED)
+        lookup.started_at, lookup.target = now, plan.chunks
+        lookup.todo.extend(plan.needs)
+        # The hit that RAM has already is held as well: room for more must not cost it.
+        hits = (request.resident, plan.chunks)
+        for slot in dict.fromkeys(slot for hit in hits for slot in request.resident_slots(hit)):
+            self._hold(lookup, slot)
+        return self._go_on(lookup, now)
+
+    def _go_on(self, lookup: WaitingLookup, now: float) -> bool:
+        """Start reading what can be started; whether anything is to come."""
+        while lookup.todo:
+            need = lookup.todo[0]
+            name = lookup.request.name_of(need.group_index, need.chunk)
+            slot = lookup.request.namespace.get(name.chunk_hash, need.group_index)
+            known = self._reads.get(name.key)
+            tier = need.tier if known is None else known.need.tier
+            if slot is not None:
+                self._hold(lookup, slot)
+            elif tier.is_hung or (known is None and not tier.reads(now)):
+                self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, tier.name))
+                lookup.todo.clear()
+                break
+            elif known is not None:
+                known.lookups.append(lookup)
+                lookup.reading += 1
+            elif not tier.has_thread(JobKind.READ) or not self._start(lookup, tier, now):
+                break
+            else:
+                continue
+            lookup.todo.popleft()
+        return bool(lookup.todo or lookup.reading)
+
+    def _start(self, lookup: WaitingLookup, tier: TierState, now: float) -> bool:
+        """Read the next few objects from `tier`; whether any."""
+        request, geometry = lookup.request, lookup.request.geometry
+        items: list[JobItem] = []
+        job_bytes, most = 0, tier.job_bytes(JobKind.READ, now)
+        while lookup.todo and lookup.todo[0].tier is tier and len(items) < JOB_ITEMS_MAX:
+            need = lookup.todo[0]
+            group = geometry.groups[need.group_index]
+            name = request.name_of(need.group_index, need.chunk)
+            shape = part_bytes(geometry, group, need.chunk), geometry.parts(group)
+            size, taken = slot_bytes(*shape), self._reading_bytes[tier]
+            job_bytes += size
+            is_busy = taken and taken + size > len(self._store) // READING_SHARE
+            if (items and job_bytes > most) or is_busy or name.key in self._reads:
+                break
+            slot = next(iter(self._store.grant(shape, 1)), None)
+            if slot is None:
+                if not self._store.is_growing:
+                    self._fall_short(lookup, Shortfall(ShortfallKind.NO_ROOM))
+                    lookup.todo.clear()
+                break
+            self._reads[name.key] = ObjectRead(need, request, slot, [lookup])
+            items.append(JobItem(Record(name, *shape, slot.generation), slot))
+            self._reading_bytes[tier] += size
+            lookup.begun_bytes[tier] += size
+            lookup.reading += 1
+            lookup.todo.popleft()
+        if items:
+            tier.submit(TierJob(JobKind.READ, tier.number, items), now)
+        return bool(items)
+
+    def _put_aside(self, tier: TierState, now: float) -> None:
+        """Put aside as many damaged objects as one job takes, if no such job is running."""
+        damaged = self._damaged[tier]
+        if damaged and tier.has_thread(JobKind.DISCARD):
+            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
+            tier.submit(TierJob(JobKind.DISCARD, tier.number, items, damaged=True), now)
+
+    def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
+        """Make what was read an object; the slot that has it."""
+        request, need, slot = read.request, read.need, read.slot
+        if not request.namespace.is_current:
+            self._store.free(slot)
+            return None
+        chunk_hash, parent = request.hash_of(need.chunk), request.hash_of(need.chunk - 1)
+        place = request.namespace, need.group_index, chunk_hash, parent
+        if self._store.commit(slot, *place, tenant=tenant):
+            slot.in_tiers |= need.tier.bit
+            return slot
+        return request.namespace.get(chunk_hash, need.group_index)
+
+    def _came(
+        self, lookup: WaitingLookup, need: NeededObject, came: Slot | TierError | None, now: float
+    ) -> None:
+        """Tell a lookup of an object that was read: its slot, its error, or None without room."""
+        lookup.reading -= 1
+        if lookup.is_over:
+            return
+        if isinstance(came, Slot):
+            self._hold(lookup, came)
+            lookup.read_bytes[need.tier] += came.size_bytes
+            lookup.origins.setdefault(need.chunk, need.tier.name)
+        elif came is not None and (elsewhere := self._elsewhere(lookup, need, now)) is not None:
+            lookup.todo.appendleft(elsewhere)
+        else:
+            lookup.todo.clear()
+            self.counters[ShortfallKind.FAILED.counter] += lookup.shortfall is None
+            error = str(came or "no room")
+            lookup.shortfall = Shortfall(ShortfallKind.FAILED, need.tier.name, error)
+
+    def _elsewhere(
+        self, lookup: WaitingLookup, need: NeededObject, now: float
+    ) -> NeededObject | None:
+        """Where else an object is that did not come. Only slower tiers, so that it ends."""
+        key = lookup.request.name_of(need.group_index, need.chunk).key
+        for tier in self._tiers[need.tier.number + 1 :]:
+            if tier.reads(now) and tier.peek(key):
+                return need._replace(tier=tier)
+        return None
+
+    # End
+
+    def _hold(self, lookup: WaitingLookup, slot: Slot) -> None:
+        self._store.hold((slot,))
+        lookup.held.append(slot)
+
+    def _release(self, lookup: WaitingLookup) -> None:
+        held, lookup.held = lookup.held, []
+        self._store.unpin(held)
+
+    def _fall_short(self, lookup: WaitingLookup, shortfall: Shortfall) -> None:
+        self.counters[shortfall.kind.counter] += 1
+        lookup.shortfall = shortfall
+
+    def _leave(self, lookup: WaitingLookup, event: LookupEvent) -> None:
+        lookup.advance(event)
+        del self._lookups[lookup.request.connection_id, lookup.request.lease]
+        for turns in self._turns.values():
+            turns.pop(lookup, None)
+        lookup.todo.clear()
+
+    def _end(self, lookup: WaitingLookup, event: LookupEvent, now: float) -> WaitingLookup:
+        self._leave(lookup, event)
+        for tier, begun in lookup.begun_bytes.items():
+            read = lookup.read_bytes[tier]
+            if read or lookup.reading:
+                # Where nothing came in time, the tier is only known to be slower than that.
+                seconds = now - lookup.started_at
+                tier.speed = tier.speed.measured(read or begun / 2, seconds, now)
+        return lookup
+
+
+def _locate(lookup: WaitingLookup, masks: Sequence[bytes], tiers: Sequence[TierState]) -> None:
+    """Ask for what tiers know at once, as far as the prefix that every hit needs may reach."""
+    geometry = lookup.request.geometry
+    reach, groups = lookup.request.chunks, geometry.groups
+    full_first = sorted(range(len(groups)), key=lambda at: groups[at].kind is not GroupKind.FULL)
+    for index in full_first:
+        mask, counts = masks[index], stored_counts(geometry, groups[index])
+        chunk = mask.find(0, 0, reach)
+        while chunk >= 0:
+            is_lost = counts[chunk % len(counts)] and not _locate_one(lookup, (index, chunk), tiers)
+            if is_lost and groups[index].kind is GroupKind.FULL:
+                reach = chunk
+                break
+            chunk = mask.find(0, chunk + 1, reach)
+
+
+def _locate_one(lookup: WaitingLookup, place: ObjectPlace, tiers: Sequence[TierState]) -> bool:
+    """Whether a tier has the object, or may have it."""
+    key = lookup.request.name_of(*place).key
+    is_unknown = False
+    for tier in tiers:
+        is_there = tier.peek(key)
+        if is_there:
+            lookup.located[place] = tier
+            return True
+        is_unknown = is_unknown or is_there is None
+    if is_unknown:
+        lookup.unknown[place] = None
+    return is_unknown

@@ -1,0 +1,153 @@
+"""The layout of a record: an object outside the arena, in a file or as a value of a server.
+
+A record is a slot with another header, and has the slot's size, so that both can be read and
+written with direct I/O::
+
+    0        128                 payload_offset(parts)
+    |header  |checksum per part  |payload: part 0, part 1 ...          | zeros to SLOT_ALIGN
+
+A record names its object, and shows whether it is whole. The parts keep the signatures of the
+worker that wrote them, with their seed, so a reader proves the bytes that left the engine.
+"""
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from hybridkv.core.coverage import SlotShape
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm.signature import is_signed, sign
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SHORT_HASH_BYTES,
+    SLOT_ALIGN,
+    payload_offset,
+    slot_bytes,
+)
+from hybridkv.store.index import Slot
+
+RECORD_VERSION = 1
+"""The same under the name that the disk tier uses."""
+KEY_BYTES = 2 * HASH_BYTES + 2
+_MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
+# magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's short hash, tenant,
+# seed of the signatures
+_HEADER = struct.Struct(f"<QHHHHQ{HASH_BYTES}s{HASH_BYTES}s{SHORT_HASH_BYTES}sQQ")
+_CRC = struct.Struct("<I")
+_CRC_OFFSET = HEADER_BYTES - _CRC.size
+_INTERIOR = 1
+
+assert _HEADER.size <= _CRC_OFFSET
+
+
+class RecordName(NamedTuple):
+    """The name of an object outside the arena."""
+
+    namespace: bytes
+    gid: int
+    chunk_hash: bytes
+
+    @property
+    def key(self) -> bytes:
+        """The KEY_BYTES that name the object in a tier: namespace, chunk hash, gid."""
+        return self.namespace + self.chunk_hash + self.gid.to_bytes(2, "big")
+
+
+class Record(NamedTuple):
+    """What the header of a record says."""
+
+    name: RecordName
+    part_bytes: int
+    parts: int
+    seed: int
+    """The seed of the parts' signatures."""
+    parent: bytes = bytes(SHORT_HASH_BYTES)
+    """The start of the hash of the chunk before, if a hit needs the group's object there too."""
+    tenant: int = 0
+    interior: bool = False
+    """Whether only a shorter hit needs the object, see store.eviction."""
+
+    @property
+    def shape(self) -> SlotShape:
+        """The bytes of one part, and the number of parts."""
+        return self.part_bytes, self.parts
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole record."""
+        return slot_bytes(self.part_bytes, self.parts)
+
+
+def head_bytes(parts: int) -> int:
+    """Bytes from the start of a record to the first page without header or checksums."""
+    return -(-payload_offset(parts) // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
+    """Write the first `head_bytes` of a record into `head`; its other bytes are those of `slot`.
+
+    Signs parts that are not signed, and zeroes the slot behind its payload. Raises ValueError where
+    a part has a wrong signature.
+    """
+    signed = is_signed(slot, record.part_bytes, record.parts, record.seed)
+    if signed is False:
+        raise ValueError("its bytes are not those that were stored")
+    if signed is None:
+        sign(slot, record.part_bytes, record.parts, record.seed)
+    payload = payload_offset(record.parts)
+    end = payload + record.part_bytes * record.parts
+    slot[end:] = bytes(len(slot) - end)
+    head[:] = slot[: len(head)]
+    flags = _INTERIOR if record.interior else 0
+    name, part_bytes, parts, seed, parent, tenant, _ = record
+    common = (_MAGIC, RECORD_VERSION, parts, name.gid, flags, part_bytes)
+    _HEADER.pack_into(head, 0, *common, name.namespace, name.chunk_hash, parent, tenant, seed)
+    head[_HEADER.size : _CRC_OFFSET] = bytes(_CRC_OFFSET - _HEADER.size)
+    _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload))
+
+
+def read_head(head: memoryview) -> Record | None:
+    """The header of a record; None where it is not a sound one of this version.
+
+    `head` has at least the `head_bytes` of the record's number of parts.
+    """
+    parts = parts_of(head)
+    if not parts or len(head) < payload_offset(parts):
+        return None
+    if _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, payload_offset(parts)):
+        return None
+    header = _HEADER.unpack_from(head)
+    _, _, _, gid, flags, part_bytes, namespace, chunk_hash, parent, tenant, seed = header
+    name = RecordName(namespace, gid, chunk_hash)
+    return Record(name, part_bytes, parts, seed, parent, tenant, bool(flags & _INTERIOR))
+
+
+def parts_of(start: bytes | memoryview) -> int:
+    """The number of parts by the first HEADER_BYTES of a record, unproven; 0 = no header."""
+    if len(start) < HEADER_BYTES:
+        return 0
+    magic, version, parts = _HEADER.unpack_from(start)[:3]
+    return int(parts) if (magic, version) == (_MAGIC, RECORD_VERSION) else 0
+
+
+def is_whole(record: Record, memory: memoryview) -> bool:
+    """Whether `memory` has exactly the record's bytes; its header was read already."""
+    if len(memory) != record.size_bytes:
+        return False
+    rest = bytes(memory[payload_offset(record.parts) + record.part_bytes * record.parts :])
+    is_signed_whole = is_signed(memory, record.part_bytes, record.parts, record.seed) is True
+    return is_signed_whole and rest.count(0) == len(rest)
+
+
+def _crc(head: memoryview, payload: int) -> int:
+    return zlib.crc32(head[HEADER_BYTES:payload], zlib.crc32(head[:_CRC_OFFSET]))
+
+
+def record_of(slot: Slot) -> Record:
+    """The record of an object of the index."""
+    entry = slot.entry
+    assert entry is not None, "only objects of the index have names"
+    namespace = entry.namespace
+    parent = (slot.parent_short if slot.is_prefix else 0).to_bytes(SHORT_HASH_BYTES, "little")
+    name = RecordName(namespace.identity, namespace.gids[slot.group_index], entry.chunk_hash)
+    return Record(name, *slot.shape, slot.generation, parent, slot.tenant, slot.interior)

@@ -1,0 +1,475 @@
+"""Records as objects of a bucket, on S3 or what speaks its protocol.
+
+::
+
+    s3://BUCKET/PREFIX?region=eu-central-1
+    s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000
+
+    PREFIX/KK/KEY              a record; KEY in hexadecimal digits, KK its first two
+    PREFIX/quarantine/KEY      a damaged one, put aside
+
+Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, or the
+machine's role.  Without `bytes` the bucket has no bound here, and its owner's lifecycle rules say
+what goes.  With it, what is below the prefix is listed at the start, and the oldest objects go.
+"""
+
+import asyncio
+import concurrent.futures
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.tiers import contract
+from hybridkv.tiers.byte_ledger import ByteLedger
+from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.record import KEY_BYTES
+from hybridkv.tiers.remote import Deadline, batches, copy_steps
+
+FLIGHT_BYTES_MAX = 64 << 20
+"""Bytes of objects that are on their way at once, where it is more than one."""
+FLIGHT_REQUESTS_MAX = 16
+WAVE_FIRST = 4
+WAVE_MAX = 32
+DELETE_MAX = 1000
+QUARANTINE_MAX = 16
+"""Damaged objects that are put aside in a tier's life."""
+LIST_SECONDS = 600.0
+"""How often a bounded tier lists what is below its prefix: others may write there too."""
+GRACE_SECONDS = 0.5
+RETRIES_MAX = 1
+
+_T = TypeVar("_T")
+_FAULTS = (BaseError, OSError, ValueError, RuntimeError)
+_PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_PREFIX = re.compile(rf"{_PART}(/{_PART})*")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge")
+_REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+
+
+class S3Tier(Tier):
+    """A prefix of a bucket."""
+
+    name = "s3"
+
+    def __init__(self, spec: TierSpec) -> None:
+        """Raises ConfigError where the URL says nothing that could work."""
+        parts = urlsplit(spec.location)
+        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", self._bucket):
+            raise ConfigError(
+                "tier s3: the URL names no bucket, and nothing else belongs before the first slash",
+                '"s3://BUCKET/PREFIX" works,'
+                " with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            )
+        self._place = f"s3://{self._bucket}/{self._prefix}"
+        options = replace(spec, location=self._place).known_options("endpoint", "region")
+        if self._prefix and not _PREFIX.fullmatch(self._prefix):
+            raise ConfigError(
+                f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
+                '"kv/1" works',
+            )
+        self._endpoint = options.get("endpoint", "")
+        address = urlsplit(self._endpoint)
+        is_http = address.scheme in ("http", "https") and address.hostname
+        if self._endpoint and (not is_http or "@" in address.netloc):
+            raise ConfigError(
+                f"tier {self._place}: endpoint is no address of a server",
+                "endpoint=https://s3.example.com works",
+            )
+        self._region = options.get("region", "")
+        self._timeout_seconds = spec.timeout_seconds
+        self._opened: S3Store | None = None
+        self._ledger = ByteLedger(spec.max_bytes) if spec.max_bytes else None
+        self._room = threading.Lock()
+        """Held while room is made: its bytes are given to no other write before it is free."""
+        self._listing = threading.Lock()
+        self._lock = threading.Lock()
+        """For the ledger, the loop and what follows here."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._listed_at = 0.0
+        self._aside = 0
+
+    # The contract
+
+    def open(self) -> None:
+        """See whether the bucket is there and ours; a bounded tier lists it all."""
+        try:
+            self._opened = self._connect()
+        except (*_FAULTS, TypeError) as error:
+            raise ConfigError(
+                f"{self._place}: not usable ({type(error).__name__})", "region=us-east-1 works"
+            ) from None
+        with self._lock:
+            if self._closed:
+                raise TierError("closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._loop,), name="hybridkv-s3", daemon=True
+                )
+                self._thread.start()
+        if self._ledger is None:
+            next(self._pages(self._list_error), None)
+        else:
+            self._count(self._ledger, self._list_error)
+
+    def peek(self, key: bytes) -> bool | None:
+        return None
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
+        # share of the bucket. Keys come prefix first, and waves of requests double: a prompt that
+        # nobody stored costs one wave of WAVE_FIRST, since a wave that finds nothing is the last.
+        # A hole does not end it: objects that only a shorter hit needs may have gone first.
+        deadline = Deadline(self._timeout_seconds)
+        found: list[bool] = []
+        wave = WAVE_FIRST
+        while len(found) < len(keys):
+            asked = keys[len(found) : len(found) + wave]
+            head = partial(obstore.head_async, self._store)
+            answers = self._each([partial(head, self._path(key)) for key in asked], deadline)
+            _raise_failures(answers)
+            found += [not isinstance(answer, TierError) for answer in answers]
+            if not any(found[-len(asked) :]):
+                break
+            wave = min(2 * wave, WAVE_MAX)
+        return found + [False] * (len(keys) - len(found))
+
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        deadline = Deadline(self._timeout_seconds)
+        sizes = [sum(map(len, item.pieces)) for item in items]
+        results: list[TierError | None] = []
+        requests = [partial(self._fetch, *one) for one in zip(items, sizes, strict=True)]
+        for start, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX):
+            answers = self._each(requests[start:end], deadline)
+            for item, answer in zip(items[start:end], answers, strict=True):
+                if isinstance(answer, memoryview):
+                    for at, part in copy_steps(item.pieces):
+                        part[:] = answer[at : at + len(part)]
+                    results.append(None)
+                else:
+                    results.append(answer)
+        return results
+
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        deadline = Deadline(self._timeout_seconds)
+        sizes = [sum(map(len, item.pieces)) for item in items]
+        results: list[TierError | None] = []
+        for start, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX):
+            results += self._put_batch(items[start:end], sizes[start:end], deadline)
+        return results
+
+    def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
+        deadline = Deadline(self._timeout_seconds)
+        if damaged and self._ledger is None:
+            # Under a bound sound records need the room that a copy would take.
+            with self._lock:
+                room = QUARANTINE_MAX - self._aside
+                self._aside += min(len(keys), room)
+            copy = partial(obstore.copy_async, self._store)
+            names = [(self._path(key), f"quarantine/{key.hex()}") for key in keys[:room]]
+            self._each([partial(copy, name, self._join(to)) for name, to in names], deadline)
+        self._delete([self._path(key) for key in keys], deadline)
+
+    def keys(self) -> Iterator[bytes]:
+        for page in self._pages(self._wrong):
+            yield from filter(None, (self._key(name) for name, _, _ in page))
+
+    def tend(self) -> None:
+        """Now and then, in a bounded tier, see what others have put and removed."""
+        if self._ledger is not None and time.monotonic() - self._listed_at >= LIST_SECONDS:
+            self._count(self._ledger, self._wrong)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Nothing without a bound: nobody counts then."""
+        if self._ledger is None:
+            return {}
+        ledger = self._ledger
+        return {"bytes": ledger.bytes, "bytes_max": ledger.bytes_max, "objects": len(ledger)}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(GRACE_SECONDS)
+
+    # Room
+
+    def _put_batch(
+        self, items: Sequence[WriteRequest], sizes: Sequence[int], deadline: Deadline
+    ) -> list[TierError | None]:
+        names = [self._path(item.key) for item in items]
+        results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
+        admitted = [at for at, error in enumerate(results) if error is None]
+        once = list({names[at]: at for at in admitted}.values())
+        """Each object once: some servers do not take the same one twice at a time."""
+        try:
+            requests = [partial(self._send, names[at], items[at].pieces) for at in once]
+            sent = zip(once, self._each(requests, deadline), strict=True)
+            answers = {names[at]: answer for at, answer in sent}
+            for at in admitted:
+                answer = answers[names[at]]
+                results[at] = answer if isinstance(answer, TierError) else None
+                if isinstance(answer, contract.MissingError):
+                    results[at] = TierError(f"{self._place}: the bucket is gone")
+        finally:
+            if self._ledger is not None:
+                with self._lock:
+                    for at in admitted:
+                        self._ledger.written(names[at])
+        return results
+
+    def _make_room(
+        self, wanted: Sequence[tuple[str, int]], deadline: Deadline
+    ) -> list[TierError | None]:
+        """For each None, or why it is not put; the ledger counts the others as being written."""
+        results: list[TierError | None] = [None for _ in wanted]
+        if self._ledger is None:
+            return results
+        try:
+            if not self._room.acquire(timeout=deadline.left()):
+                raise TimeoutError
+        except TimeoutError as error:
+            return [self._wrong(error) for _ in wanted]
+        try:
+            with self._lock:
+                plan = self._ledger.plan(wanted)
+            self._delete(plan.victims, deadline)
+            with self._lock:
+                for at, (name, size) in enumerate(wanted):
+                    if plan.admitted[at]:
+                        self._ledger.admit(name, size)
+                    else:
+                        results[at] = contract.FullError(
+                            f"{self._place} has no room for {size} bytes"
+                        )
+        except TierError as error:
+            return [error for _ in wanted]
+        finally:
+            self._room.release()
+        return results
+
+    def _count(self, ledger: ByteLedger, wrong: Callable[[Exception], Exception]) -> None:
+        """List what is there, and remove what is more than the bound."""
+        with self._listing:
+            self._listed_at = time.monotonic()
+            with self._lock:
+                ledger.begin()
+            found = [one for page in self._pages(wrong) for one in page if self._is_ours(one[0])]
+            found.sort(key=lambda one: one[2])
+            with self._room:
+                with self._lock:
+                    ledger.listed((name, size) for name, size, _ in found)
+                    victims = ledger.plan([]).victims
+                self._delete(victims, Deadline(self._timeout_seconds))
+
+    def _delete(self, names: Sequence[str], deadline: Deadline) -> None:
+        for start in range(0, len(names), DELETE_MAX):
+            some = names[start : start + DELETE_MAX]
+            delete = partial(obstore.delete_async, self._store, some)
+            _raise_failures(self._each([delete], deadline))
+            if self._ledger is not None:
+                with self._lock:
+                    self._ledger.gone(some)
+
+    # Asking
+
+    @property
+    def _store(self) -> S3Store:
+        if self._opened is None:
+            raise TierError("not open yet")
+        return self._opened
+
+    def _connect(self) -> S3Store:
+        limit = timedelta(seconds=self._timeout_seconds)
+        where: dict[str, Any] = {}
+        if self._endpoint:
+            # The second one would otherwise come from the environment, and go before the first.
+            where |= {"endpoint": self._endpoint, "aws_endpoint_url_s3": self._endpoint}
+        if self._region:
+            where["region"] = self._region
+        is_plain = self._endpoint.startswith("http://")
+        backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
+        return S3Store(
+            self._bucket,
+            **where,
+            client_options={"allow_http": is_plain, "timeout": limit, "connect_timeout": limit},
+            retry_config={
+                "max_retries": RETRIES_MAX,
+                "retry_timeout": limit,
+                "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
+            },
+        )
+
+    async def _fetch(self, item: ReadRequest, size: int) -> memoryview:
+        found = await obstore.get_async(self._store, self._path(item.key))
+        if found.meta["size"] != size:
+            raise contract.DamagedError(f"it has {found.meta['size']} bytes instead of {size}")
+        body = memoryview(await found.bytes_async())
+        if len(body) != size:
+            raise contract.DamagedError(f"{len(body)} bytes came instead of {size}")
+        return body
+
+    async def _send(self, name: str, pieces: Sequence[memoryview]) -> None:
+        # A request that is given up may still read the pieces for a moment. The server compares
+        # what came with the signature of what was to come, and takes nothing else.
+        await obstore.put_async(self._store, name, pieces, use_multipart=False)
+
+    def _each(
+        self, requests: Sequence[Callable[[], Awaitable[_T]]], deadline: Deadline
+    ) -> list[_T | TierError]:
+        """Do all at once; for each what came of it, or what was wrong. Never raises."""
+        if not requests:
+            return []
+        try:
+            seconds = deadline.left()
+            return self._run(self._gather(requests, seconds), seconds + GRACE_SECONDS)
+        except (TierError, TimeoutError) as error:
+            return [self._wrong(error) for _ in requests]
+
+    async def _gather(
+        self, requests: Sequence[Callable[[], Awaitable[_T]]], seconds: float
+    ) -> list[_T | TierError]:
+        late = self._wrong(TimeoutError())
+        results: list[_T | TierError] = [late for _ in requests]
+
+        async def one(at: int) -> None:
+            try:
+                results[at] = await requests[at]()
+            except (TierError, *_FAULTS) as error:
+                results[at] = self._wrong(error)
+
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*map(one, range(len(requests))))
+        except TimeoutError:
+            pass  # whose time was over has that result already
+        return results
+
+    def _pages(
+        self, wrong: Callable[[Exception], Exception]
+    ) -> Iterator[list[tuple[str, int, float]]]:
+        """What is below the prefix, a page at a time: name, size, and when it was put."""
+        stream = obstore.list(self._store, self._prefix or None, chunk_size=1000)
+
+        async def following() -> list[tuple[str, int, float]]:
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    page = await anext(stream, None)
+            except _FAULTS as error:
+                raise wrong(error) from None
+            return [
+                (one["path"], one["size"], one["last_modified"].timestamp()) for one in page or ()
+            ]
+
+        while page := self._run(following(), self._timeout_seconds + GRACE_SECONDS):
+            yield page
+
+    def _run(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
+        with self._lock:
+            if self._loop is None:
+                work.close()
+                raise TierError("closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except concurrent.futures.CancelledError:
+            raise TierError("closed") from None
+        except TimeoutError as error:
+            future.cancel()
+            raise self._wrong(error) from None
+
+    def _wrong(self, error: Exception) -> TierError:
+        """The error for the caller. It never has the library's text, which may show credentials."""
+        if isinstance(error, TierError):
+            return error
+        if isinstance(error, FileNotFoundError):
+            return contract.MissingError("no such object")
+        if isinstance(error, TimeoutError):
+            return TierError(f"{self._place} does not answer within {self._timeout_seconds:g} s")
+        status, code = _status(error)
+        if code == "NoSuchKey":
+            return contract.MissingError("the object went while it was read")
+        if status == 507 or code in _FULL_CODES:
+            return contract.FullError(f"{self._place} is full ({code or status})")
+        said = " ".join(str(word) for word in (status, code) if word)
+        does = f"answers {said}" if said else "does not answer"
+        return TierError(f"{self._place} {does} ({type(error).__name__})")
+
+    def _list_error(self, error: Exception) -> Exception:
+        """What is wrong with the settings, where it is the first listing that fails."""
+        (status, code), place = _status(error), self._place
+        if code == "NoSuchBucket" or status == 404:
+            return ConfigError(
+                f"{place}: there is no bucket {self._bucket!r}", "one that exists works"
+            )
+        if status in (401, 403):
+            return ConfigError(
+                f"{place}: access is denied ({code or status})",
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of"
+                " who may list, read, write and delete there work",
+            )
+        if status in (301, 307, 400) and code in _REGION_CODES:
+            return ConfigError(
+                f"{place}: the bucket is in another region", "region= of the bucket works"
+            )
+        wrong = self._wrong(error)
+        return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+
+    # Names
+
+    def _path(self, key: bytes) -> str:
+        digits = key.hex()
+        return self._join(f"{digits[:2]}/{digits}")
+
+    def _join(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if self._prefix else name
+
+    def _key(self, name: str) -> bytes | None:
+        digits = name.rpartition("/")[2]
+        try:
+            key = bytes.fromhex(digits)
+        except ValueError:
+            return None
+        return key if len(key) == KEY_BYTES and self._path(key) == name else None
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether it counts, and may be removed for room; nothing else below the prefix does."""
+        return self._key(name) is not None or name.startswith(self._join("quarantine/"))
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread of the loop, until the loop is stopped; what still waits then is cancelled."""
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.get_loop().run_forever()
+
+
+def _raise_failures(answers: Sequence[object]) -> None:
+    for answer in answers:
+        if isinstance(answer, TierError) and not isinstance(answer, contract.MissingError):
+            raise answer
+
+
+def _status(error: Exception) -> tuple[int | None, str]:
+    text = str(error)
+    status, code = _STATUS.search(text), _CODE.search(text)
+    return int(status[1]) if status else None, code[1] if code else ""

@@ -1,0 +1,246 @@
+"""The state of one tier in the daemon's loop: its running jobs, its health, its speed."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from hybridkv.core.breaker import Breaker
+from hybridkv.core.speed import Speed
+from hybridkv.core.tier_urls import TierSpec, WritePolicy
+from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
+from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, WrongBytesError
+
+logger = logging.getLogger("hybridkv.daemon")
+
+READS_MAX = 4
+WRITES_MAX = 4
+FINDS_MAX = 2
+THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 3
+"""Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
+JOB_ITEMS_MAX = 64
+JOB_BYTES_MAX = 8 << 20
+JOB_BYTES_FIRST = 1 << 20
+"""Bytes of a job for a tier whose speed is not known."""
+JOB_SECONDS = 0.1
+"""How long a job should take at most, because its objects count only when all are there."""
+TEND_SECONDS = 1.0
+OPEN_AGAIN_SECONDS = 5.0
+HOUR_SECONDS = 3600.0
+BURST_SHARE = 4
+"""A quarter of an hour's bytes may be written at once."""
+COLD_SHARE = 2
+"""Objects that nobody has read are only written while more than half of that is left."""
+
+_LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
+"""Jobs on all records have no time limit; other jobs show whether the tier hangs."""
+_LIMITS = {JobKind.READ: READS_MAX, JobKind.WRITE: WRITES_MAX, JobKind.FIND: FINDS_MAX}
+"""Jobs of a kind that may run at once; 1 of the other kinds."""
+ERROR_COUNTERS: dict[type[TierError], str] = {
+    MissingError: "objects_missing",
+    DamagedError: "objects_damaged",
+    WrongBytesError: "objects_wrong_in_ram",
+    FullError: "objects_refused",
+}
+"""The counter of items that failed with an error; others count as "failures"."""
+
+
+class TierState:
+    """A tier, its jobs, its health. Times are seconds of the loop's clock."""
+
+    def __init__(
+        self, number: int, name: str, tier: Tier, spec: TierSpec, submit: Callable[[TierJob], None]
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.tier = tier
+        self.spec = spec
+        self.speed = Speed()
+        """Bytes per second that lookups saw, over all threads."""
+        self.writing_speed = Speed()
+        """Bytes per second of one job."""
+        self.is_open = False
+        self.counters: Counter[str] = Counter()
+        self._submit = submit
+        self._reading = Breaker()
+        self._writing = Breaker()
+        self._running: dict[TierJob, None] = {}
+        self._busy: Counter[JobKind] = Counter()
+        self._open_at = 0.0
+        self._tend_at = 0.0
+        self._budget = (spec.hourly_bytes or 0) / BURST_SHARE
+        """Bytes that the hourly bound admits at once, as of `_budget_at`."""
+        self._budget_at = 0.0
+
+    @property
+    def bit(self) -> int:
+        """The tier's bit of Slot.in_tiers."""
+        return 1 << self.number
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the tier is being opened, with an unknown outcome."""
+        return self._busy[JobKind.OPEN] > 0
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a job of the tier is late."""
+        return any(job.is_late for job in self._running)
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the tier failed so often that it is only tried now and then."""
+        return self._reading.is_open or self._writing.is_open
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether writes fail, so that the next one is a probe with one object."""
+        return self._writing.is_open
+
+    def reads(self, now: float) -> bool:
+        """Whether the tier may be read from now."""
+        return self.is_open and not self.is_hung and self._reading.allows(now)
+
+    def writes(self, now: float) -> bool:
+        """Whether the tier may be written to now."""
+        is_well = self.is_open and not self.is_hung and self._writing.allows(now)
+        return is_well and self.spec.write is not WritePolicy.OFF
+
+    def peek(self, key: bytes) -> bool | None:
+        """Whether the record is there, see `Tier.peek`."""
+        return self.tier.peek(key)
+
+    def has_thread(self, kind: JobKind) -> bool:
+        """Whether one more job of that kind may run now."""
+        return self._busy[kind] < _LIMITS.get(kind, 1)
+
+    def job_bytes(self, kind: JobKind, now: float) -> int:
+        """The most bytes that a job should move, unless one object has more."""
+        if kind is JobKind.WRITE and self.is_probed:
+            return 0
+        speed = self.writing_speed if kind is JobKind.WRITE else self.speed
+        if not speed.per_second:
+            return JOB_BYTES_FIRST
+        return min(JOB_BYTES_MAX, round(JOB_SECONDS / speed.seconds(1, now)))
+
+    def admits(self, size: int, is_read: bool, now: float) -> bool:
+        """Charge the hourly bound with `size` bytes; False, and no charge, where it is used up."""
+        hourly = self.spec.hourly_bytes
+        if hourly is None:
+            return True
+        burst, earned = hourly / BURST_SHARE, (now - self._budget_at) * hourly / HOUR_SECONDS
+        self._budget, self._budget_at = min(self._budget + earned, burst), now
+        if self._budget - size < (0.0 if is_read else burst / COLD_SHARE):
+            self.counters["objects_not_admitted"] += 1
+            return False
+        self._budget -= size
+        return True
+
+    def submit(self, job: TierJob, now: float) -> None:
+        """Give a job to a thread."""
+        job.submitted_at = now
+        self._running[job] = None
+        self._busy[job.kind] += 1
+        if job.kind in (JobKind.READ, JobKind.FIND):
+            self._reading = self._reading.asked(now)
+        elif job.kind is JobKind.WRITE:
+            self._writing = self._writing.asked(now)
+        self._submit(job)
+
+    def finished(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
+        """Take over the outcome of a job, maybe very late."""
+        del self._running[job]
+        self._busy[job.kind] -= 1
+        failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
+        if failed:
+            self._warn(outcome)
+
+        def after(health: Breaker) -> Breaker:
+            return health.failed(now) if failed else health.succeeded()
+
+        match job.kind:
+            case JobKind.OPEN:
+                self.is_open = not failed
+                self._open_at = now + OPEN_AGAIN_SECONDS
+                self._reading = after(self._reading)
+                self._writing = self._writing if failed else Breaker()
+            case JobKind.READ | JobKind.FIND:
+                self._reading = after(self._reading)
+            case JobKind.WRITE:
+                self._writing = after(self._writing)
+                if not failed:
+                    seconds = now - job.submitted_at
+                    self.writing_speed = self.writing_speed.measured(job.size_bytes, seconds, now)
+            case JobKind.TEND if failed:
+                self._reading, self._writing = after(self._reading), after(self._writing)
+        self._count(job, outcome)
+
+    def tick(self, now: float) -> None:
+        """Mark late jobs, and open or tend the tier where that is due."""
+        for job in self._running:
+            if self._is_timed(job) and now - job.submitted_at > self.spec.timeout_seconds:
+                job.is_late = True
+                self.counters["jobs_late"] += 1
+                logger.warning("%s hangs: it is left alone until it answers", self.name)
+        if now >= self._upkeep_at():
+            self._tend_at = now + TEND_SECONDS if self.is_open else self._tend_at
+            self.submit(TierJob(self._upkeep, self.number), now)
+
+    def wakes_at(self) -> float:
+        """When `tick` is due again at the latest."""
+        timed = (job.submitted_at for job in self._running if self._is_timed(job))
+        late_at = min(timed, default=math.inf) + self.spec.timeout_seconds
+        return min(late_at, self._upkeep_at())
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """Counters and gauges by name."""
+        yield from ((counter, float(value)) for counter, value in self.counters.items())
+        yield from self.tier.gauges().items()
+        yield "jobs_running", float(len(self._running))
+        yield "is_open", float(self.is_open)
+        yield "breaker_open", float(self.is_shut or self.is_hung)
+        yield "bytes_per_second", self.speed.per_second
+        yield "written_bytes_per_second", self.writing_speed.per_second
+
+    def _is_timed(self, job: TierJob) -> bool:
+        """Whether the job is late after the tier's timeout, and is not yet."""
+        return not job.is_late and job.kind not in _LONG
+
+    @property
+    def _upkeep(self) -> JobKind:
+        return JobKind.TEND if self.is_open else JobKind.OPEN
+
+    def _upkeep_at(self) -> float:
+        """When the tier is to be opened or tended next."""
+        if self._busy[self._upkeep] or (self.is_open and self.is_hung):
+            return math.inf
+        return self._tend_at if self.is_open else self._open_at
+
+    def _warn(self, outcome: JobOutcome) -> None:
+        """Log the first failure in a row."""
+        error = outcome.error or next((one for one in outcome.errors if one is not None), None)
+        if not (self._reading.failures or self._writing.failures):
+            logger.warning("%s: %s", self.name, error)
+
+    def _count(self, job: TierJob, outcome: JobOutcome) -> None:
+        self.counters["failures"] += outcome.error is not None
+        verb = {JobKind.READ: "read", JobKind.WRITE: "written"}.get(job.kind)
+        if verb is None or outcome.error is not None:
+            return
+        for item, error in zip(job.items, outcome.errors, strict=True):
+            if error is None:
+                self.counters[f"objects_{verb}"] += 1
+                self.counters[f"bytes_{verb}"] += item.record.size_bytes
+            else:
+                self.counters[ERROR_COUNTERS.get(type(error), "failures")] += 1
+            if isinstance(error, DamagedError):
+                logger.warning("%s: an object is damaged: %s", self.name, error)
+
+
+def _is_ill(errors: Sequence[TierError | None], kind: JobKind) -> bool:
+    """Whether some errors are the tier's fault, and no item succeeded."""
+    excused: tuple[type[TierError], ...] = (WrongBytesError,)
+    if kind is JobKind.READ:
+        excused = (MissingError, DamagedError, WrongBytesError)
+    faults = [error for error in errors if not isinstance(error, excused)]
+    return bool(faults) and None not in faults

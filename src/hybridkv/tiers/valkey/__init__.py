@@ -1,0 +1,1 @@
+"""A tier in a Valkey or Redis server."""

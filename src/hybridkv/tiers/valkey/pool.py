@@ -1,0 +1,196 @@
+"""Connections to a Valkey or Redis server, kept for the next call, and what their errors mean."""
+
+import socket
+import ssl
+import threading
+import time
+from typing import NamedTuple
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.tiers.contract import TierError
+from hybridkv.tiers.remote import Deadline, dial
+from hybridkv.tiers.valkey.address import ServerAddress
+from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, RespConnection, command
+
+IDLE_MAX = 16
+"""Connections that are kept for the next call."""
+IDLE_SECONDS_MAX = 30.0
+"""The network may forget a connection that is idle for longer without telling either end."""
+_NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
+
+
+class IdleConnection(NamedTuple):
+    """A connection that no call uses, and since when by the monotonic clock."""
+
+    connection: RespConnection
+    since: float
+
+
+class ConnectionPool:
+    """Connections that are logged in, each for one thread at a time."""
+
+    def __init__(self, server: ServerAddress, timeout_seconds: float) -> None:
+        """`timeout_seconds` is for messages only."""
+        self._server = server
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._closed = False
+        self._tls: ssl.SSLContext | None = None
+        self._idle: list[IdleConnection] = []
+        """The one used last is at the end, and is used next."""
+        self._live: set[RespConnection] = set()
+        """All connections, idle or in use."""
+
+    def open(self, deadline: Deadline) -> None:
+        """Log in anew; raises ConfigError where the server will never let us, or TierError."""
+        try:
+            if self._server.tls:
+                self._tls = self._context()
+            self.drop_idle()
+            self.give(self._connect(deadline))
+        except ProtocolError:
+            raise ConfigError(
+                f"{self._server.place}: "
+                "what answers there is no Valkey or Redis server without TLS",
+                f"{self._server.works()} of one works, or valkeys:// for one with TLS",
+            ) from None
+        except OSError as error:
+            raise self.failed(error) from None
+
+    def take(self, deadline: Deadline) -> RespConnection:
+        """A connection for a call, which gives or drops it; raises TierError, ConfigError."""
+        with self._lock:
+            if self._closed:
+                raise TierError("closed")
+            if self._idle:
+                return self._idle.pop().connection
+        try:
+            return self._connect(deadline)
+        except (OSError, ProtocolError) as error:
+            raise self.failed(error) from None
+
+    def give(self, connection: RespConnection) -> None:
+        """Keep it for the next call."""
+        with self._lock:
+            if not self._closed and len(self._idle) < IDLE_MAX:
+                self._idle.append(IdleConnection(connection, time.monotonic()))
+                return
+        self.drop(connection)
+
+    def drop(self, connection: RespConnection) -> None:
+        """Close it: nothing that follows on it can be trusted."""
+        with self._lock:
+            self._live.discard(connection)
+        connection.close()
+
+    def drop_idle(self, seconds: float = 0.0) -> None:
+        """Close all that have been idle for so long."""
+        until = time.monotonic() - seconds
+        with self._lock:
+            stale = [idle.connection for idle in self._idle if idle.since <= until]
+            self._idle = [idle for idle in self._idle if idle.since > until]
+            self._live.difference_update(stale)
+        for connection in stale:
+            connection.close()
+
+    def close(self) -> None:
+        """Close all connections; a call that uses one fails."""
+        with self._lock:
+            self._closed = True
+        self.drop_idle()
+        with self._lock:
+            used = list(self._live)
+        for connection in used:
+            connection.abort()
+
+    def failed(self, error: Exception) -> TierError:
+        """What an error of a connection means."""
+        # The system's texts have no secrets: addresses and the names of files at most.
+        place = self._server.place
+        if isinstance(error, TimeoutError):
+            how = " with TLS" if self._server.tls else ""
+            return TierError(f"{place} does not answer{how} within {self._timeout_seconds:g} s")
+        return TierError(f"{place}: {getattr(error, 'strerror', None) or error}")
+
+    def refused(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
+        """What a refusal at the start means; `step` is the command of the login, if it was one."""
+        server, code = self._server, refusal.code
+        wrong_login = (
+            "the server refuses this user or password",
+            f"{server.works('USER:PASSWORD@')} with those that it knows",
+        )
+        meanings = {
+            "NOAUTH": ("the server wants a password", server.works(":PASSWORD@")),
+            "WRONGPASS": wrong_login,
+            "AUTH ERR": wrong_login,
+            "NOPERM": (
+                "the user may not do what a cache needs",
+                f"one with {_NEEDED} on ~{server.prefix.decode()}*",
+            ),
+            "DENIED": ("the server is in protected mode", "one with a password"),
+            "MOVED": ("this is a node of a cluster", "a server of its own"),
+            "SELECT ERR": (f"the server refuses database {server.database}", "0"),
+        }
+        meaning = meanings.get(f"{step} {code}") or meanings.get(code)
+        if meaning is None:
+            return TierError(f"{server.place} refuses ({code})")
+        what, remedy = meaning
+        return ConfigError(f"{server.place}: {what}", f"{remedy} works")
+
+    def _connect(self, deadline: Deadline) -> RespConnection:
+        """A connection that is logged in; raises OSError, ProtocolError, ConfigError, TierError."""
+        server = self._server
+        connection = RespConnection(self._dial(deadline))
+        with self._lock:
+            closed = self._closed
+            self._live.add(connection)
+        try:
+            if closed:
+                raise TierError("closed")
+            login = [server.user.encode()] if server.user else []
+            steps = {"SELECT": command(b"SELECT", b"%d" % server.database)}
+            if server.password:
+                steps = {"AUTH": command(b"AUTH", *login, server.password.encode())} | steps
+            connection.send(steps.values(), deadline)
+            answers = [connection.reply(deadline) for _ in steps]
+            for step, answer in zip(steps, answers, strict=True):
+                if isinstance(answer, RefusedCommand):
+                    raise self.refused(answer, step)
+        except BaseException:
+            self.drop(connection)
+            raise
+        return connection
+
+    def _dial(self, deadline: Deadline) -> socket.socket:
+        server = self._server
+        if not server.path:
+            sock = dial(server.host, server.port, deadline)
+        else:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.left())
+            if server.path:
+                sock.connect(server.path)
+            return self._tls.wrap_socket(sock, server_hostname=server.host) if self._tls else sock
+        except ssl.SSLError as error:
+            sock.close()
+            if error.reason == "CERTIFICATE_VERIFY_FAILED":
+                raise ConfigError(
+                    f"{server.place}: no authority that is known here"
+                    " signed the server's certificate for this name",
+                    "ca=/path/to/authority.pem works",
+                ) from None
+            raise
+        except BaseException:
+            sock.close()
+            raise
+
+    def _context(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=self._server.authority)
+        except OSError:
+            raise ConfigError(
+                f"{self._server.place}: "
+                f"ca={self._server.authority!r} is no readable file of certificates",
+                "ca=/etc/ssl/certs/ca-certificates.crt works",
+            ) from None

@@ -1,0 +1,117 @@
+"""LoRA adapters: which weights a request's adapter has, read from its files beside the steps.
+
+The engine's hashes name an adapter by its name and path. Bytes may be reused only with the same
+weights, so the hashes of an adapter's chunks also cover its files. The files tell what the engine
+has loaded only while nobody changes them. Requests with adapters that changed after the engine
+started are computed and never stored.
+"""
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from hybridkv.core.keys import HASH_BYTES
+
+ADAPTERS_MAX = 1024
+RECHECK_SECONDS = 1.0
+_PIECE_BYTES = 1 << 20
+_SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".model")
+_Files = tuple[tuple[str, int, int, int, int], ...]
+"""(name, size, time of modification, time of change, inode), in the order of the names."""
+
+
+class Adapter:
+    """One adapter of this engine: read, being read (neither is set), or refused."""
+
+    def __init__(self, identity: bytes | None = None, refused: str = "") -> None:
+        self.identity = identity
+        """Hash of its files, HASH_BYTES long; None while it is unknown and after a refusal."""
+        self.refused = refused
+        """Why it is not served."""
+        self.checked_at = 0.0
+        self.files: _Files = ()
+
+    def refuse(self, why: str) -> None:
+        """Serve it no more, which also holds for requests that are under way."""
+        self.refused, self.identity = why, None
+
+
+class Adapters:
+    """All adapters that requests named. Only threads touch files, as a file system may hang."""
+
+    def __init__(self, started_ns: int) -> None:
+        """`started_ns`: the engine's start, in nanoseconds since the epoch."""
+        self._started_ns = started_ns
+        self._known: dict[tuple[object, ...], Adapter] = {}
+        self._replaced: set[int] = set()
+
+    def of(self, request: Any, now: float) -> Adapter:
+        """The adapter of a vLLM LoRARequest at `now` (monotonic seconds); begins to read it."""
+        if request.load_inplace:
+            self._replaced.add(request.lora_int_id)
+            for key, known in self._known.items():
+                if key[0] == request.lora_int_id:
+                    known.refuse("another adapter was loaded in place of it")
+        if request.lora_int_id in self._replaced:
+            why = "the adapter was loaded in place of another, so its name says nothing"
+            return Adapter(refused=why)
+        key = (request.lora_int_id, request.lora_name, request.lora_path, request.is_3d_lora_weight)
+        adapter = self._known.get(key)
+        if adapter is None:
+            if len(self._known) >= ADAPTERS_MAX:
+                del self._known[next(iter(self._known))]
+            adapter = self._known[key] = Adapter()
+            adapter.checked_at = now
+            self._begin(self._read, adapter, Path(request.lora_path))
+        elif adapter.identity is not None and now - adapter.checked_at > RECHECK_SECONDS:
+            adapter.checked_at = now
+            self._begin(self._recheck, adapter, Path(request.lora_path))
+        return adapter
+
+    def _begin(self, work: Any, adapter: Adapter, directory: Path) -> None:
+        def run() -> None:
+            try:
+                work(adapter, directory)
+            except Exception as error:  # noqa: BLE001  # the adapter says it
+                adapter.refuse(f"the adapter's files cannot be read: {error}")
+
+        threading.Thread(target=run, name="hybridkv-adapter", daemon=True).start()
+
+    def _read(self, adapter: Adapter, directory: Path) -> None:
+        files = _files(directory)
+        if not files:
+            adapter.refuse("the adapter's path is no directory with its files")
+            return
+        if max(max(modified, changed) for _, _, modified, changed, _ in files) >= self._started_ns:
+            adapter.refuse(
+                "the adapter's files changed after the engine started, which may have loaded others"
+            )
+            return
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        for name, size, *_ in files:
+            digest.update(f"{name}:{size}\n".encode())
+            with (directory / name).open("rb") as file:
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
+        adapter.files = files
+        self._recheck(adapter, directory)
+        if not adapter.refused:
+            adapter.identity = digest.digest()
+
+    def _recheck(self, adapter: Adapter, directory: Path) -> None:
+        if _files(directory) != adapter.files:
+            adapter.refuse(
+                "the adapter's files changed after the engine started, which may load them again"
+            )
+
+
+def _files(directory: Path) -> _Files:
+    found = []
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _SUFFIXES and path.is_file():
+            status = path.stat()
+            found.append(
+                (path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            )
+    return tuple(found)

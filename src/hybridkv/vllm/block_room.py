@@ -1,0 +1,51 @@
+"""The rule that every load leaves room in the engine's block pool for all loading requests to run.
+
+The engine takes blocks back from running requests only. Loads that fill its pool and leave none to
+run with would wait for each other for ever.
+"""
+
+from collections.abc import Container, Sequence
+
+from hybridkv.core.coverage import Retention, most_blocks
+
+ROOM_SECONDS = 2.0
+"""How long a request with a hit waits until other loads leave it room in the block pool."""
+
+
+class BlockRoom:
+    """The blocks of the requests that got blocks for a load and have not run since.
+
+    Every count of `tokens` is that of the request and the first token that it computes.
+    """
+
+    def __init__(self, groups: Sequence[Retention], pool_blocks: int, step_tokens: int) -> None:
+        """`groups`: what each of the engine's keeps; `step_tokens`: the most tokens of a step."""
+        self._groups = groups
+        self._pool_blocks = pool_blocks
+        self._step_tokens = step_tokens
+        self._held: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """The number of requests that hold blocks."""
+        return len(self._held)
+
+    def most_blocks(self, tokens: int) -> int:
+        """The most blocks that a request of `tokens` holds before it has run once."""
+        return most_blocks(self._groups, tokens, self._step_tokens)
+
+    def has_room(self, request_id: str, tokens: int) -> bool:
+        """Whether this request can run when its load ends, and so can all others that load.
+
+        A request that is alone always has room.
+        """
+        others = sum(blocks for name, blocks in self._held.items() if name != request_id)
+        return not others or others + self.most_blocks(tokens) <= self._pool_blocks
+
+    def hold(self, request_id: str, tokens: int) -> None:
+        """The request got blocks for a load, and holds them until it runs."""
+        self._held[request_id] = self.most_blocks(tokens)
+
+    def ran(self, request_ids: Container[str]) -> None:
+        """These requests ran or ended, and hold nothing any more."""
+        for name in [name for name in self._held if name in request_ids]:
+            del self._held[name]

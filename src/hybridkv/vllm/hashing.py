@@ -1,0 +1,55 @@
+"""Which hashes name a prefix: the engine's, or our own where those mean nothing to others.
+
+vLLM's xxhash algorithms are seeded at random in every process and are not cryptographic, so two
+prompts could share a key. With them the chunks are hashed here with SHA-256 over the same facts
+that vLLM hashes (requirements B18, D15). That costs a millisecond per some ten thousand tokens when
+a request arrives, so the engine's own hashes are used where they can be.
+"""
+
+import hashlib
+import os
+import platform
+from array import array
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, generate_block_hash_extra_keys
+
+ENGINE_HASHES = ("sha256", "sha256_cbor")
+"""vLLM's algorithms whose hashes are the same in every process with one PYTHONHASHSEED."""
+
+
+def hash_facts(algorithm: str) -> list[str]:
+    """The part of the identity that two engines share if they give one prefix one hash."""
+    if algorithm not in ENGINE_HASHES:
+        return ["own sha256"]
+    # vLLM's "sha256" is over a pickle, which is stable within one Python version.
+    python = platform.python_version() if algorithm == "sha256" else ""
+    return [algorithm, python, os.environ.get("PYTHONHASHSEED", DEFAULT_NONE_HASH_SEED)]
+
+
+class ChunkHashChain:
+    """The chained hashes of one request's chunks, made once each."""
+
+    def __init__(self, request: Any, chunk_tokens: int) -> None:
+        self._request = request
+        self._chunk_tokens = chunk_tokens
+        self._hashes: list[bytes] = []
+        self._feature = 0
+
+    def names(self, first: int, count: int) -> bytes:
+        """The hashes of `count` chunks from `first` on, all of whose tokens the request has."""
+        while len(self._hashes) < first + count:
+            self._hashes.append(self._next())
+        return b"".join(self._hashes[first : first + count])
+
+    def _next(self) -> bytes:
+        start = len(self._hashes) * self._chunk_tokens
+        stop = start + self._chunk_tokens
+        extra, self._feature = generate_block_hash_extra_keys(
+            self._request, start, stop, self._feature
+        )
+        # Texts, numbers and bytes in tuples: their repr is the same in every process.
+        digest = hashlib.sha256(self._hashes[-1] if self._hashes else b"")
+        digest.update(array("q", self._request.all_token_ids[start:stop]).tobytes())
+        digest.update(repr(extra).encode())
+        return digest.digest()

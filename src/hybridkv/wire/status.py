@@ -1,0 +1,159 @@
+"""What the daemon shows people: the status page and `hybridkv top`. Its JSON has the same fields.
+
+Times are in seconds, past times are seconds before now, and rates are per second. An identity is
+shown by its first digits. Texts are for people.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class TierStatus(Struct, frozen=True):
+    """One tier below RAM."""
+
+    name: str
+    location: str
+    """The tier's URL without a password."""
+    write: str
+    max_bytes: int | None
+    is_open: bool
+    is_shut: bool
+    """Whether the tier's breaker is open."""
+    is_hung: bool
+    values: dict[str, float]
+    """The tier's counters and gauges, by their metrics' names without `tier_`."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the tier can be asked for something now."""
+        return self.is_open and not self.is_shut and not self.is_hung
+
+
+class GroupStatus(Struct, frozen=True):
+    """What the objects of one group of one identity take in RAM."""
+
+    identity: str
+    """The first digits; empty for the sum of all groups that are not listed."""
+    model: str
+    gid: int
+    kind: str
+    """Empty while no engine has greeted with this identity since the daemon began."""
+    objects: int
+    held_bytes: int
+
+
+class SessionStatus(Struct, frozen=True):
+    """One greeting of an engine."""
+
+    engine_id: str
+    model: str
+    identity: str
+    chunk_tokens: int
+    groups: str
+    """Every group as gid:kind/tokens per block."""
+    leases: int
+    writing_bytes: int
+    is_connected: bool
+    """False where the scheduler is gone, and its workers may still copy."""
+    since: float
+
+
+class Outcome(StrEnum):
+    """What a request did with the tokens that the engine itself had not cached."""
+
+    LOADED = "loaded"
+    COMPUTED = "computed"
+
+
+class DecisionStatus(Struct, frozen=True):
+    """What became of one request that ended."""
+
+    request_id: str
+    identity: str
+    age: float
+    prompt: str
+    """The length of the prompt."""
+    outcome: Outcome
+    text: str
+    """What was loaded, or why nothing was."""
+    limit: str
+    """Why the hit was not longer; empty where it could not be."""
+    facts: dict[str, str]
+    """What `hybridkv explain` prints."""
+
+
+class Problem(Struct, frozen=True):
+    """Something that is not as it should be; `level` is bad, warn or note."""
+
+    level: str
+    text: str
+
+
+class MemoryVerdict(Struct, frozen=True):
+    """Whether more memory would help, by the last hour; None where nothing was looked up."""
+
+    hit: float | None
+    ceiling: float | None
+    text: str
+
+
+class WindowStatus(Struct, frozen=True):
+    """What happened in the last `seconds`.
+
+    `hit` is the share of the tokens asked for, `ceiling` that of a cache of unlimited size; None
+    where nothing was looked up.
+    """
+
+    seconds: float
+    hit: float | None
+    ceiling: float | None
+    hit_tokens: float
+    asked_tokens: float
+    wait_seconds: float | None
+    """The mean wait of lookups that waited for tiers; None where none did."""
+    per_second: dict[str, float]
+
+
+class StatusHistory(Struct, frozen=True):
+    """The past: every list has one value for each interval between two samples, oldest first."""
+
+    step_seconds: float
+    ages: list[float]
+    """Seconds before the last sample."""
+    hit: list[float | None]
+    ceiling: list[float | None]
+    lookups: list[float]
+    wait_seconds: list[float | None]
+    evicted: list[float]
+    loaded: list[float]
+    stored: list[float]
+    sessions: list[float]
+    bytes: dict[str, list[float]]
+    """By tier, `ram` included."""
+    read: dict[str, list[float]]
+    written: dict[str, list[float]]
+
+
+class Status(Struct, frozen=True, omit_defaults=True):
+    """Everything that is shown at one moment."""
+
+    version: str
+    uptime_seconds: float
+    values: dict[str, float]
+    """Every counter and gauge, named as `hybridkv stats` prints it."""
+    minute: WindowStatus
+    recent: WindowStatus
+    """The last hour."""
+    health: list[Problem]
+    """The worst first."""
+    verdict: MemoryVerdict
+    tiers: list[TierStatus]
+    groups: list[GroupStatus]
+    """The largest first."""
+    sessions: list[SessionStatus]
+    decisions: list[DecisionStatus]
+    """The latest first."""
+    hour: StatusHistory
+    day: StatusHistory | None = None
+    """None in a brief status."""

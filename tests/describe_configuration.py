@@ -1,0 +1,219 @@
+"""`python -m tests.describe_configuration [--write]`: tables of the documents on settings.
+
+These are docs/configuration.md, commands.md and tiers.md. Settings come from the docstrings of
+their dataclasses, options from the commands' parsers. What is between
+`<!-- table: NAME -->` and `<!-- end -->` is made here.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from hybridkv.cli.main import COMMANDS
+from hybridkv.core.settings import Settings
+from hybridkv.multi.children import MultiSettings
+from tests.documents import DOCS, filled, print_or_write_all, table
+
+PAGES = (DOCS / "configuration.md", DOCS / "commands.md", DOCS / "tiers.md")
+NONE = "-"
+_KEYED = re.compile(r"`(\w+)`: ")
+_ABOUT = {
+    "socket": "The daemon's socket (default: `$XDG_RUNTIME_DIR/hybridkv/daemon.sock`, else "
+    "`/tmp/hybridkv-UID/daemon.sock`)."
+}
+"""Of options that have no help, because it would depend on the machine."""
+TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "any": {
+        "bytes": (
+            "by kind",
+            "The most that the tier may hold, like `200GiB`. "
+            "What it means for a kind is said below.",
+        ),
+        "write": (
+            "`through`",
+            "When objects are written to the tier. `through`: as soon as they are stored in RAM. "
+            "`back`: when they are "
+            "about to be evicted from RAM. `off`: never; the tier is only read.",
+        ),
+        "hourly": (
+            "no bound",
+            "The most that is written in an hour, like `10GiB`, to spare an SSD. "
+            "Objects that nobody has read a "
+            "second time are left out first.",
+        ),
+        "timeout": (
+            "`5`",
+            "Seconds that one call may take, 0.01 to 60. A call that takes longer counts "
+            "as a failure, and the tier "
+            "is left alone until it answers.",
+        ),
+    },
+    "valkey": {
+        "prefix": ("`hybridkv:1:`", "What every key begins with."),
+        "ca": (
+            "the system's",
+            "With TLS: a file with the certificate of the authority that signed the server's.",
+        ),
+        "db": (
+            "`0`",
+            "With a Unix socket: the number of the database. Over TCP it is the path, as in `/0`.",
+        ),
+    },
+    "s3": {
+        "endpoint": (
+            "AWS",
+            "The address of an S3-compatible server, like `http://127.0.0.1:9000`.",
+        ),
+        "region": (NONE, "The region of the bucket, like `eu-central-1`."),
+    },
+    "mooncake": {
+        "local_hostname": (
+            "`127.0.0.1`",
+            "This node's address as other nodes reach it. Needed with `bytes=`.",
+        ),
+        "protocol": ("`tcp`", "`tcp` or `rdma`. RDMA was never tried."),
+        "device": (NONE, "The RDMA devices, separated by commas."),
+        "metadata": ("P2PHANDSHAKE", "The address of Mooncake's metadata server, if there is one."),
+        "admin": (
+            "`9003`",
+            "The port, or host and port, of the master's HTTP server. It lists the keys.",
+        ),
+        "buffer": (
+            "`512MiB`",
+            "Memory shared with Mooncake's client. A quarter of it is the largest record.",
+        ),
+        "log": (NONE, "A file for what Mooncake's library prints."),
+    },
+    "inject": {
+        "rate": ("no bound", "Bytes per second of all calls together, like `1MiB`."),
+        "latency": ("`0`", "Seconds that are added to each call."),
+        "fail": ("`0`", "The share of items that fail, 0 to 1."),
+        "lose": ("`0`", "The share of items that are missing."),
+        "damage": ("`0`", "The share of items that come back with a flipped bit."),
+        "seed": ("random", "The seed of these decisions."),
+    },
+}
+"""By kind of tier, what its URL takes: (default, meaning). A test checks the names."""
+
+
+def documented(settings: type) -> Iterator[tuple[str, dataclasses.Field[object], str]]:
+    """(key, field, meaning) of each setting; a field has keys, and one without text has none."""
+    known = {field.name: field for field in dataclasses.fields(settings)}
+    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    field = None
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            field = known.get(node.target.id)
+        elif (
+            field is not None
+            and isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+        ):
+            for paragraph in re.split(r"\n\s*\n", str(node.value.value)):
+                text = " ".join(paragraph.split())
+                named = _KEYED.match(text)
+                yield (
+                    named[1] if named else field.name,
+                    field,
+                    text[named.end() :] if named else text,
+                )
+            field = None
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    value = field.default
+    if value is None or value == () or value is dataclasses.MISSING:
+        return NONE
+    return f"`{json.dumps(value)}`"
+
+
+def _settings(settings: type) -> str:
+    rows = [
+        [f"`{key}`", _default(field), _sentence(text)] for key, field, text in documented(settings)
+    ]
+    return table(["key", "default", "meaning"], rows)
+
+
+def _tier_options(kind: str) -> str:
+    rows = [
+        [f"`{name}=`", default, meaning] for name, (default, meaning) in TIER_OPTIONS[kind].items()
+    ]
+    return table(["option", "default", "meaning"], rows)
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of one command."""
+    module, about = COMMANDS[command]
+    parser = argparse.ArgumentParser(prog=f"hybridkv {command}", description=about)
+    importlib.import_module(module).add_arguments(parser)
+    return parser
+
+
+def _options(command: str) -> str:
+    parser = parser_of(command)
+    rows = [
+        [
+            _named(action),
+            _sentence(
+                _ABOUT.get(action.dest) or _help(parser, action).removeprefix(f"{command}: ")
+            ),
+        ]
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction) and not _is_of_another(command, action)
+    ]
+    return table(["option", "meaning"], rows)
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def _is_of_another(command: str, action: argparse.Action) -> bool:
+    """Whether the option is another command's with the same parser, as its help begins with."""
+    return any(
+        (action.help or "").startswith(f"{other}: ") for other in COMMANDS if other != command
+    )
+
+
+def _named(action: argparse.Action) -> str:
+    value = action.metavar or (
+        f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+    )
+    if not action.option_strings:
+        return f"`{value}`"
+    return (
+        f"`{', '.join(action.option_strings)}`"
+        if action.nargs == 0
+        else f"`{action.option_strings[-1]} {value}`"
+    )
+
+
+def _sentence(text: str) -> str:
+    text = text.strip().replace("<", "&lt;")
+    return text if not text or text.endswith(".") else f"{text}."
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "settings": partial(_settings, Settings),
+    "multi_settings": partial(_settings, MultiSettings),
+    **{f"tier_options_{kind}": partial(_tier_options, kind) for kind in TIER_OPTIONS},
+    **{f"options_{command}": partial(_options, command) for command in COMMANDS},
+}
+
+
+def main() -> int:
+    """Print or write the pages."""
+    return print_or_write_all({page: filled(page.read_text(), TABLES) for page in PAGES}, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

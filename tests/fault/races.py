@@ -1,0 +1,534 @@
+"""Processes that store, look up and load the same few objects in an arena that is too small.
+
+`python -m tests.fault.races --seconds N --processes K [--seed S]`. Slots change hands all the time,
+and processes are killed with -9 or stopped for a while. The name of an object determines its
+bytes, so every load is checked byte by byte. Under a lease a load never fails and is never wrong;
+a load that begins after its lease has ended may fail.
+"""
+
+import argparse
+import hashlib
+import mmap
+import multiprocessing
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import count
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridkv.client.control import ControlClient
+from hybridkv.client.credits import SlotCredits
+from hybridkv.client.link import Link
+from hybridkv.connector.copy.contract import BadSlotError
+from hybridkv.connector.copy.host import HostCopier
+from hybridkv.connector.copy.part import PartLayout
+from hybridkv.core.copies import CopyOp, CopyRun, SlotRef, plan_load, storable_spans
+from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.errors import HybridKVError
+from hybridkv.core.packed import pack_u64
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.shm.arena import Arena, attach_arena
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Clear,
+    Commit,
+    Done,
+    Found,
+    Free,
+    Hello,
+    Lookup,
+    Release,
+    ReportCorrupt,
+    Reserve,
+    Reserved,
+    geometry_to_wire,
+)
+from tests.layouts import K, make, wide
+
+RAM = "1MiB"
+DEADLINE_SECONDS = 20.0
+PROMPTS = 8
+CHUNKS = 4
+BLOCKS = 32
+SLOTS_AHEAD = 2
+LATE_SHARE = 0.1
+LATE_LOOKUPS = 100
+"""How many lookups at most pass between the end of a lease and a load that begins after it."""
+IDENTITIES = (b"\1" * 32, b"\2" * 32)
+RANKS = 2
+GEOMETRY = wide(
+    make(
+        64,
+        64,
+        (K.FULL, 64, 0),
+        (K.SLIDING, 32, 96),
+        (K.RECURRENT, 128, 0),
+        ranks=RANKS,
+        replicated=(0,),
+    ),
+    40,
+    16,
+    8,
+)
+"""Shared attention, a window and a state: slots of three sizes, written by one rank or two."""
+GROUPS = GEOMETRY.groups
+REPLICATED = frozenset(index for index, group in enumerate(GROUPS) if group.replicated)
+PARTS = [PartLayout(rank, RANKS, "on", REPLICATED) for rank in range(RANKS)]
+
+COUNTS = (
+    "lookups",
+    "hits",
+    "loads",
+    "late_loads",
+    "lost",
+    "failed",
+    "wrong",
+    "stored",
+    "abandoned",
+    "slowest_us",
+)
+"""`lost`: loads without a lease that said so. `failed`: loads under a lease that failed (a bug)."""
+U64 = 8
+
+
+class Counts:
+    """Numbers in memory that outlives the process which counts."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, (len(COUNTS) + 1) * U64)).cast("Q")
+
+    def __getitem__(self, name: str) -> int:
+        return self._memory[COUNTS.index(name)]
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count."""
+        self._memory[COUNTS.index(name)] += number
+
+    def most(self, name: str, number: int) -> None:
+        """Remember the largest."""
+        self._memory[COUNTS.index(name)] = max(number, self[name])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is to end by itself."""
+        return bool(self._memory[len(COUNTS)])
+
+    def stop(self) -> None:
+        """Ask it to."""
+        self._memory[len(COUNTS)] = 1
+
+
+@lru_cache(maxsize=1 << 14)
+def content(
+    identity: bytes, gid: int, chunk: bytes, part: int, layer: int, block: int, size: int
+) -> torch.Tensor:
+    """What one block of one layer of an object must be."""
+    name = b"".join([identity, chunk, bytes([gid, part, layer, block])])
+    return torch.frombuffer(bytearray(hashlib.shake_128(name).digest(size)), dtype=torch.int8)
+
+
+def prompt_hashes(prompt: int) -> list[bytes]:
+    """The first two chunks are the same in every prompt."""
+    return [
+        hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS)
+    ]
+
+
+class Engine:
+    """One engine with its ranks, in one process: the client's own parts, without a model."""
+
+    def __init__(self, socket_path: str, name: str, rng: random.Random, counts: Counts) -> None:
+        self.rng = rng
+        self.counts = counts
+        self.identity = rng.choice(IDENTITIES)
+        self.credits = SlotCredits(
+            {shape: SLOTS_AHEAD for group in GROUPS for shape in slot_shapes(GEOMETRY, group)}
+        )
+        wire = geometry_to_wire(GEOMETRY)
+        hello = Hello(1, PROTOCOL_VERSION, "engine", name, self.identity, wire)
+        self.links = [
+            Link(socket_path, hello, self._lost),
+            Link(socket_path, Hello(1, PROTOCOL_VERSION, "worker", name), self._lost),
+        ]
+        self.found: dict[int, Found] = {}
+        self.leases = count(1)
+        self.closing = False
+        self._until(lambda: all(link.welcome is not None for link in self.links))
+        welcome = self.links[0].welcome
+        assert welcome is not None
+        self.arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+        self.views = [
+            [
+                [torch.zeros((BLOCKS, size), dtype=torch.int8) for size in group.layer_bytes]
+                for group in GEOMETRY.groups
+            ]
+            for _ in range(RANKS)
+        ]
+        self.copiers = [
+            HostCopier(self.arena, views, part)
+            for views, part in zip(self.views, PARTS, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Leave as a process does that ends."""
+        self.closing = True
+        for link in self.links:
+            link.close()
+        for copier in self.copiers:
+            copier.close()
+        self.copiers.clear()
+        self.arena.close()
+
+    def request(self) -> None:
+        """Look up a prompt, load what is there, store what is not."""
+        hashes = prompt_hashes(self.rng.randrange(PROMPTS))[: self.rng.randint(1, CHUNKS)]
+        tables = [
+            self.rng.sample(range(1, BLOCKS), len(hashes) * GEOMETRY.blocks_per_chunk(group))
+            for group in GROUPS
+        ]
+        found = self._look_up(hashes)
+        if found.chunks:
+            local = self.rng.choice((0, 0, self.rng.randrange(found.chunks * 2) * 64))
+            runs = plan_load(
+                GEOMETRY, found.chunks, local, tables, found.offsets, found.generations
+            )
+            late = self.rng.random() < LATE_SHARE
+            if late:
+                self._send(Release(found.lease))
+                for _ in range(self.rng.randrange(LATE_LOOKUPS)):
+                    self._release(self._look_up(prompt_hashes(self.rng.randrange(PROMPTS))))
+            self._load([op for run in runs for op in run.ops()], hashes, late)
+            if self.rng.random() < 0.02:
+                self._send(ReportCorrupt(found.offsets[:U64], found.generations[:U64]))
+            if not late:
+                self._release(found)
+        self._store(hashes, found.masks, tables)
+        self._refill()
+
+    def _load(self, ops: Sequence[CopyOp], hashes: Sequence[bytes], late: bool) -> None:
+        for rank, copier in enumerate(self.copiers):
+            for op in ops:
+                for view in self.views[rank][op.group_index]:
+                    view[list(op.blocks)] = 0x55
+            outcome: list[HybridKVError | None] = []
+            copier.load(ops, outcome.append)
+            (error,) = outcome
+            self.counts.add("late_loads" if late else "loads")
+            if error is not None:
+                assert isinstance(error, BadSlotError)
+                self.counts.add("lost" if late else "failed")
+                if not late:
+                    print(f"under a lease: {error}", flush=True)
+                continue
+            for op in ops:
+                for view, block, must in self._blocks(rank, op, hashes[op.chunk]):
+                    if not torch.equal(view[block], must):
+                        self.counts.add("wrong")
+                        print(f"wrong bytes: {op} of rank {rank}, late {late}", flush=True)
+
+    def _store(
+        self, hashes: Sequence[bytes], masks: Sequence[bytes], tables: Sequence[Sequence[int]]
+    ) -> None:
+        runs: list[CopyRun] = []
+        for index, group in enumerate(GROUPS):
+            spans, _ = storable_spans(
+                GEOMETRY, index, range(len(hashes)), masks[index], tables[index]
+            )
+            for span in spans:
+                shape = span.count * group.block_bytes, GEOMETRY.parts(group)
+                offsets, generations = self.credits.take(shape, span.objects)
+                if offsets:
+                    runs.append(CopyRun(span.head(len(offsets) // U64), offsets, generations))
+        ops = [op for run in runs for op in run.ops()]
+        for op in ops:
+            self._poison(op)
+        for rank, copier in enumerate(self.copiers):
+            for op in ops:
+                for view, block, must in self._blocks(rank, op, hashes[op.chunk]):
+                    view[block] = must
+            stored: list[bool] = []
+            copier.store(
+                [op for op in ops if PARTS[rank].writes(op)],
+                lambda _, ok: stored.append(ok),  # noqa: B023  # it is called within `store`
+            )
+            assert all(stored)
+        cut = self.rng.randrange(len(ops) + 1) if self.rng.random() < 0.1 else len(ops)
+        self._commit(ops[:cut], hashes)
+        if ops[cut:]:
+            names = [op.slot for op in ops[cut:]]
+            self._send(
+                Free(pack_u64([s.offset for s in names]), pack_u64([s.generation for s in names]))
+            )
+            self.counts.add("abandoned", len(names))
+
+    def _commit(self, ops: Sequence[CopyOp], hashes: Sequence[bytes]) -> None:
+        self._send(
+            Commit(
+                pack_u64([op.slot.offset for op in ops]),
+                pack_u64([op.slot.generation for op in ops]),
+                pack_u64([op.group_index for op in ops]),
+                b"".join(hashes[op.chunk] for op in ops),
+            )
+        )
+        self.counts.add("stored", len(ops))
+
+    def _poison(self, op: CopyOp) -> None:
+        """All of a slot but its header, which must say that it is ours."""
+        at = op.slot.offset
+        header = unpack_header(bytes(self.arena.memory[at : at + HEADER_BYTES]))
+        assert header is not None
+        assert (header.state, header.generation) == (SlotState.WRITING, op.slot.generation), (
+            "a slot of somebody else"
+        )
+        size = slot_bytes(header.part_bytes, header.parts) - HEADER_BYTES
+        self.arena.memory[at + HEADER_BYTES : at + HEADER_BYTES + size] = self.rng.randbytes(size)
+
+    def _blocks(
+        self, rank: int, op: CopyOp, chunk: bytes
+    ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """(layer, block, what it must be) of everything that an op copies."""
+        group = GROUPS[op.group_index]
+        part = 0 if group.replicated else rank
+        for layer, view in enumerate(self.views[rank][op.group_index]):
+            for number, block in enumerate(op.blocks, op.first):
+                yield (
+                    view,
+                    block,
+                    content(
+                        self.identity,
+                        group.gid,
+                        chunk,
+                        part,
+                        layer,
+                        number,
+                        group.layer_bytes[layer],
+                    ),
+                )
+
+    def _look_up(self, hashes: Sequence[bytes]) -> Found:
+        lease = next(self.leases)
+        started = time.monotonic()
+        self._send(Lookup(lease, lease, b"".join(hashes)))
+        self._until(lambda: lease in self.found)
+        self.counts.most("slowest_us", int((time.monotonic() - started) * 1e6))
+        found = self.found.pop(lease)
+        self.counts.add("lookups")
+        self.counts.add("hits", found.chunks > 0)
+        return found
+
+    def _release(self, found: Found) -> None:
+        if found.chunks:
+            self._send(Release(found.lease))
+
+    def _refill(self) -> None:
+        for (size, parts), wanted in self.credits.wanted(time.monotonic()):
+            self._send(Reserve(size, size, parts, wanted))
+
+    def _send(self, message: Any) -> None:
+        assert self.links[0].send(message, time.monotonic()), "the daemon left"
+
+    def _until(self, done: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            now = time.monotonic()
+            for reply in [reply for link in self.links for reply in link.poll(now)]:
+                if isinstance(reply, Found):
+                    self.found[reply.lease] = reply
+                else:
+                    assert isinstance(reply, Reserved), reply
+                    self.credits.granted(
+                        (reply.part_bytes, reply.parts), reply.offsets, reply.generations, now
+                    )
+            if done():
+                return
+            assert now < deadline, "no answer"
+            select.select([link.fd for link in self.links if link.fd is not None], [], [], 0.1)
+
+    def _lost(self, why: str) -> None:
+        assert self.closing, why
+
+
+def run_engine(socket_path: str, name: str, seed: int, counts: Counts) -> None:
+    """A process: engine after engine, each for some requests, until it is stopped or killed."""
+    rng = random.Random(seed)
+    for life in count():
+        engine = Engine(socket_path, f"{name}.{life}", rng, counts)
+        for _ in range(rng.randrange(20, 200)):
+            if counts.stopped:
+                break
+            engine.request()
+        engine.close()
+        if counts.stopped:
+            return
+
+
+class Race:
+    """The daemon, the processes, and who of them is killed when."""
+
+    def __init__(self, daemon: DaemonProcess, processes: int, seed: int) -> None:
+        self.daemon = daemon
+        self.rng = random.Random(seed)
+        self.counts = [Counts() for _ in range(processes)]
+        self.started = count()
+        self.kills = 0
+        self.stops = 0
+        self.faults: list[str] = []
+        self.processes = [self._start(number) for number in range(processes)]
+
+    def run(self, seconds: float) -> None:
+        """Kill, stop and start again until the time is over or a fault is found."""
+        deadline = time.monotonic() + seconds
+        with ControlClient(self.daemon.socket_path) as control:
+            while time.monotonic() < deadline and not self.faults:
+                victim = self.rng.randrange(len(self.processes))
+                process = self.processes[victim]
+                assert process.pid is not None
+                stop = self.rng.random() < 0.5
+                if stop:
+                    os.kill(process.pid, signal.SIGSTOP)
+                    self.stops += 1
+                if self._ended(self.rng.uniform(0.02, 0.4)):
+                    break
+                if stop and self.rng.random() < 0.5:
+                    os.kill(process.pid, signal.SIGCONT)
+                else:
+                    process.kill()
+                    process.join()
+                    self.kills += 1
+                    self.processes[victim] = self._start(victim)
+                if self.rng.random() < 0.02:
+                    assert isinstance(control.call(Clear(9)), Done)
+            self._end()
+            self._audit(control)
+
+    def _start(self, number: int) -> ForkProcess:
+        name = f"{number}.{next(self.started)}"
+        process = multiprocessing.get_context("fork").Process(
+            target=run_engine,
+            args=(self.daemon.socket_path, name, self.rng.getrandbits(32), self.counts[number]),
+        )
+        process.start()
+        return process
+
+    def _ended(self, seconds: float) -> bool:
+        """Whether a process ends by itself, or counts a fault, within the time."""
+        for sentinel in wait([process.sentinel for process in self.processes], seconds):
+            (ended,) = [process for process in self.processes if process.sentinel == sentinel]
+            self.faults.append(f"{ended.name} ended: {ended.exitcode}")
+        return bool(self.faults)
+
+    def _end(self) -> None:
+        for process, counts in zip(self.processes, self.counts, strict=True):
+            counts.stop()
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGCONT)
+        for process in self.processes:
+            process.join(DEADLINE_SECONDS)
+            if process.exitcode != 0:
+                self.faults.append(f"{process.name} did not end well: {process.exitcode}")
+                process.kill()
+        self.faults += [
+            f"{name}: {self.total(name)}" for name in ("wrong", "failed") if self.total(name)
+        ]
+
+    def total(self, name: str) -> int:
+        """A count over all processes."""
+        return sum(counts[name] for counts in self.counts)
+
+    def _audit(self, control: ControlClient) -> None:
+        """Nobody is left, so nothing is held, and every object is what its name says."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        self.values = control.stats().values
+        while self.values["connections"] > 1:
+            assert time.monotonic() < deadline, "the daemon still waits for somebody"
+            self.values = control.stats().values
+        self.faults += [
+            f"{name} is left"
+            for name in ("sessions", "leases", "bytes_writing")
+            if self.values[name]
+        ]
+        self.faults += [
+            f"{name} was counted" for name in self.values if name.startswith("refused_")
+        ]
+        arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+        self.objects = 0
+        for offset, header in committed_slots(arena.memory):
+            self.objects += 1
+            self.faults += [f"in the arena: {error}" for error in _untrue(arena, offset, header)]
+        arena.close()
+
+
+def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
+    """What of an object is not as its header says."""
+    group, size = GROUPS[header.gid], header.part_bytes
+    blocks = range(size // group.block_bytes)
+    op = CopyOp(SlotRef(offset, header.generation), header.gid, 0, len(blocks), 0, tuple(blocks))
+    for rank in range(GEOMETRY.parts(group)):
+        start = PARTS[rank].payload(op, size)
+        must = b"".join(
+            content(
+                header.namespace, header.gid, header.chunk_hash, rank, layer, block, layer_bytes
+            )
+            .numpy()
+            .tobytes()
+            for layer, layer_bytes in enumerate(group.layer_bytes)
+            for block in blocks
+        )
+        if bytes(arena.memory[start : start + size]) != must:
+            yield f"part {rank} at {offset} is not what its name says"
+        try:
+            PARTS[rank].prove(arena, op, size)
+        except BadSlotError as error:
+            yield str(error)
+
+
+def main() -> int:
+    """1 where a fault was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fault.races", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    options = parser.parse_args()
+    print(
+        f"races: seed {options.seed}, {options.processes} processes, {options.seconds:g} s",
+        flush=True,
+    )
+    torch.set_num_threads(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="hybridkv-races-") as directory,
+        DaemonProcess(f"{directory}/d.sock", RAM) as daemon,
+    ):
+        race = Race(daemon, options.processes, options.seed)
+        race.run(options.seconds)
+    counted = [f"{name} {race.total(name)}" for name in COUNTS if name != "slowest_us"]
+    counted += [
+        f"{name} {race.values.get(name, 0):.0f}"
+        for name in ("evicted", "duplicates", "slots_granted")
+    ]
+    slowest = max(each["slowest_us"] for each in race.counts) / 1e3
+    counted += [
+        f"killed {race.kills}",
+        f"stopped {race.stops}",
+        f"objects at the end {race.objects}",
+    ]
+    print(f"{', '.join(counted)}, slowest lookup {slowest:.1f} ms")
+    for fault in race.faults:
+        print(f"FAULT: {fault}")
+    return int(bool(race.faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""Every way in which a file may be wrong is noticed on the path by which the daemon reads it."""
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.tier_suite import pages
+from hybridkv.shm.arena import SHM_DIR
+from hybridkv.shm.signature import is_signed
+from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
+from hybridkv.store.index import Slot
+from hybridkv.tiers import record as records
+from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
+from hybridkv.tiers.record import Record, RecordName, head_bytes, read_head, write_head
+
+SEED = 99
+"""Of the slot that takes what is read."""
+POISON = 0xA5
+SAMPLES = 400
+"""Bits of payload and padding that are tried."""
+
+
+class Shape(NamedTuple):
+    part_bytes: int
+    parts: int
+
+
+SHAPES = {
+    "one small part": Shape(100, 1),
+    "one page, no padding": Shape(SLOT_ALIGN - payload_offset(1), 1),
+    "three parts": Shape(9000, 3),
+    "shared by all ranks": Shape(1152 * 64, 1),
+    "many parts": Shape(500, 40),
+    "many pages": Shape(300_000, 2),
+}
+
+
+class Stored:
+    """One record in a real directory, and a slot between poisoned neighbours to read it into."""
+
+    def __init__(self, root: Path, shape: Shape, seed: int = 1) -> None:
+        rng = random.Random(seed)
+        self.record = Record(
+            RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
+            *(*shape, rng.getrandbits(60), rng.randbytes(8), 5, True),
+        )
+        self.raw = bytes(make(self.record, rng.randbytes(shape.part_bytes * shape.parts)))
+        self.tier = DiskTier(parse_tier(f"disk://{root}?bytes=256MiB", "disk"), "here")
+        self.tier.open()
+        name = FileName(self.record.name.key, self.record.parent, self.record.interior)
+        self.path = root / "objects/here" / name.path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_bytes(self.raw)
+        self.tier.open()
+        self.size = self.record.size_bytes
+        self._memory = pages(self.size + 2 * SLOT_ALIGN)
+        self._slot = Slot(SLOT_ALIGN, shape, SEED)
+        self.file = os.open(self.path, os.O_RDWR)
+
+    def read(self) -> TierError | None:
+        """The result of the daemon's thread; AssertionError if it lies or writes elsewhere."""
+        self._memory[:] = bytes([POISON]) * len(self._memory)
+        wanted = self.record._replace(seed=SEED)
+        outcome = execute(
+            self.tier, TierJob(JobKind.READ, 0, [JobItem(wanted, self._slot)]), self._memory
+        )
+        assert outcome.error is None
+        (error,) = outcome.errors
+        slot = self._memory[SLOT_ALIGN : SLOT_ALIGN + self.size]
+        around = bytes(self._memory[: SLOT_ALIGN + HEADER_BYTES]) + bytes(
+            self._memory[SLOT_ALIGN + self.size :]
+        )
+        assert not around.strip(bytes([POISON])), (
+            "what is around the slot, and its header, is the daemon's"
+        )
+        if error is None:
+            start = payload_offset(self.record.parts)
+            end = start + self.record.part_bytes * self.record.parts
+            assert slot[start:end] == self.raw[start:end]
+            assert is_signed(slot, self.record.part_bytes, self.record.parts, SEED)
+            assert outcome.tenants == [self.record.tenant]
+        return error
+
+    def is_caught(self) -> bool:
+        """By the reader and by fsck; afterwards the file is as it was."""
+        caught = isinstance(self.read(), DamagedError)
+        name = FileName(self.record.name.key, self.record.parent, self.record.interior)
+        proof = prove_file(str(self.path), name)
+        assert proof is not None
+        assert (proof.damage is not None) == caught, f"fsck says {proof.damage}"
+        return caught
+
+    @contextmanager
+    def changed(self, raw: bytes) -> Iterator[None]:
+        """The file with other bytes for a while."""
+        self._write(raw)
+        yield
+        self._write(self.raw)
+
+    def flip(self, bit: int) -> bool:
+        """Whether one wrong bit is noticed."""
+        at = bit // 8
+        os.pwrite(self.file, bytes([self.raw[at] ^ 1 << bit % 8]), at)
+        caught = isinstance(self.read(), DamagedError)
+        os.pwrite(self.file, self.raw[at : at + 1], at)
+        return caught
+
+    def _write(self, raw: bytes) -> None:
+        os.ftruncate(self.file, 0)
+        os.pwrite(self.file, raw, 0)
+
+
+def make(record: Record, payload: bytes) -> memoryview:
+    """The bytes of a record."""
+    memory, head = pages(record.size_bytes), pages(head_bytes(record.parts))
+    start = payload_offset(record.parts)
+    memory[start : start + len(payload)] = payload
+    write_head(record, memory, head)
+    memory[: len(head)] = head
+    return memory
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """In memory, where tens of thousands of changes cost no disk anything."""
+    path = tempfile.mkdtemp(prefix="hybridkv-test-", dir=SHM_DIR)
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(params=SHAPES)
+def stored(request: pytest.FixtureRequest, directory: Path) -> Iterator[Stored]:
+    one = Stored(directory, SHAPES[request.param])
+    assert one.read() is None
+    yield one
+    assert one.read() is None, "what is right again is taken again"
+    os.close(one.file)
+
+
+def test_every_bit_before_the_payload(stored: Stored) -> None:
+    """Magic, version, shape, names, tenant, seed, reserved bytes, CRC, signatures and padding."""
+    end = payload_offset(stored.record.parts)
+    missed = [bit for bit in range(8 * end) if not stored.flip(bit)]
+    assert not missed
+    print(f"{8 * end} bits")
+
+
+def test_a_sample_of_all_other_bits(stored: Stored, rng: random.Random) -> None:
+    start = payload_offset(stored.record.parts)
+    end = start + stored.record.part_bytes * stored.record.parts
+    regions = [(start, end), (end, stored.size)]
+    edges = {start, start + stored.record.part_bytes, end - 1, end, stored.size - 1} & set(
+        range(start, stored.size)
+    )
+    bits = {8 * at + rng.randrange(8) for at in edges}
+    for low, high in regions:
+        bits |= {rng.randrange(8 * low, 8 * high) for _ in range(SAMPLES) if high > low}
+    assert not [bit for bit in sorted(bits) if not stored.flip(bit)]
+    print(f"{len(bits)} bits")
+
+
+def test_torn_files(stored: Stored) -> None:
+    """The file is cut at each 512 bytes, or has the right length and zeros from there on."""
+    for cut in range(0, stored.size, 512 if stored.size < 1 << 17 else 15 * 512):
+        with stored.changed(stored.raw[:cut]):
+            assert stored.is_caught(), f"cut at {cut}"
+        torn = stored.raw[:cut] + bytes(stored.size - cut)
+        with stored.changed(torn):
+            assert stored.is_caught() == (torn != stored.raw), f"torn at {cut}"
+    for more in (1, 512, SLOT_ALIGN):
+        with stored.changed(stored.raw + bytes(more)):
+            assert stored.is_caught(), f"{more} bytes too many"
+
+
+def test_other_bytes(stored: Stored, rng: random.Random) -> None:
+    """Bytes are random, all zeros, all ones, of the file's other half, or shifted by a sector."""
+    half = stored.size // 2
+    for raw in (
+        rng.randbytes(stored.size),
+        bytes(stored.size),
+        b"\xff" * stored.size,
+        stored.raw[half:] + stored.raw[:half],
+        stored.raw[512:] + stored.raw[:512],
+        stored.raw[: payload_offset(stored.record.parts)]
+        + rng.randbytes(stored.size)[: -payload_offset(1)],
+    ):
+        with stored.changed(raw[: stored.size].ljust(stored.size, b"\0")):
+            assert stored.is_caught()
+
+
+def test_whole_records_of_something_else(stored: Stored, rng: random.Random) -> None:
+    """The bytes are of another prompt, group or identity, or of the neighbour on disk."""
+    record = stored.record
+    names = [
+        record.name._replace(namespace=rng.randbytes(HASH_BYTES)),
+        record.name._replace(gid=record.name.gid + 1),
+        record.name._replace(chunk_hash=rng.randbytes(HASH_BYTES)),
+    ]
+    for name in names:
+        other = make(record._replace(name=name), rng.randbytes(record.part_bytes * record.parts))
+        with stored.changed(bytes(other)):
+            assert stored.is_caught(), name
+
+
+def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> None:
+    """As long as this one, whole and sound: of an engine with other blocks, or of other ranks."""
+    record = stored.record
+    shapes = [
+        Shape(part_bytes, parts)
+        for parts in sorted({1, 2, 3, 4, record.parts})
+        for part_bytes in (
+            record.part_bytes - 1,
+            record.part_bytes + 1,
+            record.part_bytes * record.parts // parts,
+        )
+        if part_bytes > 0 and (part_bytes, parts) != (record.part_bytes, record.parts)
+    ]
+    alike = [record._replace(part_bytes=shape.part_bytes, parts=shape.parts) for shape in shapes]
+    alike = [other for other in alike if other.size_bytes == record.size_bytes]
+    assert alike
+    for other in alike:
+        raw = bytes(make(other, rng.randbytes(other.part_bytes * other.parts)))
+        with stored.changed(raw):
+            assert isinstance(stored.read(), DamagedError), other
+
+
+@pytest.mark.parametrize("version", [0, records.RECORD_VERSION + 1, 0xFFFF])
+def test_another_version(stored: Stored, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    """Sound in itself."""
+    payload = stored.raw[payload_offset(stored.record.parts) :]
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "RECORD_VERSION", version)
+        raw = bytes(make(stored.record, payload[: stored.record.part_bytes * stored.record.parts]))
+    assert raw != stored.raw
+    with stored.changed(raw):
+        assert stored.is_caught()
+
+
+def test_a_record_that_nobody_signed(stored: Stored) -> None:
+    """Its header is sound, and says nothing of the bytes."""
+    raw = bytearray(stored.raw)
+    payload = payload_offset(stored.record.parts)
+    raw[HEADER_BYTES : HEADER_BYTES + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
+    raw[payload] ^= 1
+    records._CRC.pack_into(raw, records._CRC_OFFSET, records._crc(memoryview(raw), payload))
+    assert read_head(memoryview(raw)) == stored.record
+    with stored.changed(bytes(raw)):
+        assert stored.is_caught()
+
+
+def test_swapped_files(directory: Path) -> None:
+    """Each is whole, of the right length, and the other one."""
+    one, other = (Stored(directory, SHAPES["three parts"], seed) for seed in (1, 2))
+    one.tier.open()
+    os.rename(one.path, directory / "aside")
+    os.rename(other.path, one.path)
+    os.rename(directory / "aside", other.path)
+    assert isinstance(one.read(), DamagedError)
+    other.tier.open()
+    assert isinstance(other.read(), DamagedError)
+    proofs = [prove_file(str(path), None) for path in (one.path, other.path)]
+    assert [proof.damage for proof in proofs if proof is not None] == [FileDamage.MISNAMED] * 2
+    for each in (one, other):
+        os.close(each.file)
+
+
+def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) -> None:
+    """Read in one job: each has its own error, and the right ones are right."""
+    shapes = list(SHAPES.values())
+    all_of_them = [Stored(directory, shape, seed) for seed, shape in enumerate(shapes)]
+    tier = all_of_them[0].tier
+    tier.open()
+    wrong = set(rng.sample(range(len(shapes)), 3))
+    for number in wrong:
+        raw = bytearray(all_of_them[number].raw)
+        raw[rng.randrange(len(raw))] ^= 16
+        all_of_them[number].path.write_bytes(raw)
+    memory = pages(sum(one.size for one in all_of_them))
+    items, at = [], 0
+    for one, shape in zip(all_of_them, shapes, strict=True):
+        items.append(JobItem(one.record._replace(seed=SEED), Slot(at, shape, SEED)))
+        at += one.size
+    errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
+    assert {
+        number for number, error in enumerate(errors) if isinstance(error, DamagedError)
+    } == wrong
+    for item, one in zip(items, all_of_them, strict=True):
+        os.close(one.file)
+        if items.index(item) not in wrong:
+            assert item.slot is not None
+            slot = memory[item.slot.offset : item.slot.offset + one.size]
+            start = payload_offset(one.record.parts)
+            assert slot[start:] == one.raw[start:]

@@ -1,0 +1,215 @@
+"""Clients that are served stay served when descriptors or connections run out."""
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.core.packed import unpack_u64
+from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.daemon.loop import DaemonServer, ServeOptions
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.codec import Frames, decode_reply
+from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reserve, Reserved
+from tests.conftest import DEADLINE_SECONDS
+from tests.programs.daemon.holder import PART, SLOTS, engine_hello
+
+BUSY_SHARE = 0.25
+"""Of a processor; a loop that spins takes all of one."""
+WATCHED_SECONDS = 1.0
+CONNECTIONS = 3
+WAITING = 4
+
+
+def pid_of(daemon: DaemonProcess) -> int:
+    assert daemon.process is not None
+    return daemon.process.pid
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def busy_share(pid: int) -> float:
+    """Of a processor that the process takes, while nobody asks it anything."""
+
+    def seconds() -> float:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    before, started = seconds(), time.monotonic()
+    threading.Event().wait(WATCHED_SECONDS)
+    return (seconds() - before) / (time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def allowed(pid: int, more: int) -> Iterator[None]:
+    """The process may open so many more descriptors than it has."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + more, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, what
+
+
+def greeted(socket_path: str) -> bool:
+    try:
+        with ControlClient(socket_path, 0.5):
+            return True
+    except DaemonUnreachableError:
+        return False
+
+
+def last_word(client: socket.socket) -> Error:
+    """The only reply there is, before the daemon closes."""
+    client.settimeout(DEADLINE_SECONDS)
+    received = b""
+    while piece := client.recv(1 << 16):
+        received += piece
+    (reply,) = [decode_reply(body) for body in Frames().feed(received)]
+    assert isinstance(reply, Error)
+    return reply
+
+
+def test_without_descriptors_the_daemon_rests_and_serves_who_is_there(
+    daemon: DaemonProcess,
+) -> None:
+    """Those who wait are heard as soon as a descriptor is free, and told what is wrong."""
+    pid = pid_of(daemon)
+    with contextlib.ExitStack() as stack, ControlClient(daemon.socket_path) as there:
+        with ControlClient(daemon.socket_path):
+            assert there.stats().values["connections"] == 2
+            stack.enter_context(allowed(pid, 0))
+            clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(WAITING)]
+            for client in clients:
+                client.connect(daemon.socket_path)
+            share = busy_share(pid)
+            assert there.stats().values["connections"] == 2, "and answers"
+        for client in clients:
+            assert last_word(client).code == "connections"
+    assert greeted(daemon.socket_path), "everybody is served again"
+    print(f"{share:.1%} of a processor")
+    assert share < BUSY_SHARE
+
+
+def test_without_descriptors_metrics_rest_too(daemon: DaemonProcess) -> None:
+    pid = pid_of(daemon)
+    with ControlClient(daemon.socket_path) as there:
+        url = there.stats().metrics_url
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        with allowed(pid, 0), socket.create_connection(("127.0.0.1", port)):
+            share = busy_share(pid)
+            assert there.stats().values["connections"] == 1
+    print(f"{share:.1%} of a processor")
+    assert share < BUSY_SHARE
+    with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+        assert b"hybridkv_daemon_connections" in answer.read()
+
+
+def test_a_process_that_cannot_be_watched_is_not_served(daemon: DaemonProcess) -> None:
+    """Its slots would be freed with its connection, while it may still write into them."""
+    pid = pid_of(daemon)
+    with ControlClient(daemon.socket_path) as there:
+        with allowed(pid, 1):
+            code = (
+                "import socket, sys; s = socket.socket(socket.AF_UNIX); "
+                "s.connect(sys.argv[1]); s.settimeout(20)\n"
+                "while piece := s.recv(65536): sys.stdout.buffer.write(piece)"
+            )
+            said = subprocess.run(
+                [sys.executable, "-c", code, daemon.socket_path],
+                capture_output=True,
+                timeout=DEADLINE_SECONDS,
+                check=True,
+            ).stdout
+        (reply,) = [decode_reply(body) for body in Frames().feed(said)]
+        assert isinstance(reply, Error)
+        assert reply.code == "connections"
+        assert "cannot be watched (Too many open files)" in reply.message
+        assert there.stats().values["connections"] == 1
+
+
+def test_a_worker_that_the_next_daemon_cannot_watch_keeps_its_slots(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that is short of descriptors starts with an arena where nobody writes."""
+
+    def short(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with (
+        ControlClient(daemon.socket_path, hello=Hello(1, PROTOCOL_VERSION, "worker", "e")),
+        ControlClient(daemon.socket_path, hello=engine_hello("e")) as engine,
+    ):
+        until(lambda: got_slots(engine), "write slots")
+        old = engine.welcome
+        daemon.kill()
+    monkeypatch.setattr("os.pidfd_open", short)
+    server = DaemonServer(ServeOptions(Path(daemon.socket_path), 64 << 20, metrics_port=-1))
+    assert stale_arenas(Path(daemon.socket_path)) != [Path(old.arena_path)], (
+        "those slots are not free to be given away"
+    )
+    server.stop(keep_arena=False)
+    server.run()
+
+
+def got_slots(engine: ControlClient) -> bool:
+    granted = engine.call(Reserve(3, PART, 1, SLOTS))
+    assert isinstance(granted, Reserved)
+    return len(unpack_u64(granted.offsets)) == SLOTS
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[str]:
+    """The socket of a daemon that keeps few connections."""
+    socket_path = str(tmp_path / "small.sock")
+    code = (
+        "import sys; from hybridkv.daemon import clients; from hybridkv.cli.main import main;"
+        f" clients.CONNECTIONS_MAX = {CONNECTIONS};"
+        " sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB',"
+        " '--metrics-port', '-1']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, socket_path]) as process:
+        try:
+            until(lambda: Path(socket_path).is_socket() and greeted(socket_path), "it serves")
+            yield socket_path
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE_SECONDS)
+
+
+def test_one_connection_too_many_is_refused_and_the_others_go_on(small: str) -> None:
+    with contextlib.ExitStack() as stack:
+        served = [stack.enter_context(ControlClient(small)) for _ in range(CONNECTIONS)]
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(small)
+                refused = last_word(client)
+            assert refused.code == "connections"
+            assert refused.message == f"there are {CONNECTIONS} connections already"
+        for control in served:
+            values = control.stats().values
+            assert (values["connections"], values["refused_connections"]) == (CONNECTIONS, 3)
+        served.pop().__exit__()
+        until(lambda: greeted(small), "the place of one who left is free")
+    with ControlClient(small, hello=Hello(1, PROTOCOL_VERSION, "control")) as control:
+        assert control.stats().values["connections"] == 1

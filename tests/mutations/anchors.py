@@ -1,0 +1,84 @@
+"""Finds a function, class or assignment in the package by its name, wherever it stands.
+
+`Geometry.chunks` is a method, `largest_hit` a function, `RULES` a name that is assigned.
+`settings:parse` is the `parse` of a module `settings`, and `settings:` is that module as a whole.
+"""
+
+import ast
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+class NoMatch(Exception):
+    """A fault does not fit the source. The text is a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an anchor can name."""
+
+    module: str
+    name: str
+    """The qualified name within the module; "" is the module as a whole."""
+    path: Path
+    """The file of the module, below the package."""
+    node: ast.AST
+
+    @property
+    def first_line(self) -> int:
+        """The line at which it begins, counted from 1, with its decorators."""
+        return first_line(self.node)
+
+
+def find(package: Path, anchor: str) -> Place:
+    """The only place in the package at `package` that has this name; raises NoMatch."""
+    module, _, name = anchor.rpartition(":")
+    places = _places(package)
+    found = [
+        place
+        for place in places
+        if place.name == name and f".{place.module}".endswith(module and f".{module}")
+    ]
+    if not found:
+        close = difflib.get_close_matches(name, {place.name for place in places}, 1)
+        raise NoMatch(
+            f"no function, class or constant {anchor!r} in the package; it was probably renamed"
+            + "".join(f", perhaps to {one!r}" for one in close)
+        )
+    if len(found) > 1:
+        modules = ", ".join(place.module for place in found)
+        raise NoMatch(f"{anchor!r} is in {modules}; the anchor must name one module before a colon")
+    return found[0]
+
+
+def first_line(node: ast.AST) -> int:
+    """The line at which a statement begins, counted from 1, with its decorators."""
+    nodes = [node, *getattr(node, "decorator_list", [])]
+    return min(getattr(each, "lineno", 1) for each in nodes)
+
+
+@lru_cache
+def _places(package: Path) -> Sequence[Place]:
+    places = []
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        tree = ast.parse(file.read_text())
+        places += [Place(module, name, path, node) for name, node in [("", tree), *_named(tree)]]
+    return places
+
+
+def _named(parent: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.iter_child_nodes(parent):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield f"{prefix}{node.name}", node
+                yield from _named(node, f"{prefix}{node.name}.")
+                continue
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+                yield f"{prefix}{name}", node
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _named(node, prefix)

@@ -1,0 +1,80 @@
+"""Every measurement runs and gives its numbers; none of them is judged here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.lab.daemon_process import DaemonProcess
+
+
+def bench(*arguments: str) -> Any:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "bench", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout)
+
+
+HOOKS = """
+import json, sys
+from benchmarks.hooks import measure_hooks
+from hybridkv.core.geometry import Geometry, Group, GroupKind
+groups = Group(0, GroupKind.FULL, 128, (256,)), Group(1, GroupKind.RECURRENT, 128, (256,))
+print(json.dumps(measure_hooks(sys.argv[1], Geometry(groups, 128, 128, 128), 1024, 512, 4)))
+"""
+
+
+@pytest.mark.engine
+def test_every_hook_is_measured(daemon: DaemonProcess) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", HOOKS, daemon.socket_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    rows = json.loads(said.stdout.splitlines()[-1])
+    hooks = {row["hook"] for row in rows}
+    assert {"on_new_request (hit)", "build_connector_meta (prefill)", "request_finished"} <= hooks
+    assert all(row["calls"] and row["p50_us"] > 0 for row in rows)
+
+
+@pytest.mark.engine
+def test_the_byte_path_is_measured() -> None:
+    rows = bench("path", "--bytes", "4MiB", "--block", "16KiB", "--layers", "4")
+    assert rows
+    assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
+
+
+def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
+    rows = bench("lookup")
+    assert [row["hit tokens"] for row in rows] == [1024, 4096, 16384, 32768, 65536, 131072]
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in rows)
+
+
+@pytest.mark.slow
+def test_the_directory_is_measured(tmp_path: Path) -> None:
+    rows = bench("disk", "--directory", str(tmp_path), "--bytes", "64MiB")
+    assert len(rows) == 3
+    assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
+
+
+def test_too_few_bytes_for_the_largest_objects() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "bench", "disk", "--bytes", "8MiB"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert (
+        said.stderr
+        == "hybridkv: --bytes 8MiB is less than what 4 threads write at once; 64MiB works\n"
+    )

@@ -1,0 +1,85 @@
+"""`hybridkv stats`, `clear` and `explain`: what clients named is shown, and obeyed by nobody."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    ReportRequest,
+    RequestExplanation,
+    geometry_to_wire,
+)
+from tests.layouts import LAYOUTS
+from tests.programs.tiers.servers import free_port
+from tests.unit.daemon.tierclient import stats, until
+
+HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
+SHOWN = "x\ufffd]0;pwned\ufffd\ufffd[31m\ufffd\ufffd\ufffd[bold]"
+
+
+def test_what_clients_named_is_obeyed_by_no_terminal(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hello = Hello(
+        1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(LAYOUTS["qwen3"])
+    )
+    socket = ["--socket", daemon.socket_path]
+    explanation = RequestExplanation(9, 0, tiers={HOSTILE: 1}, not_read=HOSTILE)
+    with ControlClient(daemon.socket_path, hello=hello) as engine:
+        engine.tell(ReportRequest(HOSTILE, explanation))
+        assert main(["explain", HOSTILE, *socket]) == 0
+        width = len("not read from below RAM because")
+        assert capsys.readouterr().out.split("\n")[:3] == [
+            f"{'prompt':<{width}}  9 tokens",
+            f"{'came up':<{width}}  1 chunks from {SHOWN}",
+            f"not read from below RAM because  {SHOWN}",
+        ]
+        assert main(["explain", HOSTILE, *socket, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["came up"] == f"1 chunks from {HOSTILE}"
+        assert main(["explain", "another", *socket]) == 1
+        assert capsys.readouterr().err.endswith(f"the latest are: {SHOWN}\n")
+        assert main(["stats", *socket]) == 0
+        said = capsys.readouterr().out
+    assert SHOWN in said
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+def test_clear_tells_which_tiers_it_did_not_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was not removed there comes back as hits."""
+    tiers = [
+        "--tier",
+        f"disk://{tmp_path / 'tier'}?bytes=1MiB",
+        "--tier",
+        f"valkey://127.0.0.1:{free_port()}",
+    ]
+    with DaemonProcess(
+        str(tmp_path / "d.sock"), "16MiB", options=["--node", "here", *tiers]
+    ) as daemon:
+        socket = ["--socket", daemon.socket_path]
+        until(lambda: stats(daemon.socket_path)["tier_disk_is_open"] == 1, "the directory is open")
+        assert main(["clear", *socket]) == 0
+        assert capsys.readouterr().out == "dropped 0 objects\n"
+        assert main(["clear", "--tiers", *socket]) == 1
+        said = capsys.readouterr().out
+        assert "disk is removing its own" in said
+        assert "valkey is out of reach" in said
+        assert main(["clear", "--tiers", "--json", *socket]) == 1
+        assert json.loads(capsys.readouterr().out)["tiers"] == {
+            "disk": "removing",
+            "valkey": "out of reach",
+        }
+
+
+def test_clear_of_tiers_where_there_are_none(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clear", "--tiers", "--socket", daemon.socket_path]) == 0
+    assert capsys.readouterr().out == "dropped 0 objects; there is no tier below RAM\n"

@@ -1,0 +1,109 @@
+"""`hybridkv doctor`: this machine and its daemon; tests/engine/test_doctor.py has vLLM's part."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli import doctor, main
+from hybridkv.core.findings import Finding, Verdict, fail, ok
+from hybridkv.core.settings import Settings
+from hybridkv.lab.configuration import ConfigReport, serve_arguments
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.host import host_findings
+from tests.layouts import LAYOUTS
+from tests.unit.core.test_capacity import preview
+
+
+def host(settings: Settings) -> dict[str, Finding]:
+    answer = ConfigReport(settings=settings, preview=preview(LAYOUTS["gemma4"], 4096))
+    return {finding.check: finding for finding in host_findings(answer)}
+
+
+def at(socket_path: Path | str, ram_bytes: int | None = None) -> Settings:
+    return Settings(server=f"unix://{socket_path}", ram_bytes=ram_bytes)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["vllm", "serve", "m", "--seed", "1"], ["m", "--seed", "1"]),
+        (["serve", "m"], ["m"]),
+        (["m", "serve"], ["m", "serve"]),
+        (["--model", "vllm"], ["--model", "vllm"]),
+    ],
+)
+def test_a_whole_command_line_may_be_pasted(words: list[str], arguments: list[str]) -> None:
+    assert serve_arguments(words) == arguments
+
+
+def test_a_running_daemon_is_asked(daemon: DaemonProcess) -> None:
+    found = host(at(daemon.socket_path))
+    assert {check: finding.verdict for check, finding in found.items()} == dict.fromkeys(
+        ("socket", "daemon", "memory", "room"), Verdict.OK
+    )
+    assert "64MiB of memory" in found["daemon"].what
+    assert found["room"].what.startswith("64MiB hold ")
+
+
+def test_another_size_than_the_running_daemons_is_a_warning(daemon: DaemonProcess) -> None:
+    found = host(at(daemon.socket_path, 1 << 20))["memory"]
+    assert found.verdict is Verdict.WARN
+    assert found.sentence.startswith("ram=1MiB is asked for, and the running daemon has 64MiB")
+
+
+def test_no_daemon_at_a_socket_of_ones_own_is_a_warning_that_says_how_to_start_one(
+    tmp_path: Path,
+) -> None:
+    found = host(at(tmp_path / "none.sock"))["daemon"]
+    assert found.verdict is Verdict.WARN
+    assert found.remedy.startswith('start one: "hybridkv serve --socket')
+
+
+def test_with_auto_no_daemon_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    found = host(Settings())
+    assert found["daemon"].verdict is Verdict.OK
+    assert "vLLM will start one" in found["daemon"].what
+    assert list(tmp_path.iterdir()) == [], "a check makes nothing"
+
+
+def test_another_users_daemon_fails(other_users_socket: str) -> None:
+    found = host(at(other_users_socket))
+    assert found["daemon"].verdict is Verdict.FAIL
+    assert "another user" in found["daemon"].what
+    assert found["socket"].verdict is Verdict.FAIL
+
+
+def test_more_memory_than_there_is_fails(tmp_path: Path) -> None:
+    found = host(at(tmp_path / "none.sock", 100 << 40))["memory"]
+    assert found.verdict is Verdict.FAIL
+    assert found.remedy.endswith("works")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_exit_status_says_whether_anything_failed(
+    failed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    findings = [
+        ok("vllm", "0.32.0"),
+        *([fail("chunk", "it is [odd]", "hybrid_chunk_size 256 works")] if failed else []),
+    ]
+    monkeypatch.setattr(
+        doctor,
+        "inspect_arguments",
+        lambda arguments: ConfigReport(list(findings), identity="ab" * 32),
+    )
+    assert main.main(["doctor", "--json", "--", "vllm", "serve", "m"]) == failed
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] is not failed
+    assert said["identity"] == "ab" * 32
+    assert [check["check"] for check in said["checks"]][:1] == ["vllm"]
+    assert main.main(["doctor", "--", "vllm", "serve", "m"]) == failed
+    table = capsys.readouterr().out
+    assert ("it is [odd]" in table) is failed
+    assert f"{int(failed)} failed, " in table

@@ -1,0 +1,418 @@
+"""`hybridkv export` and `hybridkv import` over real files and a real daemon."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cli import export
+from hybridkv.cli.main import main
+from hybridkv.client.control import ControlClient
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.bundle import LAST
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.tier_suite import read, sample
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.slots import HEADER_BYTES
+from hybridkv.tiers.disk.files import FileName
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.disk.writers import LOST_SECONDS
+from tests.layouts import LAYOUTS
+from tests.unit.daemon.tierclient import (
+    IDENTITY,
+    Client,
+    is_written,
+    object_files,
+    real_bytes,
+    stats,
+    until,
+)
+
+OBJECTS = 8
+CHUNKS = 3
+OTHER = b"o" * 32
+
+
+def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
+    tier = DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk"), writer)
+    tier.open()
+    return tier
+
+
+def filled(root: Path, objects: int = OBJECTS) -> DiskTier:
+    tier = opened(root)
+    for number in range(objects):
+        one = sample(number, namespace=(IDENTITY, OTHER)[number % 2])
+        assert tier.put([one.putting()]) == [None]
+        os.utime(root / "objects/here" / FileName(one.key).path, (number, number))
+    return tier
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main([*map(str, words), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def members(file: Path) -> list[tarfile.TarInfo]:
+    with tarfile.open(file) as tar:
+        return tar.getmembers()
+
+
+def has(root: Path, numbers: range, writer: str = "reader") -> list[bool]:
+    """Whether a daemon finds records; those that it does are proven."""
+    tier = opened(root, writer)
+    return [
+        read(tier, sample(number, namespace=(IDENTITY, OTHER)[number % 2])) is None
+        for number in numbers
+    ]
+
+
+def test_what_was_exported_can_be_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path / "from")
+    file = tmp_path / "all.tar"
+    status, told = command(capsys, "export", file, "--disk", tmp_path / "from")
+    assert (status, told["objects"]) == (0, OBJECTS)
+    assert told["bytes"] == sum(path.stat().st_size for path in object_files(tmp_path / "from"))
+    by_age = [
+        FileName(sample(n, namespace=(IDENTITY, OTHER)[n % 2]).key).text for n in range(OBJECTS)
+    ]
+    assert [member.name for member in members(file)] == [*by_age, LAST]
+    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (status, told["objects"], told["kept"]) == (0, OBJECTS, OBJECTS)
+    assert all(has(tmp_path / "to", range(OBJECTS)))
+    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (status, told["objects"], told["there already"]) == (0, 0, OBJECTS), "once is enough"
+
+
+def test_only_one_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path / "from")
+    file = tmp_path / "some.tar"
+    told = command(
+        capsys, "export", file, "--disk", tmp_path / "from", "--identity", OTHER.hex()[:12]
+    )[1]
+    assert told["objects"] == OBJECTS // 2
+    command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert has(tmp_path / "to", range(OBJECTS)) == [number % 2 == 1 for number in range(OBJECTS)]
+    assert main(["export", str(file), "--disk", str(tmp_path / "from"), "--identity", "gemma"]) == 2
+    assert "hexadecimal digits" in capsys.readouterr().err
+
+
+def test_a_damaged_object_is_left_out_of_an_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path / "from")
+    paths = object_files(tmp_path / "from")
+    raw = bytearray(paths[0].read_bytes())
+    raw[6000] ^= 4
+    paths[0].write_bytes(raw)
+    paths[1].write_bytes(paths[2].read_bytes())
+    file = tmp_path / "all.tar"
+    status, told = command(capsys, "export", file, "--disk", tmp_path / "from")
+    assert (status, told["objects"], told["damaged"]) == (1, OBJECTS - 2, 2)
+    assert command(capsys, "import", file, "--disk", tmp_path / "to")[1]["objects"] == OBJECTS - 2
+
+
+def test_any_damaged_byte_of_the_file_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it is: what is imported is exact, and the status says that something was not."""
+    filled(tmp_path / "from", 2)
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    good = file.read_bytes()
+    size = sample(0).record.size_bytes
+    for number, at in enumerate(range(0, len(good) - 9 * 512, 1531)):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 8]) + good[at + 1 :])
+        to = tmp_path / f"to-{number}"
+        capsys.readouterr()
+        status = main(["import", str(file), "--disk", str(to)])
+        exact = has(to, range(2))
+        if all(exact):
+            assert status == 0 or at < 2 * (size + 4096), f"byte {at}"
+        else:
+            assert status in (1, 2), f"byte {at}"
+
+
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.9])
+def test_a_file_that_was_cut_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: float
+) -> None:
+    filled(tmp_path / "from")
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    os.truncate(file, int(file.stat().st_size * part))
+    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert status == 1
+    assert 0 < told["objects"] < OBJECTS
+    assert told["the file ends too early"] == 1
+    assert sum(has(tmp_path / "to", range(OBJECTS))) == told["objects"]
+
+
+def test_members_that_are_no_records_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = filled(tmp_path / "from", 1)
+    (path,) = object_files(tmp_path / "from")
+    file = tmp_path / "odd.tar"
+    record = path.read_bytes()
+    with tarfile.open(file, "w") as tar:
+        for name, content in {
+            "../../evil": record,
+            FileName(sample(5).key).text: record,
+            "notes.txt": b"hello",
+            "pages": bytes(1 << 16),
+            path.name: record,
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        link = tarfile.TarInfo(FileName(sample(6).key).text)
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (status, told["objects"], told["damaged"], told["the file ends too early"]) == (
+        1,
+        1,
+        5,
+        1,
+    )
+    assert len(object_files(tmp_path / "to")) == 1
+    assert not list(tmp_path.glob("**/evil"))
+    tier.check()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 3000, bytes(10240)])
+def test_what_is_no_export_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert main(["import", str(file), "--disk", str(tmp_path / "to")]) in (1, 2)
+    assert main(["import", str(tmp_path / "none"), "--disk", str(tmp_path / "to")]) == 2
+    assert main(["export", str(tmp_path / "no/file"), "--disk", str(tmp_path / "to")]) == 2
+    assert main(["export", str(file), "--disk", str(tmp_path)]) == 2
+    assert file.read_bytes() == content, "an export that fails leaves what was there"
+    capsys.readouterr()
+
+
+def test_an_import_keeps_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path / "from", 40)
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    status, told = command(
+        capsys, "import", file, "--disk", tmp_path / "to", "--disk-bytes", "256KiB"
+    )
+    assert (status, told["objects"]) == (0, 40)
+    assert 0 < told["kept"] < 40
+    assert real_bytes(tmp_path / "to") <= 256 << 10
+    assert sum(has(tmp_path / "to", range(40))) == told["kept"]
+    status, told = command(
+        capsys, "import", file, "--disk", tmp_path / "too", "--disk-bytes", "8KiB"
+    )
+    assert (status, told["no room"]) == (1, 40)
+
+
+def test_nobody_takes_away_what_is_being_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A daemon looks after each object; in the end the objects are the daemon's, in its bound."""
+    filled(tmp_path / "from", 20)
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    tier = opened(tmp_path / "to", size="384KiB")
+    during: list[list[str]] = []
+    real = DiskTier._write
+
+    def write(self: DiskTier, *args: Any) -> int:
+        tier._writers._look_at = 0
+        tier.tend()
+        during.append(sorted(path.name[:7] for path in (tmp_path / "to/objects").iterdir()))
+        return real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskTier, "_write", write)
+        told = command(capsys, "import", file, "--disk", tmp_path / "to")[1]
+    assert told["kept"] == 20
+    assert all(names == ["here", "import-"] for names in during[1:])
+    tier._writers._look_at = 0
+    tier.tend()
+    assert [path.name for path in (tmp_path / "to/objects").iterdir()] == ["here"]
+    tier.check()
+    assert 0 < real_bytes(tmp_path / "to") <= 384 << 10
+    assert len(list(tier.keys())) == len(object_files(tmp_path / "to")) > 5
+
+
+def test_an_import_shows_that_it_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes long is not taken for lost."""
+    filled(tmp_path / "from", 4)
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    monkeypatch.setattr("hybridkv.cli.import_.TEND_SECONDS", 0.0)
+    real, silent = DiskTier._write, []
+
+    def write(self: DiskTier, *args: Any) -> int:
+        alive = self._writers.home / "alive"
+        if alive.exists():
+            silent.append(alive.stat().st_mtime < LOST_SECONDS)
+            self._writers._alive_at = 0
+            os.utime(alive, (1, 1))
+        return real(self, *args)
+
+    monkeypatch.setattr(DiskTier, "_write", write)
+    assert command(capsys, "import", file, "--disk", tmp_path / "to")[0] == 0
+    assert silent == [False] * 4, "it says so before each of them, when it is time"
+
+
+@pytest.mark.parametrize("layout", ["gemma3", "two_ranks", "two_ranks_mla"])
+def test_a_living_daemons_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    """Every object of a daemon's memory is a hit, and exact, in a running daemon's directory."""
+    geometry, file = LAYOUTS[layout], tmp_path / "ram.tar"
+    with (
+        DaemonProcess(str(tmp_path / "a.sock"), "16MiB") as first,
+        Client(first.socket_path, geometry) as client,
+    ):
+        with Client(first.socket_path, geometry, "other", OTHER) as other:
+            other.store(1, 1)
+        client.store(1, CHUNKS)
+        client.values()
+        status, told = command(
+            capsys, "export", file, "--socket", first.socket_path, "--identity", IDENTITY.hex()
+        )
+        assert (status, told["objects"]) == (0, CHUNKS * len(geometry.groups))
+    disk = tmp_path / "disk"
+    with DaemonProcess(str(tmp_path / "b.sock"), "16MiB", options=["--disk", str(disk)]) as second:
+        assert command(capsys, "import", file, "--disk", disk)[1]["objects"] == told["objects"]
+        with Client(second.socket_path, geometry) as client:
+            until(
+                lambda: client.look_up(1, CHUNKS, wait_ms=2000).found.chunks == CHUNKS,
+                "the daemon has seen them",
+            )
+            assert client.values()["chunks_hit_disk"] >= CHUNKS
+            until(
+                lambda: len(list((disk / "objects").iterdir())) == 1,
+                "the daemon has taken them over",
+            )
+            assert client.look_up(1, CHUNKS).found.chunks == CHUNKS
+        with Client(second.socket_path, geometry, identity=OTHER) as client:
+            assert client.look_up(1, 1, wait_ms=1000).found.chunks == 0
+    names = {path.name for path in object_files(disk)}
+    assert {member.name for member in members(file)} - {LAST} == names
+
+
+def test_the_names_from_memory_are_those_that_the_daemon_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--disk", str(tmp_path / "disk")]
+    with (
+        DaemonProcess(str(tmp_path / "a.sock"), "16MiB", options=options) as daemon,
+        Client(daemon.socket_path) as one,
+    ):
+        one.store(1, CHUNKS)
+        until(lambda: is_written(daemon.socket_path), "everything is written")
+        assert stats(daemon.socket_path)["tier_disk_objects_written"] == CHUNKS * 3
+        command(capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path)
+        command(capsys, "export", tmp_path / "disk.tar", "--disk", tmp_path / "disk")
+    names = [
+        sorted(member.name for member in members(tmp_path / f"{what}.tar"))
+        for what in ("ram", "disk")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_slot_that_changes_while_it_is_copied_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slot is written anew between its header and its bytes, has a wrong byte, or no name."""
+    changes: list[Callable[[memoryview], None]] = [
+        lambda slot: slot.__setitem__(slice(16, 24), bytes(8)),
+        lambda slot: slot.__setitem__(slice(0, HEADER_BYTES), bytes(HEADER_BYTES)),
+        lambda slot: slot.__setitem__(3000, slot[3000] ^ 1),
+        lambda slot: slot.__setitem__(slice(HEADER_BYTES, HEADER_BYTES + 8), bytes(8)),
+    ]
+    expected = ["changed meanwhile", "changed meanwhile", "damaged", "not signed"]
+    with (
+        DaemonProcess(str(tmp_path / "a.sock"), "16MiB") as daemon,
+        Client(daemon.socket_path) as client,
+    ):
+        client.store(1, CHUNKS)
+        client.values()
+        real = committed_slots
+        for change, why in zip(changes, expected, strict=True):
+
+            def changing(memory: memoryview, change: Callable[[memoryview], None] = change) -> Any:
+                for number, (offset, header) in enumerate(list(real(memory))):
+                    before = bytes(memory[offset : offset + 4096])
+                    if number == 2:
+                        change(memory[offset : offset + 4096])
+                    yield offset, header
+                    memory[offset : offset + 4096] = before
+
+            monkeypatch.setattr(export, "committed_slots", changing)
+            status, told = command(
+                capsys, "export", tmp_path / "a.tar", "--socket", daemon.socket_path
+            )
+            assert (status, told["objects"], told[why]) == (
+                int(why == "damaged"),
+                CHUNKS * 3 - 1,
+                1,
+            )
+
+
+@pytest.mark.parametrize("what", ["fifo", "directory", "link"])
+def test_only_a_file_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    filled(tmp_path / "from", 1)
+    file = tmp_path / "file"
+    match what:
+        case "fifo":
+            os.mkfifo(file)
+        case "directory":
+            file.mkdir()
+        case _:
+            file.symlink_to(tmp_path / "from")
+    before = file.lstat()
+    capsys.readouterr()
+    assert main(["export", str(file), "--disk", str(tmp_path / "from")]) == 2
+    assert (
+        f"export: {file} is no file that could be replaced; the name of a new one works"
+        in capsys.readouterr().err
+    )
+    assert (file.lstat().st_mode, file.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert not file.with_name("file.part").exists()
+
+
+def test_an_export_takes_no_memory_of_the_arena(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who reads a page of shared memory that does not exist yet makes it exist."""
+    with (
+        DaemonProcess(str(tmp_path / "a.sock"), "320MiB") as daemon,
+        Client(daemon.socket_path) as client,
+    ):
+        client.store(1, CHUNKS)
+        # The rest is reserved when it is soon needed, and that is not now.
+        until(
+            lambda: stats(daemon.socket_path)["bytes_reserved"] >= 288 << 20,
+            "the daemon has reserved what it does",
+        )
+        with ControlClient(daemon.socket_path) as control:
+            arena = Path(control.welcome.arena_path)
+        before = arena.stat().st_blocks
+        status, told = command(
+            capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path
+        )
+        assert (status, told["objects"]) == (0, CHUNKS * 3)
+        assert arena.stat().st_blocks == before

@@ -1,0 +1,335 @@
+"""`hybridkv fsck` over real files."""
+
+import errno
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.tier_suite import read, sample
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.contract import MissingError
+from hybridkv.tiers.disk import files
+from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.disk.writers import QUIET_SECONDS
+from tests.unit.daemon.tierclient import Client, is_written, object_files, until
+
+OBJECTS = 12
+
+
+def opened(root: Path, writer: str = "here") -> DiskTier:
+    tier = DiskTier(parse_tier(f"disk://{root}?bytes=64MiB", "disk"), writer)
+    tier.open()
+    return tier
+
+
+def filled(root: Path, writer: str = "here") -> DiskTier:
+    tier = opened(root, writer)
+    assert tier.put([sample(number).putting() for number in range(OBJECTS)]) == [None] * OBJECTS
+    return tier
+
+
+def dead(root: Path, writer: str = "here") -> None:
+    """The writer is silent for long enough."""
+    alive = root / "objects" / writer / "alive"
+    time = alive.stat().st_mtime - 2 * QUIET_SECONDS
+    os.utime(alive, (time, time))
+
+
+def fsck(
+    root: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = main(["fsck", "--disk", str(root), "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def path_of(root: Path, number: int, writer: str = "here") -> Path:
+    return root / "objects" / writer / FileName(sample(number).key).path
+
+
+def flip(at: int) -> Callable[[bytearray], None]:
+    def damage(raw: bytearray) -> None:
+        raw[at] ^= 1
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytearray], None]]] = {
+    "header": ("header", flip(20)),
+    "checksum": ("header", flip(130)),
+    "payload": ("bytes", flip(5000)),
+    "tail": ("bytes", flip(-1)),
+    "empty": ("zero length", lambda raw: raw.clear()),
+    "cut": ("length", lambda raw: raw.__delitem__(slice(512, None))),
+    "a page short": ("length", lambda raw: raw.__delitem__(slice(-SLOT_ALIGN, None))),
+    "a page more": ("length", lambda raw: raw.extend(bytes(SLOT_ALIGN))),
+    "random": (
+        "header",
+        lambda raw: raw.__setitem__(slice(None), random.Random(1).randbytes(len(raw))),
+    ),
+}
+
+
+def test_whole_records_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path)
+    filled(tmp_path, "there")
+    status, report = fsck(tmp_path, capsys)
+    assert status == 0
+    assert report["damaged"] == 0
+    assert [(writer["name"], writer["whole"]) for writer in report["writers"]] == [
+        ("here", OBJECTS),
+        ("there", 0),
+    ]
+    taken = sum(path.stat().st_blocks * 512 for path in object_files(tmp_path))
+    assert report["writers"][0]["whole_bytes"] == taken
+    assert main(["fsck", "--disk", str(tmp_path)]) == 0
+    assert "here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_told_and_put_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    tier = filled(tmp_path)
+    reason, damage = DAMAGES[how]
+    path = path_of(tmp_path, 3)
+    raw = bytearray(path.read_bytes())
+    damage(raw)
+    path.write_bytes(raw)
+    status, report = fsck(tmp_path, capsys)
+    assert status == 1
+    assert report["writers"][0]["damaged"] == {reason: 1}
+    assert report["writers"][0]["whole"] == OBJECTS - 1
+    assert report["files"] == [{"path": str(path), "damage": reason, "done": ""}]
+    assert path.exists(), "nothing is changed unless it is asked for"
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["repaired"], report["quarantined"]) == (0, 1, 1)
+    status, report = fsck(tmp_path, capsys)
+    assert (status, report["damaged"], report["writers"][0]["whole"]) == (0, 0, OBJECTS - 1)
+    assert isinstance(read(tier, sample(3)), MissingError), "the daemon that knew it goes on"
+    assert tier.put([sample(3).putting()]) == [None]
+    tier.check()
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def test_swapped_files_get_their_own_names_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    one, other = path_of(tmp_path, 1), path_of(tmp_path, 2)
+    swap(one, other)
+    dead(tmp_path)
+    status, report = fsck(tmp_path, capsys)
+    assert (status, report["writers"][0]["damaged"]) == (1, {"misnamed": 2})
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["repaired"]) == (0, 2)
+    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
+    tier = opened(tmp_path)
+    assert [read(tier, sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
+    tier.check()
+
+
+def test_a_misnamed_file_whose_name_is_taken_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    dead(tmp_path)
+    path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 1).read_bytes())
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["files"][0]["done"]) == (0, "removed, for it is there already")
+    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS - 1
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_taken: bool,
+) -> None:
+    def link(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    filled(tmp_path)
+    dead(tmp_path)
+    path = path_of(tmp_path, 1)
+    wrong = path.with_name(FileName(sample(50).key).text)
+    path.rename(wrong)
+    if is_taken:
+        path.write_bytes(wrong.read_bytes())
+    monkeypatch.setattr("os.link", link)
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["files"][0]["done"].partition(" ")[0]) == (
+        0,
+        "removed," if is_taken else "renamed",
+    )
+    assert not wrong.exists()
+    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
+    tier = opened(tmp_path)
+    assert read(tier, sample(1)) is None
+    tier.check()
+
+
+def test_a_misnamed_record_that_finds_no_place_is_put_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    dead(tmp_path)
+    path = path_of(tmp_path, 1)
+    path.rename(path_of(tmp_path, 2))
+    for left in path.parent.iterdir():
+        left.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("in the way")
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["files"][0]["done"], report["quarantined"]) == (0, "put aside", 1)
+    assert report["writers"][0]["leftovers"] == 0
+    opened(tmp_path).check()
+
+
+def test_a_file_in_another_files_place_is_misnamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    dead(tmp_path)
+    path = path_of(tmp_path, 1)
+    elsewhere = path.parent.parent / ("00" if path.parent.name != "00" else "01")
+    elsewhere.mkdir()
+    path.rename(elsewhere / path.name)
+    assert fsck(tmp_path, capsys)[1]["writers"][0]["damaged"] == {"misnamed": 1}
+    assert fsck(tmp_path, capsys, "--repair")[0] == 0
+    assert path.exists()
+
+
+def test_in_a_living_writers_directory_nothing_appears(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would not know of it, and its bound would not hold."""
+    tier = filled(tmp_path)
+    swap(path_of(tmp_path, 1), path_of(tmp_path, 2))
+    leftover = tmp_path / "objects/here/tmp/7/9"
+    leftover.write_bytes(b"is being written")
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["repaired"], report["quarantined"]) == (0, 2, 2)
+    assert report["writers"][0]["leftovers"] == 1
+    assert leftover.exists()
+    leftover.unlink()
+    for number in (1, 2):
+        assert isinstance(read(tier, sample(number)), MissingError)
+    tier.check()
+    leftover.write_bytes(b"was being written")
+    dead(tmp_path)
+    report = fsck(tmp_path, capsys, "--repair")[1]
+    assert report["writers"][0]["leftovers_removed"] == 1
+    assert not leftover.exists()
+
+
+def test_what_is_not_the_tiers_is_counted_and_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path)
+    home = tmp_path / "objects/here"
+    foreign = [
+        home / "notes",
+        path_of(tmp_path, 1).parent / "notes",
+        path_of(tmp_path, 1).parent / "ab.cd",
+    ]
+    for path in foreign:
+        path.write_text("mine")
+    link = home / FileName(sample(50).key).path
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(path_of(tmp_path, 1))
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["writers"][0]["foreign"]) == (0, 4)
+    assert all(path.exists() for path in [*foreign, link])
+
+
+def test_files_that_vanish_meanwhile_are_nobodys_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path)
+
+    def gone(path: str, name: FileName | None) -> files.FileProof | None:
+        if name is not None and name.key == sample(3).key:
+            os.unlink(path)
+            os.unlink(path_of(tmp_path, 4))
+            os.unlink(path_of(tmp_path, 5))
+        return prove_file(path, name)
+
+    monkeypatch.setattr("hybridkv.tiers.disk.fsck.prove_file", gone)
+    status, report = fsck(tmp_path, capsys, "--repair")
+    assert (status, report["damaged"]) == (0, 0)
+    assert OBJECTS - 3 <= report["writers"][0]["whole"] <= OBJECTS - 1
+
+
+def test_beside_a_living_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stores, evicts and reads while its directory is repaired again and again, undamaged."""
+    options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "1MiB", "--node", "here"]
+    with (
+        DaemonProcess(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon,
+        Client(daemon.socket_path) as one,
+    ):
+        for prompt in range(20):
+            one.store(prompt, 3)
+            status, report = fsck(tmp_path / "disk", capsys, "--repair")
+            assert (status, report["damaged"]) == (0, 0)
+            assert report["writers"][0]["is_alive"]
+            one.look_up(prompt, 3)
+        until(lambda: is_written(daemon.socket_path), "everything is written")
+        values = one.values()
+        assert not values["tier_disk_failures"]
+        assert values["tier_disk_objects_written"] == values["objects_stored"]
+
+
+@pytest.mark.parametrize("what", ["nothing", "other", "file"])
+def test_what_is_no_tier_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    root = tmp_path / "root"
+    if what == "file":
+        root.write_text("")
+    else:
+        root.mkdir()
+    if what == "other":
+        (root / "hybridkv-tier").write_text("99\n")
+    assert main(["fsck", "--disk", str(root)]) == 2
+    assert "works" in capsys.readouterr().err
+
+
+def test_names_are_read_as_they_are_written() -> None:
+    for name in (FileName(sample(1).key), FileName(sample(2).key, b"parent__", True)):
+        assert parse_name(name.text) == name
+    for text in (
+        "",
+        "ab.cd",
+        FileName(sample(1).key).text.upper(),
+        FileName(sample(1).key).text + "ii",
+        "é" * 70,
+    ):
+        assert parse_name(text) is None
+
+
+def test_a_writers_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path, "gpu[bold]7[\x1b[2J")
+    (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(sample(3).key).path).write_bytes(b"damaged")
+    capsys.readouterr()
+    assert main(["fsck", "--disk", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("gpu[bold]7[\ufffd[2J") == 2, "in the table and below"
+    assert "\x1b" not in said

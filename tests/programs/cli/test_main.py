@@ -1,0 +1,70 @@
+"""The command itself: whoever reads it may go at any time, and bad words are one sentence."""
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.lab.daemon_process import DaemonProcess
+
+
+@contextlib.contextmanager
+def nobody_reads() -> Iterator[None]:
+    """Standard output is a pipe whose reader is gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as file, contextlib.redirect_stdout(file):
+        yield
+        file.write("what the interpreter writes when it ends")
+
+
+def test_a_reader_that_is_gone_is_a_quiet_end(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["stats"], ["stats", "--json"], ["top", "--json"], ["top", "--once"]):
+        with nobody_reads():
+            assert main([*words, "--socket", daemon.socket_path]) == 141, words
+    assert capsys.readouterr().err == ""
+
+
+def test_so_it_is_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with nobody_reads():
+        assert main(["--help"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_standard_output_it_works(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["stats", "--socket", daemon.socket_path]) == 0
+
+
+def test_a_request_that_is_no_text(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "\udcff", "--socket", daemon.socket_path]) == 2
+    assert capsys.readouterr().err == (
+        "hybridkv: request '\\udcff' is not UTF-8, and no engine names one so; "
+        "a name as the engine's log has it works\n"
+    )
+
+
+def test_what_the_terminal_cannot_show_ends_nothing(daemon: DaemonProcess) -> None:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as file, contextlib.redirect_stdout(file):
+        assert main(["top", "--once", "--socket", daemon.socket_path]) == 0
+        said = raw.getvalue().decode()
+    assert re.search(r"^ram +\?{24} 0B of 64MiB", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("layers", ["0", "-1"])
+def test_a_group_has_layers(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "path", "--layers", layers]) == 2
+    assert (
+        capsys.readouterr().err == f"hybridkv: --layers {layers} is no number of layers; 32 works\n"
+    )

@@ -1,0 +1,98 @@
+"""Plans as text, and those of a daemon's engines; tests/engine/test_plan.py has vLLM's part."""
+
+import json
+
+import pytest
+
+from hybridkv.cli import main
+from hybridkv.client.control import ControlClient
+from hybridkv.core.findings import fail, ok
+from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, WireModel, geometry_to_wire
+from tests.layouts import LAYOUTS
+from tests.unit.core.test_capacity import preview
+
+LLAMA4 = LAYOUTS["llama4"]
+
+
+def test_the_engines_of_a_daemon_are_planned_for_its_memory(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = WireModel("llama", 8192, "auto (bfloat16)", [36, 12], 0, 2048)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(LLAMA4), model)
+    with ControlClient(daemon.socket_path, hello=hello):
+        assert main.main(["plan", "--socket", daemon.socket_path, "--json"]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["plans"]
+        assert main.main(["plan", "--socket", daemon.socket_path, "--ram", "1GiB"]) == 0
+        table = capsys.readouterr().out
+    assert (planned["model"], planned["kv_dtype"], planned["max_model_len"]) == (
+        "llama",
+        "auto (bfloat16)",
+        8192,
+    )
+    assert [(group["kind"], group["layers"]) for group in planned["groups"]] == [
+        ("chunked_local", 36),
+        ("full", 12),
+    ]
+    assert planned["totals"]["ram_bytes"] == 64 << 20
+    assert planned["groups"][0]["stored_token_bytes"] == planned["groups"][0]["token_bytes"] * 3 / 4
+    assert "1GiB hold" in table
+    assert "a prompt of 129 tokens" in table
+
+
+def test_a_daemon_without_engines_is_one_clear_line(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["plan", "--socket", daemon.socket_path]) == 2
+    assert "no engine is connected" in capsys.readouterr().err
+
+
+def test_a_refused_group_is_shown_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = (
+        "KV cache group 2 (SinkFullAttentionSpec) is not restored yet; serve without the connector"
+    )
+    seen = preview(LLAMA4, 4096, refused=refusal)
+    answer = ConfigReport([ok("vllm", "0.32.0"), fail("group 2", *refusal.split("; "))], seen)
+    monkeypatch.setattr(
+        "hybridkv.lab.configuration.inspect_arguments", lambda arguments, environment: answer
+    )
+    assert main.main(["plan", "--model", "some/model"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "SinkFullAttentionSpec" in said
+    assert f"FAIL group 2: {refusal}" in said
+    assert main.main(["plan", "--model", "some/model", "--json"]) == 1
+    (planned,) = json.loads(capsys.readouterr().out)["plans"]
+    assert planned["totals"] is None
+    assert planned["groups"][2]["refusal"] == refusal
+
+
+def test_what_vllm_refuses_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ConfigReport(
+        [ok("vllm", "0.32.0"), fail("vllm arguments", "vLLM says: no such model")]
+    )
+    monkeypatch.setattr(
+        "hybridkv.lab.configuration.inspect_arguments", lambda arguments, environment: answer
+    )
+    assert main.main(["plan", "--model", "some/model"]) == 2
+    assert capsys.readouterr().err == "hybridkv: vLLM says: no such model\n"
+
+
+def test_a_models_name_is_no_markup(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "/models/llama[/v2][bold]:smile:\x1b[2J"
+    model = WireModel(name, 8192, "auto[/red]", [36, 12], 0, 2048)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(LLAMA4), model)
+    with ControlClient(daemon.socket_path, hello=hello):
+        assert main.main(["plan", "--socket", daemon.socket_path]) == 0
+        said = capsys.readouterr().out
+        assert main.main(["plan", "--socket", daemon.socket_path, "--json"]) == 0
+        (planned,) = json.loads(capsys.readouterr().out)["plans"]
+    assert "/models/llama[/v2][bold]:smile:\ufffd[2J" in said
+    assert "auto[/red]" in said
+    assert planned["model"] == name

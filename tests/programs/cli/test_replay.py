@@ -1,0 +1,119 @@
+"""`hybridkv replay`: a trace, the engine of a running daemon, and files that are no trace."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli import main
+from hybridkv.client.control import ControlClient
+from hybridkv.core.findings import fail
+from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
+from tests.layouts import LAYOUTS
+
+QWEN3 = LAYOUTS["qwen3"]
+OBJECT = slot_bytes(QWEN3.groups[0].block_bytes, 1)
+HELLO = Hello(1, PROTOCOL_VERSION, "engine", "the engine", b"n" * 32, geometry_to_wire(QWEN3))
+BLOCK = QWEN3.chunk_tokens
+
+
+def trace(directory: Path, *prompts: tuple[int, list[int]]) -> str:
+    path = directory / "trace.jsonl"
+    lines = [
+        json.dumps({"timestamp": 1, "input_length": tokens, "hash_ids": ids})
+        for tokens, ids in prompts
+    ]
+    path.write_text("\n".join([*lines, ""]))
+    return str(path)
+
+
+def test_what_each_size_hits_next_to_the_ceiling(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two prompts in turns: both fit, or none is there any more when it comes again."""
+    one, other = list(range(5)), list(range(10, 15))
+    path = trace(tmp_path, *[(4 * BLOCK + 1, ids) for _ in range(3) for ids in (one, other)])
+    words = [
+        "replay",
+        path,
+        "--socket",
+        daemon.socket_path,
+        "--block-tokens",
+        str(BLOCK),
+        "--eviction",
+        "lru",
+    ]
+    sizes = ["--ram", str(8 * OBJECT), "--ram", str(2 * OBJECT)]
+    with ControlClient(daemon.socket_path, hello=HELLO):
+        assert main.main([*words, *sizes, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert main.main(words) == 0
+        table = capsys.readouterr().out
+    tokens, hits = 6 * (4 * BLOCK + 1), 4 * 4 * BLOCK
+    assert (said["model"], said["prompts"], said["tokens"]) == ("the engine", 6, tokens)
+    assert (said["everything_bytes"], said["eviction"]) == (8 * OBJECT, "lru")
+    assert said["ceiling"] == {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
+    small, large = said["sizes"]
+    assert (small["ram_bytes"], large["ram_bytes"]) == (2 * OBJECT, 8 * OBJECT)
+    assert (large["tokens_hit"], large["of_ceiling"], large["evicted"]) == (hits, 1.0, 0)
+    assert small["tokens_hit"] < hits
+    assert small["evicted"] > 8
+    assert f"{hits / tokens:.1%}" in table
+    assert "100.0%" in table
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: Input data was truncated"),
+        ("[]", "line 2: Expected `object`"),
+        ('{"input_length": 5}', "line 2: Object missing required field `hash_ids`"),
+        (
+            '{"input_length": 1025, "hash_ids": [1, 2]}',
+            "line 2: 2 hash_ids for input_length 1025; one for every started",
+        ),
+        (f'{{"input_length": 5, "hash_ids": [{10**99}]}}', "line 2: "),
+        ('{"input_length": -1, "hash_ids": []}', "line 2: 0 hash_ids for input_length -1"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text('{"input_length": 5, "hash_ids": [1]}\n' + line + "\n")
+    assert main.main(["replay", str(path), "--model", "qwen3"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_replayed_is_one_sentence(
+    daemon: DaemonProcess,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, empty = trace(tmp_path, (5, [1])), str(tmp_path / "empty")
+    Path(empty).write_text("\n\n")
+    at = ["--socket", daemon.socket_path]
+
+    def refused(*words: str) -> str:
+        assert main.main(["replay", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "No such file" in refused(str(tmp_path / "none"))
+    assert "has no prompt" in refused(empty)
+    assert "--block-tokens 0 is no number of tokens; 512 works" in refused(
+        path, "--block-tokens", "0"
+    )
+    assert "ram='x' is not a size" in refused(path, "--ram", "x")
+    assert "0 engines are connected" in refused(path, *at)
+    with ControlClient(daemon.socket_path, hello=HELLO):
+        assert f"no prompt of the trace has a whole chunk of {BLOCK} tokens" in refused(path, *at)
+    monkeypatch.setattr(
+        "hybridkv.lab.configuration.inspect_arguments",
+        lambda *_: ConfigReport([fail("group 2", "it has a sink", "none")]),
+    )
+    assert "it has a sink" in refused(path, "--model", "some/model")

@@ -1,0 +1,123 @@
+"""What `hybridkv serve` refuses before it serves: one sentence each, and nothing is left behind."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.paths import check_node_name
+from hybridkv.daemon import filesystem as place
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.shm.arena import RAM_BYTES_MIN, check_ram
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The sentence."""
+    assert main(["serve", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hybridkv: ")
+    assert said.count("\n") == 1
+    assert "works" in said
+    return said
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "rack1/gpu7", "../../x", "/", "a\0b", "\udcff", "x" * 201]
+)
+def test_a_node_is_one_component_of_a_path(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(
+        capsys,
+        "--socket",
+        str(tmp_path / "run/d.sock"),
+        "--disk",
+        str(tmp_path / "disk"),
+        "--node",
+        name,
+    )
+    assert said.startswith("hybridkv: node")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("host", ["gpu7", "rack1/gpu7", "..", "", "\udcff\0 ü", "h" * 255])
+def test_the_node_that_is_not_named_can_be_used(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert check_node_name(place.node_name(Path("/run/d.sock"))).startswith(
+        "gpu7-" if host == "gpu7" else ""
+    )
+    assert place.node_name(Path("/run/d.sock")) != place.node_name(Path("/run/e.sock"))
+
+
+def test_a_plain_name_is_kept() -> None:
+    assert check_node_name("gpu7.rack1 [a]") == "gpu7.rack1 [a]"
+    with pytest.raises(ConfigError, match='"gpu7" works'):
+        check_node_name("a/b")
+
+
+@pytest.mark.parametrize("port", ["65536", "99999", "-2"])
+def test_a_port_that_is_none(port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--metrics-port", port)
+    assert (
+        said
+        == f"hybridkv: metrics-port={port} must be from 0 to 65535, or -1 for none; 9477 works\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "none/log"
+    with pytest.raises(
+        ConfigError, match=rf"^log-file: {file} cannot be written \(No such file.*\); .* works$"
+    ):
+        DaemonProcess(
+            str(tmp_path / "run/d.sock"), "16MiB", options=["--log-file", str(file)]
+        ).start()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//", "/tmp/..", "/tmp/.", "/tmp/\udcff", "/tmp/\0", "relative"]
+)
+def test_a_socket_that_no_path_is(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--socket", path).startswith("hybridkv: socket: ")
+    for command in (["stats"], ["explain", "x"], ["top", "--once"], ["plan"]):
+        assert main([*command, "--socket", path]) == 2
+        assert capsys.readouterr().err.startswith("hybridkv: socket: ")
+
+
+def test_a_lock_that_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.sock.lock").mkdir()
+    tmp_path.chmod(0o700)
+    said = refused(capsys, "--socket", str(tmp_path / "d.sock"))
+    assert said.startswith(
+        f"hybridkv: socket: {tmp_path}/d.sock.lock cannot be opened (Is a directory); "
+    )
+
+
+@pytest.mark.parametrize("disk", ["/tmp/\udcff", "/tmp/a\0b"])
+def test_a_directory_that_is_no_text(
+    disk: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--disk", disk)
+
+
+@pytest.mark.parametrize("ram", ["9" * 400, "9" * 400 + "TiB"])
+def test_an_amount_of_memory_that_no_machine_has(
+    ram: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--ram", ram)
+    assert said.endswith('is larger than any memory; "1GiB" works\n')
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_unit_that_was_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r'ram=100B is less than 512KiB, .* a unit forgotten.*" works'
+    ):
+        DaemonProcess(str(tmp_path / "run/d.sock"), "100").start()
+    for too_little in (0, 4096, RAM_BYTES_MIN - 1):
+        with pytest.raises(ConfigError, match="a unit forgotten"):
+            check_ram(too_little, "ram")
+    check_ram(RAM_BYTES_MIN, "ram")

@@ -1,0 +1,267 @@
+"""`hybridkv top` draws frames of any size and any client names, and restores the terminal."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.cli.top import QUIT, heard
+from hybridkv.cli.top_frame import frame
+from hybridkv.client.control import ControlClient
+from hybridkv.core.sizes import format_size
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.observe.status import StatusReport
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Decline,
+    Hello,
+    Release,
+    ReportRequest,
+    RequestExplanation,
+    WireModel,
+    geometry_to_wire,
+)
+from hybridkv.wire.status import Status
+from tests.conftest import DEADLINE_SECONDS
+from tests.unit.daemon.harness import commit, engine, grant, lookup, make_daemon
+from tests.unit.observe.test_metrics import PART, SMALL
+
+HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
+LEAVE = b"\x1b[?1049l"
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from hybridkv.cli.main import main; sys.exit(main())",
+    "top",
+    "--socket",
+]
+
+
+@pytest.fixture(scope="module")
+def told() -> Status:
+    """What a daemon with a few samples tells."""
+    core = make_daemon()
+    core.connect(1)
+    model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
+    core.handle(
+        1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)
+    )
+    for other in range(2, 30):
+        engine(core, other, SMALL, name=f"engine {other}")
+    for turn in range(30):
+        core.tick(10.0 * turn)
+        commit(core, 1, grant(core, 1, PART, 1), 0, [turn])
+        lookup(core, 1, turn + 1, turn, turn + 1)
+        core.handle(1, Release(turn + 1, 16, 512))
+        core.handle(
+            1,
+            ReportRequest(
+                f"{HOSTILE}{turn}",
+                RequestExplanation(9, 0, declined=Decline.PLAN_FAILED, detail=HOSTILE),
+            ),
+        )
+        while core.ceiling.work():
+            pass
+    return StatusReport(is_brief=True).make(core.view.snapshot(300.0))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 8), (10, 3), (1, 1), (132, 60), (400, 200)])
+def test_a_frame_fits_and_obeys_nobody(told: Status, size: tuple[int, int]) -> None:
+    width, height = size
+    lines = frame(told, HOSTILE, width, height).plain.split("\n")
+    assert len(lines) <= height
+    assert all(len(line) <= max(width, 40) for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_plain_terminal_has_a_little_of_everything(told: Status) -> None:
+    lines = frame(told, "/run/daemon.sock", 80, 24).plain.split("\n")
+    assert len(lines) == 24
+    for start in (
+        "hybridkv",
+        "hit rate",
+        "ram",
+        "last min",
+        "the last",
+        "in ram",
+        "engines: 29",
+        "recent decisions",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+    assert any(re.search(r"[▁▂▃▄▅▆▇█]{5}", line) for line in lines)
+
+
+def test_without_a_height_there_is_all_of_it(told: Status) -> None:
+    text = frame(told, "/run/daemon.sock", 100, 0).plain
+    assert text.count("computed: ") == 20
+    assert "engine 29" in text
+
+
+def test_an_empty_daemon_has_a_frame_too() -> None:
+    fresh = StatusReport(is_brief=True).make(make_daemon().view.snapshot(0.0))
+    text = frame(fresh, "/run/daemon.sock", 80, 24).plain
+    assert "nothing was looked up" in text
+    assert "no engine is connected" in text
+
+
+def test_one_snapshot(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--socket", daemon.socket_path, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["values"]["bytes_arena"] == 64 << 20
+    assert {"health", "verdict", "hour", "decisions"} <= set(told)
+    assert main(["top", "--socket", daemon.socket_path, "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "64MiB" in said
+    assert "\x1b[?1049h" not in said
+
+
+def test_bad_input_is_said(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--socket", str(tmp_path / "none.sock"), "--json"]) != 0
+    assert "no daemon answers" in capsys.readouterr().err
+    assert main(["top", "--socket", str(tmp_path / "none.sock"), "--interval", "0"]) == 2
+    assert "1 works" in capsys.readouterr().err
+
+
+class Terminal:
+    """A process in a pseudo terminal of 80 x 24."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.ours, theirs = pty.openpty()
+        self.resize(80, 24)
+        self.before = termios.tcgetattr(theirs)
+        environment = dict(os.environ, TERM="xterm-256color")
+        for name in ("COLUMNS", "LINES", "NO_COLOR"):
+            environment.pop(name, None)
+        self.process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+        )
+        self._theirs = theirs
+        self.said = b""
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.ours, keys)
+
+    def until(self, word: bytes) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while word not in self.said:
+            assert time.monotonic() < deadline, self.said[-2000:]
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.said += os.read(self.ours, 65536)
+
+    def end(self) -> int:
+        """Its status; the terminal is as it was, and the other screen is left."""
+        self.until(LEAVE)
+        status = self.process.wait(DEADLINE_SECONDS)
+        assert termios.tcgetattr(self._theirs) == self.before
+        assert self.said.rfind(b"\x1b[?25h") > self.said.rfind(b"\x1b[?25l"), (
+            "the cursor is shown again"
+        )
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def terminal(daemon: DaemonProcess) -> Iterator[Terminal]:
+    """`top` at work."""
+    made = Terminal([*COMMAND, daemon.socket_path, "--interval", "0.25"])
+    try:
+        made.until(b"last min")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("keys", [b"q", b"Q"])
+def test_a_key_ends_it(terminal: Terminal, keys: bytes) -> None:
+    terminal.press(keys)
+    assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_it_as_cleanly(terminal: Terminal, number: signal.Signals) -> None:
+    terminal.process.send_signal(number)
+    assert terminal.end() == 0
+
+
+def test_it_follows_the_size_and_the_daemon(terminal: Terminal, daemon: DaemonProcess) -> None:
+    terminal.said = b""
+    terminal.resize(60, 12)
+    terminal.until(b"last min")
+    daemon.kill()
+    terminal.until(b"no answer, shown is the last one")
+    daemon.start()
+    terminal.said = b""
+    terminal.until(b"all is well")
+    terminal.press(b"q")
+    assert terminal.end() == 0
+
+
+def test_a_client_with_the_status_is_told_it_is_brief(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path) as control:
+        assert control.stats().status is None
+        status = control.stats(status=True).status
+    assert status is not None
+    assert status.day is None
+
+
+@pytest.mark.parametrize(
+    "sequence",
+    [
+        b"\x1b[A",
+        b"\x1bOB",
+        b"\x1b[1;5C",
+        b"\x1b[3~",
+        b"\x1b\x1b[D",
+        b"\x1bq",
+        b"\x1b[A\x1b[A",
+        b"x",
+        b"\xff",
+    ],
+)
+def test_keys_that_end_nothing(sequence: bytes) -> None:
+    assert not heard(sequence) & QUIT
+
+
+@pytest.mark.parametrize(
+    "sequence", [b"q", b"Q", b"\x03", b"\x1b", b"\x1b\x1b", b"\x1b[Aq", b"\x1b[A\x1b", b""]
+)
+def test_keys_that_end_it(sequence: bytes) -> None:
+    assert heard(sequence) & QUIT
+
+
+def test_a_narrow_terminal_has_the_figures(told: Status) -> None:
+    lines = frame(told, "/run/daemon.sock", 40, 0).plain.split("\n")
+    ram = next(line for line in lines if line.startswith("ram "))
+    assert re.search(rf" {format_size(told.values['bytes_committed'])} of \d", ram), ram
+    assert any(re.search(r"^hit rate .* \d+\.\d%( |…|$)", line) for line in lines)
+    first = lines.index("in ram, by group") + 1
+    assert re.search(rf" {format_size(told.groups[0].held_bytes)}( |…|$)", lines[first]), lines[
+        first
+    ]

@@ -1,0 +1,640 @@
+"""The daemon as a process: over its real socket, with its real arena."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hybridkv.cli.main import main
+from hybridkv.client.control import ControlClient, DaemonRefusedError
+from hybridkv.client.link import Link
+from hybridkv.client.spawn import ensure_daemon
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.codec import Frames, decode_reply, encode
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    Drained,
+    Error,
+    Found,
+    Free,
+    Hello,
+    Identify,
+    Lookup,
+    Release,
+    Reply,
+    ReportIdentity,
+    ReportRequest,
+    RequestExplanation,
+    Reserve,
+    Reserved,
+    Stats,
+    geometry_to_wire,
+)
+from tests.conftest import DEADLINE_SECONDS
+from tests.layouts import LAYOUTS
+
+QWEN3 = LAYOUTS["qwen3"]
+PART = QWEN3.groups[0].block_bytes
+SLOT = slot_bytes(PART, 1)
+WORKER = Hello(1, PROTOCOL_VERSION, "worker", "test")
+HELLO = Hello(1, PROTOCOL_VERSION, "engine", "test", b"n" * 32, geometry_to_wire(QWEN3))
+
+
+def store(control: ControlClient, count: int) -> None:
+    """Store `count` objects; a young daemon grants fewer slots while it reserves pages."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    stored = 0
+    while stored < count:
+        assert time.monotonic() < deadline
+        granted = control.call(Reserve(2, PART, 1, count - stored))
+        assert isinstance(granted, Reserved)
+        more = len(unpack_u64(granted.offsets))
+        names = b"".join(bytes([stored + number]) * 32 for number in range(more))
+        control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * more), names))
+        stored += more
+
+
+def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        found = engine.call(Lookup(3, 1, b"".join(bytes([number]) * 32 for number in range(4))))
+        assert isinstance(found, Found)
+        assert found.chunks == 3, "read your writes: a commit is seen by the next lookup"
+        arena = attach_arena(Path(engine.welcome.arena_path), engine.welcome.arena_bytes)
+        assert [header.chunk_hash[0] for _, header in committed_slots(arena.memory)] == [0, 1, 2]
+        arena.close()
+        engine.tell(Release(1))
+    with ControlClient(daemon.socket_path) as control:
+        assert control.stats().values["objects"] == 3
+        assert control.clear() == 3
+        assert control.stats().values["objects"] == 0
+
+
+def test_only_the_owner_may_touch_socket_and_arena(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path) as control:
+        arena = Path(control.welcome.arena_path)
+    for path in (Path(daemon.socket_path), arena):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.stat().st_uid == os.geteuid()
+
+
+def granted_slots(engine: ControlClient, count: int) -> Reserved:
+    """So many write slots; a young daemon has none yet."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        granted = engine.call(Reserve(2, PART, 1, count))
+        assert isinstance(granted, Reserved)
+        if len(unpack_u64(granted.offsets)) == count:
+            return granted
+        engine.tell(Free(granted.offsets, granted.generations))
+    raise AssertionError("no write slots")
+
+
+def names(count: int) -> bytes:
+    return b"".join(bytes([number]) * 32 for number in range(count))
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+
+
+def test_an_interrupted_daemon_takes_its_arena_with_it(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path) as control:
+        arena = Path(control.welcome.arena_path)
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+    assert not arena.exists()
+    assert not Path(daemon.socket_path).exists()
+    with pytest.raises(ArenaGoneError):
+        attach_arena(arena, 64 << 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_as_soon_as_the_socket_is_there_is_heard(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from hybridkv.cli.main import main\n"
+        "from hybridkv.daemon import loop\n"
+        "class Server(loop.DaemonServer):\n"
+        "    def __init__(self, options):\n"
+        "        super().__init__(options)\n"
+        f"        os.kill(os.getpid(), {number})\n"
+        "loop.DaemonServer = Server\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+        "  # as a shell starts what it does not wait for\n"
+        "sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB',"
+        " '--metrics-port', '-1']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "private" / "daemon.sock")]
+    )
+    try:
+        assert process.wait(DEADLINE_SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+        old = engine.welcome
+        arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+        stored = list(committed_slots(arena.memory))
+        arena.close()
+    if how == "stop":
+        daemon.stop()
+    else:
+        daemon.kill()
+    daemon.start()
+    with ControlClient(daemon.socket_path) as control:
+        assert control.welcome.boot != old.boot
+        assert control.welcome.arena_path == old.arena_path
+        values = control.stats().values
+        assert (values["objects"], values["bytes_writing"], values["sessions"]) == (3, 0, 0)
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        found = engine.call(Lookup(3, 1, names(4)))
+        assert isinstance(found, Found)
+        assert found.chunks == 3
+        assert sorted(unpack_u64(found.offsets)) == sorted(offset for offset, _ in stored)
+        more = engine.call(Reserve(2, PART, 1, 5))
+        assert isinstance(more, Reserved)
+        assert not set(unpack_u64(more.offsets)) & {offset for offset, _ in stored}
+        assert min(unpack_u64(more.generations)) > max(header.generation for _, header in stored)
+
+
+def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+    daemon.kill()
+    with DaemonProcess(daemon.socket_path, None), ControlClient(daemon.socket_path) as control:
+        values = control.stats().values
+        assert (values["objects"], values["bytes_arena"]) == (3, 64 << 20)
+
+
+def test_an_arena_that_cannot_be_taken_over_keeps_nobody_from_serving(
+    daemon: DaemonProcess,
+) -> None:
+    """With an impossible worker process id in the arena, the next daemon serves, and is empty."""
+    with (
+        ControlClient(daemon.socket_path, hello=WORKER),
+        ControlClient(daemon.socket_path, hello=HELLO) as engine,
+    ):
+        store(engine, 3)
+        assert engine.stats().values["objects"] == 3
+        old = engine.welcome
+        daemon.kill()
+    arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+    pid = os.getpid().to_bytes(8, "little")
+    at = bytes(arena.memory[old.slots_bytes :]).index(pid) + old.slots_bytes
+    arena.memory[at : at + 8] = b"\xff" * 8
+    arena.close()
+    daemon.start()
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        assert engine.stats().values["objects"] == 0
+        assert engine.welcome.arena_path != old.arena_path
+        assert not Path(old.arena_path).exists()
+        store(engine, 3)
+
+
+def test_what_a_process_said_last_is_heard(daemon: DaemonProcess) -> None:
+    """A process commits and ends while the daemon is busy: both are there at once."""
+    code = (
+        "import os, sys; from hybridkv.client.control import ControlClient; "
+        "from hybridkv.wire.messages import Commit, ReportRequest, RequestExplanation\n"
+        "from tests.programs.daemon.test_process import HELLO, granted_slots, names, pack_u64\n"
+        "with ControlClient(sys.argv[1], hello=HELLO) as engine:\n"
+        "    granted = granted_slots(engine, 5); print('ready', flush=True); sys.stdin.readline()\n"
+        "    for at in range(60): "
+        "engine.tell(ReportRequest(f'r{at}', RequestExplanation(1, 0, detail='x' * 500)))\n"
+        "    engine.tell(Commit(granted.offsets, granted.generations, "
+        "pack_u64([0] * 5), names(5))); os._exit(0)"
+    )
+    assert daemon.process is not None
+    command = [sys.executable, "-c", code, daemon.socket_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as last:
+        assert last.stdout is not None
+        assert last.stdin is not None
+        assert last.stdout.readline() == b"ready\n"
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            last.stdin.write(b"go\n")
+            last.stdin.flush()
+            assert last.wait(DEADLINE_SECONDS) == 0
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+    with ControlClient(daemon.socket_path) as control:
+        until(lambda: control.stats().values["sessions"] == 0)
+        assert control.stats().values["objects"] == 5
+
+
+def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        old = engine.welcome
+    daemon.kill()
+    with (
+        DaemonProcess(daemon.socket_path, "64MiB", fresh=True),
+        ControlClient(daemon.socket_path) as control,
+    ):
+        assert control.stats().values["objects"] == 0
+        assert not Path(old.arena_path).exists()
+
+
+@pytest.mark.parametrize("at", ["superblock", "size"])
+def test_an_arena_of_another_size_or_version_is_not_taken_over(
+    daemon: DaemonProcess, at: str
+) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        old = engine.welcome
+    daemon.kill()
+    if at == "size":
+        os.truncate(old.arena_path, old.arena_bytes - 4096)
+    else:
+        arena = attach_arena(Path(old.arena_path), old.arena_bytes)
+        arena.memory[old.arena_bytes - 4096] ^= 1
+        arena.close()
+    daemon.start()
+    with ControlClient(daemon.socket_path) as control:
+        assert control.welcome.arena_path != old.arena_path
+        assert not Path(old.arena_path).exists()
+        assert control.stats().values["objects"] == 0
+
+
+def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonProcess) -> None:
+    """Until it says that it copies nothing any more for what its engine was before."""
+    with (
+        ControlClient(daemon.socket_path, hello=WORKER),
+        ControlClient(daemon.socket_path, hello=HELLO) as engine,
+    ):
+        held = set(unpack_u64(granted_slots(engine, 5).offsets))
+        daemon.kill()
+    daemon.start()
+    with ControlClient(
+        daemon.socket_path, hello=msgspec.structs.replace(HELLO, session=1)
+    ) as engine:
+        assert engine.stats().values["bytes_held"] > 0
+        again = engine.call(Reserve(2, PART, 1, 1000))
+        assert isinstance(again, Reserved)
+        assert not held & set(unpack_u64(again.offsets))
+        with ControlClient(daemon.socket_path, hello=WORKER) as worker:
+            worker.tell(Drained(1))
+            assert worker.stats().values["bytes_held"] > 0, "that was the greeting before"
+            worker.tell(Drained(2))
+            assert worker.stats().values["bytes_held"] == 0
+
+
+def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess) -> None:
+    """Over a restart of the daemon as well; the worker's closed socket alone frees nothing."""
+    code = (
+        "import sys; from hybridkv.client.control import ControlClient; "
+        "from tests.programs.daemon.test_process import WORKER\n"
+        "with ControlClient(sys.argv[1], hello=WORKER): "
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, daemon.socket_path]
+    for restart in (False, True):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"ready\n"
+            with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+                granted_slots(engine, 5)
+            if restart:
+                daemon.kill()
+                daemon.start()
+            with ControlClient(daemon.socket_path) as control:
+                assert control.stats().values["bytes_writing"] > 0
+                worker.kill()
+                ask = control.stats
+                until(lambda ask=ask: ask().values["bytes_writing"] == 0)  # type: ignore[misc]
+                assert control.stats().values["sessions"] == 0
+
+
+def test_there_is_one_daemon_per_socket(daemon: DaemonProcess) -> None:
+    second = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hybridkv",
+            "serve",
+            "--socket",
+            daemon.socket_path,
+            "--ram",
+            "64MiB",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert second.returncode == 3
+    assert "already serving" in second.stderr
+    with ControlClient(daemon.socket_path):
+        pass
+
+
+def test_metrics_in_prometheus_form(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 2)
+        url = engine.stats().metrics_url
+        assert url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+            text = answer.read().decode()
+    assert "hybridkv_daemon_objects 2.0" in text
+    assert "hybridkv_daemon_objects_stored_total 2.0" in text
+
+
+def test_bytes_that_are_no_message_get_an_error_and_a_closed_connection(
+    daemon: DaemonProcess, rng: random.Random
+) -> None:
+    for number in range(200):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(DEADLINE_SECONDS)
+            client.connect(daemon.socket_path)
+            body = rng.randbytes(rng.randrange(1, 60))
+            if number % 2:
+                client.sendall(encode(HELLO) if number % 4 == 1 else b"")
+            client.sendall(len(body).to_bytes(4, "little") + body)
+            client.shutdown(socket.SHUT_WR)
+            received = b""
+            try:
+                while piece := client.recv(65536):
+                    received += piece
+            except ConnectionResetError:
+                continue
+        replies = [decode_reply(body) for body in Frames().feed(received)]
+        assert isinstance(replies[-1], Error)
+    with ControlClient(daemon.socket_path) as control:
+        values = control.stats().values
+    assert values["connections"] == 1
+    assert values["sessions"] == 0
+
+
+def test_a_client_that_asks_and_goes_is_no_fault_of_the_daemon(daemon: DaemonProcess) -> None:
+    """Its later questions are still in the buffer when the first answer cannot be sent."""
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(daemon.socket_path)
+            client.sendall(encode(Hello(1, PROTOCOL_VERSION, "control")) + encode(Stats(2)) * 3)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    with ControlClient(daemon.socket_path) as control:
+        values = control.stats().values
+    assert "refused_internal" not in values
+    assert values["connections"] == 1
+
+
+def test_a_reply_that_is_too_large_is_refused_and_the_connection_goes_on(
+    daemon: DaemonProcess,
+) -> None:
+    """What engines tell has no common bound, so an answer may exceed the size of a message."""
+    facts = {f"{number:064}": "\N{SNOWMAN}" * 512 for number in range(64)}
+    hellos = [
+        HELLO,
+        *(
+            Hello(1, PROTOCOL_VERSION, "engine", f"e{n}", bytes([n]) * 32, HELLO.geometry)
+            for n in range(99)
+        ),
+    ]
+    with contextlib.ExitStack() as stack:
+        controls = [
+            stack.enter_context(ControlClient(daemon.socket_path, hello=hello)) for hello in hellos
+        ]
+        for number, control in enumerate(controls):
+            control.tell(
+                ReportIdentity({name: chr(97 + number) + text[:-1] for name, text in facts.items()})
+            )
+            store(control, 1)
+        controls[0].tell(ReportRequest("r", RequestExplanation(1, 0, first_chunk=names(1))))
+        with pytest.raises(HybridKVError, match="over the limit"):
+            controls[0].explain("r")
+        assert controls[0].stats().values["refused_too_large"] == 1
+
+
+def test_start_and_idle_footprint(tmp_path: Path) -> None:
+    """Resident memory outside the arena stays under 60 MB."""
+    running = DaemonProcess(str(tmp_path / "d.sock"), "256MiB")
+    running.start()
+    assert running.process is not None
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    kilobytes = {
+        line.split(":")[0]: int(line.split()[1])
+        for line in status.splitlines()
+        if line.startswith(("VmRSS", "RssShmem"))
+    }
+    assert kilobytes["VmRSS"] - kilobytes["RssShmem"] < 60_000
+    assert running.stop() == 0
+
+
+def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonProcess) -> None:
+    assert daemon.process is not None
+    for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir():
+        assert os.sched_getscheduler(int(thread.name)) == os.SCHED_BATCH
+
+
+@pytest.mark.parametrize("unread", [0, 2000])
+def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: int) -> None:
+    """What the engine said after it would be of bytes that belong to neither identity."""
+    taken = Hello(
+        1, PROTOCOL_VERSION, "engine", "other", b"o" * 32, geometry_to_wire(LAYOUTS["gemma3"])
+    )
+    with ControlClient(daemon.socket_path, hello=taken) as other:
+        with (
+            ControlClient(daemon.socket_path, hello=HELLO) as engine,
+            socket.socket(socket.AF_UNIX) as raw,
+        ):
+            store(engine, 1)
+            slots = granted_slots(engine, 1)
+            raw.settimeout(DEADLINE_SECONDS)
+            raw.connect(daemon.socket_path)
+            raw.sendall(encode(HELLO) + encode(Reserve(2, PART, 1, 1)))
+            frames, replies = Frames(), list[Reply]()
+            while len(replies) < 2:
+                replies += map(decode_reply, frames.feed(raw.recv(1 << 16)))
+            mine = replies[1]
+            assert isinstance(mine, Reserved)
+            commit = Commit(mine.offsets, mine.generations, pack_u64([0]), names(2)[32:])
+            said = encode(Identify(4, b"o" * 32)) + encode(Lookup(5, 1, names(1))) + encode(commit)
+            raw.sendall(encode(Stats(3)) * unread + said)
+            until(lambda: "refused_identify" in engine.stats().values)
+            received = b""
+            while piece := raw.recv(1 << 16):
+                received += piece
+            *reports, refused = map(decode_reply, frames.feed(received))
+            assert len(reports) == unread
+            assert isinstance(refused, Error)
+            assert (refused.id, refused.code) == (4, "identify")
+            until(lambda: engine.stats().values["sessions"] == 2)
+            found = engine.call(Lookup(6, 1, names(2)))
+            assert isinstance(found, Found)
+            assert found.chunks == 1, "nothing was stored under the old identity"
+            assert (engine.stats().values["leases"], engine.stats().values["bytes_writing"]) == (
+                1,
+                SLOT,
+            )
+            engine.tell(Free(slots.offsets, slots.generations))
+        until(lambda: other.stats().values["sessions"] == 1)
+
+
+def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
+    losses: list[str] = []
+    link = Link(daemon.socket_path, HELLO, losses.append)
+
+    def until(condition: str, connected: bool) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (link.welcome is not None) != connected:
+            assert time.monotonic() < deadline, condition
+            link.poll(time.monotonic())
+
+    until("connected", True)
+    assert link.welcome is not None
+    boot = link.welcome.boot
+    daemon.kill()
+    until("loss noticed", False)
+    assert losses
+    assert not link.send(Release(1), time.monotonic())
+    daemon.start()
+    until("connected again", True)
+    assert link.welcome is not None
+    assert link.welcome.boot != boot
+    link.close()
+
+
+def test_a_stopped_daemon_blocks_nobody(daemon: DaemonProcess) -> None:
+    """SIGSTOP: sending goes on until the queue bound, then the link counts the daemon as gone."""
+    losses: list[str] = []
+    link = Link(daemon.socket_path, HELLO, losses.append)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while link.welcome is None:
+        assert time.monotonic() < deadline
+        link.poll(time.monotonic())
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        lookup = Lookup(1, 1, bytes(1 << 20))
+        while not losses:
+            assert time.monotonic() < deadline
+            link.send(lookup, time.monotonic())
+        assert losses == ["the daemon does not read"]
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    link.close()
+
+
+def test_auto_starts_a_daemon_that_outlives_the_caller(tmp_path: Path) -> None:
+    socket_path = str(tmp_path / "auto" / "daemon.sock")
+    ensure_daemon(socket_path, ["--ram", "64MiB"])
+    with ControlClient(socket_path) as control:
+        pid = control.welcome.pid
+        assert os.getsid(pid) == pid, "a session of its own"
+    ensure_daemon(socket_path, ["--ram", "64MiB"])
+    with ControlClient(socket_path) as control:
+        assert control.welcome.pid == pid
+    os.kill(pid, signal.SIGINT)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while Path(socket_path).exists():
+        assert time.monotonic() < deadline
+
+
+def test_auto_says_why_a_daemon_cannot_start(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ram=.* is larger than this machine's memory of .* works"
+    ):
+        ensure_daemon(str(tmp_path / "daemon.sock"), ["--ram", str(machine_memory_bytes() * 2)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ram", "lots"], "ram='lots' is not a size; write it like \"1GiB\""),
+        (["--ram", "100TiB"], "is larger than this machine's memory"),
+        (["--socket", "relative"], 'socket: .* "/tmp/hybridkv/daemon.sock" works'),
+        (
+            ["--socket", "/proc/nowhere/d.sock"],
+            "socket: directory /proc/nowhere cannot be made .* works",
+        ),
+    ],
+)
+def test_serve_says_what_works(
+    arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert len(said.stderr.strip().splitlines()) == 1
+    assert re.search(says, said.stderr), said.stderr
+
+
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(HybridKVError, match="others may write to"):
+        ensure_daemon(str(shared / "daemon.sock"), ["--ram", "64MiB"])
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(HybridKVError, match="not a directory of its own"):
+        ensure_daemon(str(link / "daemon.sock"), ["--ram", "64MiB"])
+
+
+def test_another_users_socket_is_refused_on_both_sides(other_users_socket: str) -> None:
+    """A daemon serves its own user only, and we do not talk to another user's."""
+    with (
+        pytest.raises(DaemonRefusedError, match="is served by another user"),
+        ControlClient(other_users_socket),
+    ):
+        pass
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(DEADLINE_SECONDS)
+        client.connect(other_users_socket)
+        (reply,) = [decode_reply(body) for body in Frames().feed(client.recv(65536))]
+    assert isinstance(reply, Error)
+    assert reply.code == "other_user"
+
+
+def test_stats_and_clear_commands(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", "--socket", daemon.socket_path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes_arena"] == 64 << 20
+    assert main(["stats", "--socket", daemon.socket_path]) == 0
+    assert "64MiB" in capsys.readouterr().out
+    assert main(["clear", "--socket", daemon.socket_path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"dropped": 0}
+    assert main(["stats", "--socket", "/tmp/hybridkv-no-such.sock"]) == 2
+    assert "hybridkv serve --socket" in capsys.readouterr().err

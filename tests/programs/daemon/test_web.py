@@ -1,0 +1,285 @@
+"""The daemon's pages are on loopback only, read only, and hold nothing that they should not."""
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIServer, make_server
+
+import pytest
+
+from hybridkv.client.control import ControlClient
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.observe import web
+from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
+from tests.conftest import DEADLINE_SECONDS
+from tests.unit.daemon.harness import make_daemon
+from tests.unit.daemon.tierclient import until
+
+ALL = (*PAGES, "/status.json", "/metrics")
+PAGES_FOLDER = Path(__file__).parents[3] / "src" / "hybridkv" / "observe" / "pages"
+
+
+def answered() -> Future[Snapshot]:
+    future: Future[Snapshot] = Future()
+    future.set_result(make_daemon().view.snapshot(0.0))
+    return future
+
+
+def ask(
+    pages: WebPages, path: str = "/", host: str | None = "127.0.0.1:9477", method: str = "GET"
+) -> tuple[str, dict[str, str], bytes]:
+    """(status, headers, body)."""
+    said: list[tuple[str, dict[str, str]]] = []
+    environ = {"REQUEST_METHOD": method, "PATH_INFO": path} | (
+        {"HTTP_HOST": host} if host is not None else {}
+    )
+    body = b"".join(
+        pages(environ, lambda status, headers, *_: said.append((status, dict(headers))))
+    )
+    ((status, headers),) = said
+    return status, headers, body
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_page_is_served_with_headers_that_keep_others_out(path: str) -> None:
+    status, headers, body = ask(WebPages(answered), path)
+    assert status == "200 OK"
+    assert body
+    assert dict(HEADERS).items() <= headers.items()
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:9477", "localhost:8080", "LOCALHOST", "127.8.9.1:1", "[::1]:9"]
+)
+def test_names_of_the_loopback_are_answered(host: str) -> None:
+    assert ask(WebPages(answered), "/status.json", host)[0] == "200 OK"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            None,
+            "",
+            "evil.example",
+            "evil.example:9477",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+        ),
+        *(
+            "10.0.0.1:9477",
+            "127.0.0.1:9477@evil.example",
+            "localhost\n",
+            "[::2]",
+            "127.0.0.1:9477,evil.example",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
+def test_another_name_of_this_machine_is_refused(path: str, host: str | None) -> None:
+    """DNS rebinding: a page of evil.example that resolves to 127.0.0.1 asks with its own name."""
+    status, headers, body = ask(WebPages(answered), path, host)
+    assert status.startswith("403")
+    assert b"hybridkv_" not in body
+    assert dict(HEADERS).items() <= headers.items()
+
+
+@pytest.mark.parametrize(
+    "method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "X"]
+)
+def test_only_get(method: str) -> None:
+    status, headers, _ = ask(WebPages(answered), "/", method=method)
+    assert status.startswith("405")
+    assert headers["Allow"] == "GET"
+
+
+@pytest.mark.parametrize(
+    "path", ["/x", "/../daemon.py", "/status.html", "//", "", "/metrics/", "/pages/status.js"]
+)
+def test_there_is_nothing_else(path: str) -> None:
+    assert ask(WebPages(answered), path)[0].startswith("404")
+
+
+def test_a_page_that_fails_is_said_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> Future[Snapshot]:
+        raise RuntimeError("no")
+
+    assert ask(WebPages(fails), "/status.json")[0].startswith("500")
+    assert "a page failed" in caplog.text
+
+
+def test_a_page_that_fails_is_counted() -> None:
+    answers = iter((RuntimeError("no"), answered()))
+
+    def fails_once() -> Future[Snapshot]:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    pages = WebPages(fails_once)
+    assert ask(pages, "/status.json")[0].startswith("500")
+    assert b"hybridkv_daemon_pages_failed_total 1.0" in ask(pages, "/metrics")[2]
+
+
+def test_a_loop_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.observe.web.ANSWER_SECONDS", 0.01)
+    assert ask(WebPages(Future), "/status.json")[0].startswith("503")
+
+
+def test_too_many_at_once_are_told_to_come_again() -> None:
+    asked: list[Future[Snapshot]] = []
+    all_in = threading.Event()
+
+    def holds() -> Future[Snapshot]:
+        asked.append(Future())
+        if len(asked) == REQUESTS_MAX:
+            all_in.set()
+        return asked[-1]
+
+    pages = WebPages(holds)
+    threads = [
+        threading.Thread(target=ask, args=(pages, "/status.json")) for _ in range(REQUESTS_MAX)
+    ]
+    for thread in threads:
+        thread.start()
+    assert all_in.wait(DEADLINE_SECONDS)
+    status, headers, _ = ask(pages, "/status.json")
+    assert status.startswith("503")
+    assert headers["Retry-After"] == "1"
+    for future in asked:
+        future.set_result(make_daemon().view.snapshot(0.0))
+    for thread in threads:
+        thread.join(DEADLINE_SECONDS)
+    assert ask(pages, "/status.css")[0] == "200 OK"
+
+
+def test_whoever_was_answered_makes_room() -> None:
+    pages = WebPages(answered)
+    assert {ask(pages, "/status.json")[0] for _ in range(2 * REQUESTS_MAX)} == {"200 OK"}
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup() -> None:
+    for file, _ in PAGES.values():
+        text = (PAGES_FOLDER / file).read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE), file
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+            "srcdoc",
+        ):
+            assert word not in text, f"{file}: {word}"
+        assert not re.search(r"\son\w+=|style=|javascript:", text), file
+
+
+def test_no_password_of_a_tier_is_shown() -> None:
+    spec = parse_tier("valkey://user:secret@host:6379/0", "tier")
+    assert "secret" not in spec.shown
+
+
+def test_over_a_real_socket(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path) as control:
+        address = urlsplit(control.stats().metrics_url)
+    with urllib.request.urlopen(
+        f"http://{address.netloc}/status.json", timeout=DEADLINE_SECONDS
+    ) as answer:
+        assert json.load(answer)["values"]["connections"] >= 0
+        assert answer.headers["Server"].startswith("hybridkv")
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", address.port or 0, timeout=DEADLINE_SECONDS
+    )
+    connection.request("GET", "/", headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert listens_only_on_loopback(address.port or 0)
+
+
+def listens_only_on_loopback(port: int) -> bool:
+    """As the kernel says."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {
+        socket.inet_ntoa(bytes.fromhex(host)[::-1])
+        for host, number in local
+        if int(number, 16) == port
+    } == {"127.0.0.1"}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.socket]]:
+    """Connections to a server of two clients at a time."""
+    servers: list[WSGIServer] = []
+
+    def made(*words: Any) -> WSGIServer:
+        servers.append(make_server(*words))
+        return servers[-1]
+
+    monkeypatch.setattr(web, "make_server", made)
+    monkeypatch.setattr(web, "CONNECTIONS_MAX", 2)
+    port = urlsplit(web.serve_web(answered, 0)).port
+    yield lambda: socket.create_connection(("127.0.0.1", port or 0), DEADLINE_SECONDS)
+    servers[0].shutdown()
+    servers[0].server_close()
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """What there is until the other side closes; nothing where it did so at once."""
+    with contextlib.suppress(ConnectionError):
+        client.sendall(b"GET /status.css HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        return b"".join(iter(lambda: client.recv(4096), b""))
+    return b""
+
+
+def test_clients_that_say_nothing_are_counted(served: Callable[[], socket.socket]) -> None:
+    with served(), served() as second:
+        with served() as third:
+            assert answer_of(third) == b""
+        assert answer_of(second).startswith(b"HTTP/1.0 200")
+        # Its place is free a moment after it has its answer.
+        until(lambda: _is_answered(served), "its place is free")
+
+
+def _is_answered(served: Callable[[], socket.socket]) -> bool:
+    with served() as client:
+        return answer_of(client).startswith(b"HTTP/1.0 200")
+
+
+def test_a_client_that_drips_has_no_more_time_than_another(
+    served: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its bytes comes in time, its request never."""
+    monkeypatch.setattr(web, "REQUEST_SECONDS", 0.3)
+    with served() as client:
+        client.settimeout(0.05)
+        deadline = time.monotonic() + DEADLINE_SECONDS / 2
+        ended = False
+        while not ended:
+            assert time.monotonic() < deadline, "it is let go"
+            try:
+                client.sendall(b"G")
+                ended = client.recv(4096) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                ended = True
+    until(lambda: _is_answered(served), "its place is free")

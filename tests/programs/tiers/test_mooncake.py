@@ -1,0 +1,578 @@
+"""The Mooncake tier over a real master; all nodes are this machine."""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.tier_suite import SampleObject, TierSuite, pages, read, sample
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FullError,
+    MissingError,
+    ReadRequest,
+    TierError,
+    WriteRequest,
+)
+from hybridkv.tiers.isolated import IsolatedProcess
+from hybridkv.tiers.mooncake.tier import MooncakeTier
+from hybridkv.tiers.remote import COPY_STEP_BYTES
+from tests.programs.tiers.master import (
+    DEADLINE_SECONDS,
+    TIMEOUT_SECONDS,
+    Master,
+    free_port,
+    needs_mooncake,
+)
+from tests.waiting import is_stopped, state_of, until
+
+LATE_SECONDS = 4.0
+"""How long after its timeout a call may return on a busy machine."""
+NODE_BYTES = 128 << 20
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Master]]:
+    """Starts a master; its argument is how long leases are."""
+    with contextlib.ExitStack() as masters:
+
+        def started(lease: str) -> Master:
+            master = Master(tmp_path / "master.log", lease)
+            masters.callback(master.kill)
+            return master
+
+        yield started
+
+
+@pytest.fixture
+def master(start: Callable[[str], Master]) -> Master:
+    return start("300ms")
+
+
+@pytest.fixture
+def node(master: Master) -> Iterator[MooncakeTier]:
+    """Another node, which gives the memory."""
+    with contextlib.closing(master.tier(size=NODE_BYTES)) as tier:
+        tier.open()
+        yield tier
+        keeper(tier).kill()  # which is quicker than to leave in order
+
+
+@pytest.fixture
+def tier(master: Master, node: MooncakeTier) -> Iterator[MooncakeTier]:
+    """This node: it gives nothing, and asks."""
+    with contextlib.closing(master.tier()) as tier:
+        tier.open()
+        yield tier
+
+
+def client(tier: MooncakeTier) -> IsolatedProcess:
+    assert tier._client
+    return tier._client
+
+
+def keeper(tier: MooncakeTier) -> IsolatedProcess:
+    assert tier._keeper
+    return tier._keeper
+
+
+def put(tier: MooncakeTier, samples: list[SampleObject]) -> list[TierError | None]:
+    return tier.put([one.putting() for one in samples])
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """A call that ends when the tier's timeout is over, whoever does not answer."""
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < TIMEOUT_SECONDS + LATE_SECONDS
+
+
+def nobody_answers(tier: MooncakeTier, there: SampleObject) -> None:
+    """Every call fails for each of its items, and in time."""
+    large = [sample(n, 5 << 20) for n in range(100, 104)]
+    with in_time():
+        errors = put(tier, large)
+    assert all(isinstance(error, TierError) for error in errors)
+    into = [pages(len(there.memory)) for _ in range(3)]
+    with in_time():
+        errors = tier.get([ReadRequest(there.key, [memory]) for memory in into])
+    assert all(
+        isinstance(error, TierError) and not isinstance(error, MissingError) for error in errors
+    )
+    with in_time(), pytest.raises(TierError):
+        tier.find([there.key] * 1500)
+    with in_time(), pytest.raises(TierError):
+        tier.discard([sample(99).key])
+    assert tier.peek(there.key) is None
+
+
+def work_again(*tiers: MooncakeTier) -> None:
+    """What the daemon does until a tier works again, and the proof that it does."""
+    samples = [sample(n) for n in range(200, 210)]
+
+    def works() -> bool:
+        for tier in tiers:
+            with contextlib.suppress(TierError):
+                tier.tend()
+        return put(tiers[0], samples) == [None] * len(samples) and all(
+            tiers[0].find([one.key for one in samples])
+        )
+
+    def quietly() -> bool:
+        with contextlib.suppress(TierError):
+            return works()
+        return False
+
+    until(quietly, "a tier that works again")
+    assert [read(tiers[0], one) for one in samples] == [None] * len(samples)
+
+
+@needs_mooncake
+class TestMooncake(TierSuite):
+    """The contract."""
+
+    discards_for_all = False
+
+    @pytest.fixture(autouse=True)
+    def storage(self, master: Master, node: MooncakeTier) -> None:
+        self.master = master
+
+    def make(self) -> MooncakeTier:
+        return self.master.tier()
+
+
+@needs_mooncake
+def test_what_was_discarded_goes_when_its_lease_has_ended(
+    master: Master, tier: MooncakeTier
+) -> None:
+    other = master.tier()
+    other.open()
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    assert read(other, one) is None
+    tier.discard([one.key])
+    assert tier.peek(one.key) is False
+    assert tier.find([one.key]) == [False]
+    assert isinstance(read(tier, one), MissingError)
+    assert list(tier.keys()) == []
+    assert list(other.keys()) == [one.key]
+
+    def gone() -> bool:
+        tier.tend()
+        return not tier.gauges()["discards_waiting"]
+
+    until(gone, "the end of the lease")
+    assert isinstance(read(other, one), MissingError)
+    assert list(other.keys()) == []
+    other.close()
+
+
+@needs_mooncake
+def test_a_damaged_record_is_replaced_in_spite_of_its_lease(start: Callable[[str], Master]) -> None:
+    master = start("1h")
+    node = master.tier(size=NODE_BYTES)
+    node.open()
+    one, wrong = sample(1), pages(len(sample(1).memory))
+    assert node.put([WriteRequest(one.key, [wrong])]) == [None]
+    assert node.find([one.key]) == [True]
+    node.discard([one.key], damaged=True)
+    assert put(node, [one]) == [None]
+    assert read(node, one) is None
+    node.discard([one.key])
+    assert node.gauges()["discards_waiting"] == 1
+    assert put(node, [one]) == [None]
+    assert node.gauges()["discards_waiting"] == 0
+    assert read(node, one) is None
+    node.close()
+
+
+@needs_mooncake
+def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, wrong = sample(1), pages(len(sample(1).memory))
+    assert tier.put([WriteRequest(one.key, [wrong])]) == [None]
+
+    def nobody(*_: object) -> None:
+        raise TierError("the master does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_remove", nobody)
+        with pytest.raises(TierError):
+            tier.discard([one.key], damaged=True)
+        errors = put(tier, [one, sample(2)])
+    assert isinstance(errors[0], TierError)
+    assert errors[1] is None
+    assert put(tier, [one]) == [None]
+    assert read(tier, one) is None
+
+
+@needs_mooncake
+def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> None:
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    others = [
+        f"theirs-1-{one.key.hex()}",
+        f"hybridkv-2-{one.key.hex()}",
+        f"hybridkv-1-{one.key.hex()}-x",
+        "ä\n",
+    ]
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    with client(tier).lane(deadline) as lane:
+        assert lane.call(deadline, "put", others, [lane.start] * 4, [4096] * 4) == [0] * 4
+    assert list(tier.keys()) == [one.key]
+
+
+@needs_mooncake
+def test_records_go_with_the_node_that_gave_the_memory(master: Master) -> None:
+    giver, taker = master.tier(size=NODE_BYTES), master.tier()
+    giver.open()
+    taker.open()
+    one = sample(1)
+    assert put(taker, [one]) == [None]
+    assert read(giver, one) is None
+    giver.close()
+    until(lambda: taker.find([one.key]) == [False], "the end of what that node gave")
+    assert isinstance(read(taker, one), MissingError)
+    assert isinstance(put(taker, [one])[0], FullError)
+    taker.close()
+
+
+@needs_mooncake
+def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
+    small, large, long, absent = sample(1), sample(2, 3 << 20), sample(3), sample(4)
+    too_large = sample(5, 17 << 20)
+    errors = put(tier, [small, too_large, large, long])
+    assert errors[0] is errors[2] is errors[3] is None
+    assert "buffer" in str(errors[1])
+    items = [
+        ReadRequest(absent.key, [pages(len(absent.memory))]),
+        ReadRequest(small.key, [pages(len(small.memory))]),
+        ReadRequest(long.key, [pages(4096)]),
+        ReadRequest(large.key, [pages(len(large.memory))]),
+        ReadRequest(long.key, [pages(2 * len(long.memory))]),
+    ]
+    kinds = [None if error is None else type(error) for error in tier.get(items)]
+    assert kinds == [MissingError, None, DamagedError, None, DamagedError]
+    assert items[1].pieces[0] == small.memory
+    assert items[3].pieces[0] == large.memory
+
+
+class Watched:
+    """Memory that remembers how much was copied into it and out of it at a time."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self.written: list[int] = []
+        self.read: list[int] = []
+
+    def __getitem__(self, part: slice) -> memoryview:
+        self.read.append(part.stop - part.start)
+        return self._memory[part]
+
+    def __setitem__(self, part: slice, value: memoryview) -> None:
+        self.written.append(part.stop - part.start)
+        self._memory[part] = value
+
+
+@needs_mooncake
+def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(
+    tier: MooncakeTier,
+) -> None:
+    (*_, first) = client(tier)._free
+    watched = Watched(first.memory)
+    first.memory = watched  # type: ignore[assignment]
+    one = sample(1, (5 << 20) + 4096)
+    assert put(tier, [one]) == [None]
+    assert read(tier, one) is None
+    for sizes in (watched.written, watched.read):
+        assert sum(sizes) == len(one.memory)
+        assert max(sizes) <= COPY_STEP_BYTES
+
+
+@needs_mooncake
+def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
+    master = start("1h")  # so that nothing can be evicted
+    node = master.tier(size=16 << 20)
+    node.open()
+    samples = [sample(n, 1 << 20, 1) for n in range(20)]
+    errors: list[TierError | None] = []
+    for one in samples:
+        errors += put(node, [one])
+        node.find([one.key])
+    assert errors[0] is None
+    assert isinstance(errors[-1], FullError)
+    assert {type(error) for error in errors} == {type(None), FullError}
+    assert read(node, samples[0]) is None
+    node.close()
+
+
+@needs_mooncake
+def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
+    master: Master, node: MooncakeTier, tier: MooncakeTier
+) -> None:
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    master.kill()
+    nobody_answers(tier, one)
+    with in_time(), pytest.raises(TierError):
+        tier.tend()
+    with in_time(), pytest.raises(TierError):
+        list(tier.keys())
+    master.restart()
+    work_again(tier, node)
+    assert isinstance(read(tier, one), MissingError)
+
+
+@needs_mooncake
+def test_a_stopped_master_holds_nobody_up(
+    master: Master, node: MooncakeTier, tier: MooncakeTier
+) -> None:
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    master.process.send_signal(signal.SIGSTOP)
+    nobody_answers(tier, one)
+    with in_time(), pytest.raises(TierError):
+        list(tier.keys())
+    assert client(tier).alive, "it was not the client that did not answer"
+    with in_time(), pytest.raises(TierError):
+        tier.tend()
+    assert not client(tier).alive, "it might have been the client after all"
+    other = master.tier()
+    with in_time(), pytest.raises(TierError):
+        other.open()
+    with in_time():
+        other.close()
+    master.process.send_signal(signal.SIGCONT)
+    work_again(tier, node)
+
+
+@needs_mooncake
+def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
+    tier = master.tier(size=NODE_BYTES)
+    tier.open()
+    master.process.send_signal(signal.SIGSTOP)
+    with in_time():
+        tier.close()
+    tier.close()
+    for child in (client(tier), keeper(tier)):
+        assert child.process.wait(DEADLINE_SECONDS) is not None
+    for call in (tier.open, tier.tend, lambda: tier.find([sample(1).key])):
+        with pytest.raises(TierError):
+            call()
+    master.process.send_signal(signal.SIGCONT)
+
+
+@needs_mooncake
+def test_a_stopped_node_is_an_error_in_time(node: MooncakeTier, tier: MooncakeTier) -> None:
+    one, absent = sample(1, 1 << 20), sample(2)
+    assert put(tier, [one]) == [None]
+    os.kill(keeper(node).process.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(keeper(node).process.pid), "the stop of every thread")
+    with in_time():
+        errors = tier.get([ReadRequest(who.key, [pages(len(who.memory))]) for who in (one, absent)])
+    assert isinstance(errors[0], TierError)
+    assert not isinstance(errors[0], MissingError)
+    assert isinstance(errors[1], MissingError)
+    os.kill(keeper(node).process.pid, signal.SIGCONT)
+    work_again(tier, node)
+
+
+@needs_mooncake
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: MooncakeTier) -> None:
+    one = sample(1)
+    assert put(tier, [one]) == [None]
+    before = client(tier)
+    os.kill(before.process.pid, end)
+    nobody_answers(tier, one)
+    assert before.process.wait(DEADLINE_SECONDS) == -(
+        signal.SIGKILL if end == signal.SIGSTOP else end
+    )
+    tier.tend()
+    assert read(tier, one) is None
+    assert client(tier).process.pid != before.process.pid
+    assert tier.gauges()["client_starts"] == 2
+    os.kill(client(tier).process.pid, signal.SIGKILL)
+    until(lambda: not client(tier).alive, "the end of the client")
+    tier.tend()
+    assert read(tier, one) is None
+
+
+@needs_mooncake
+def test_a_keeper_that_ends_is_replaced(node: MooncakeTier) -> None:
+    one = sample(1)
+    assert put(node, [one]) == [None]
+    os.kill(keeper(node).process.pid, signal.SIGKILL)
+    keeper(node).process.wait()
+    assert isinstance(read(node, one), TierError)
+    work_again(node)
+
+
+@needs_mooncake
+def test_the_children_end_with_their_parent(master: Master) -> None:
+    code = (
+        "import sys; from hybridkv.core.tier_urls import parse_tier;"
+        " from hybridkv.tiers.mooncake.tier import MooncakeTier;"
+        " tier = MooncakeTier(parse_tier(sys.argv[1], 'tier')); tier.open();"
+        " print(tier._client.process.pid, tier._keeper.process.pid, flush=True); sys.stdin.read()"
+    )
+    url = f"mooncake://127.0.0.1:{master.port}?bytes=16MiB"
+    command = [sys.executable, "-c", code, url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGSTOP)  # not even one that is stopped stays, once it goes on
+        parent.kill()
+    os.kill(pids[1], signal.SIGCONT)
+    until(lambda: not any(_runs(pid) for pid in pids), "the end of the children")
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return state_of(Path(f"/proc/{pid}/stat")) != "Z"
+    return False
+
+
+@needs_mooncake
+def test_no_master_is_an_error_in_time() -> None:
+    port = free_port()
+    tier = MooncakeTier(
+        parse_tier(f"mooncake://127.0.0.1:{port}?timeout={TIMEOUT_SECONDS}", "tier")
+    )
+    with in_time(), pytest.raises(TierError, match="no Mooncake master"):
+        tier.open()
+    assert tier.gauges()["client_starts"] == 0
+    for call in (lambda: tier.find([sample(1).key]), tier.tend):
+        with pytest.raises(TierError):
+            call()
+    assert isinstance(read(tier, sample(1)), TierError)
+    tier.close()
+
+
+def test_a_resolver_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), list[threading.Thread]()
+
+    def hanging(*args: Any, flags: int = 0, **options: Any) -> Any:
+        if not flags & socket.AI_NUMERICHOST:
+            asked.append(threading.current_thread())
+            answers.wait(DEADLINE_SECONDS)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hanging)
+    tier = MooncakeTier(parse_tier("mooncake://master.invalid?timeout=0.1", "tier"))
+    with in_time(), pytest.raises(TierError, match="no Mooncake master"):
+        tier.open()
+    with in_time(), pytest.raises(TierError, match="does not list its keys"):
+        list(tier.keys())
+    answers.set()
+    assert [thread is threading.current_thread() for thread in asked] == [False] * 2
+
+
+@needs_mooncake
+def test_a_port_that_never_answers_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        tier = MooncakeTier(
+            parse_tier(f"mooncake://127.0.0.1:{port}?timeout={TIMEOUT_SECONDS}", "tier")
+        )
+        with in_time(), pytest.raises(TierError):
+            tier.open()
+        with in_time():
+            tier.close()
+
+
+class Started(subprocess.Popen[bytes]):
+    """Remembers all."""
+
+    all: ClassVar[list["Started"]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.all.append(self)
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("lacking", ["log", "memory", "interpreter", "thread"])
+def test_a_child_that_cannot_be_started_leaves_nothing_open(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "all", [])
+    options = "buffer=4MiB"
+    if lacking == "log":
+        options += "&log=/no/such/directory/log"
+    elif lacking == "memory":
+        options = "buffer=1000000TiB"
+    elif lacking == "interpreter":
+        monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    else:
+        monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tier = MooncakeTier(
+            parse_tier(f"mooncake://127.0.0.1:{server.getsockname()[1]}?{options}", "tier")
+        )
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(TierError, match="does not start") as caught:
+                tier.tend()
+            assert caught.value.__cause__, (
+                "it holds on to the frames, so nothing is closed for being forgotten"
+            )
+            assert set(os.listdir("/proc/self/fd")) <= before
+    assert [process.returncode for process in Started.all] == [-signal.SIGKILL] * (
+        3 if lacking == "thread" else 0
+    )
+
+
+def test_a_library_that_is_not_there_is_a_setting_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text(
+        "raise ImportError('libibverbs.so.1: cannot open it')"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        tier = MooncakeTier(parse_tier(f"mooncake://127.0.0.1:{server.getsockname()[1]}", "tier"))
+        with pytest.raises(ConfigError, match=r"hybridkv\[mooncake\].*libibverbs1.*cannot open it"):
+            tier.open()
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("mooncake://127.0.0.1:50051/path", "no path"),
+        ("mooncake://127.0.0.1:port", "must name the master"),
+        ("mooncake://me:secret@127.0.0.1:50051", "no users"),
+        ("mooncake://127.0.0.1?bytes=1MiB", "16MiB"),
+        ("mooncake://127.0.0.1?buffer=1MiB", "buffer"),
+        ("mooncake://127.0.0.1?protocol=carrier", "protocol"),
+        ("mooncake://127.0.0.1?admin=port", "admin"),
+        ("mooncake://127.0.0.1?devise=mlx5_0", "did you mean 'device'"),
+    ],
+)
+def test_settings_that_cannot_work(url: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        MooncakeTier(parse_tier(url, "tier"))
+    assert "secret" not in str(caught.value)

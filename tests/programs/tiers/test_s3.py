@@ -1,0 +1,541 @@
+"""Records in a real S3 server: rclone over a directory, which the tests read."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import obstore
+import pytest
+from obstore.store import S3Store
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.tier_suite import SampleObject, TierSuite, pages, read, sample
+from hybridkv.tiers import s3 as module
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FullError,
+    MissingError,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
+from hybridkv.tiers.record import KEY_BYTES
+from hybridkv.tiers.s3 import S3Tier
+from tests.programs.tiers.outages import (
+    SLACK_SECONDS,
+    assert_each_fails,
+    assert_survives_a_kill,
+    calls,
+)
+from tests.programs.tiers.servers import (
+    ACCESS_KEY,
+    DEADLINE_SECONDS,
+    SECRET_KEY,
+    S3Server,
+    free_port,
+)
+
+ASKED_MAX = 20
+Make = Callable[[str], S3Tier]
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the server, and nothing else of whoever runs the tests."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with S3Server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[S3Server]:
+    with S3Server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"kv/test{next(_numbers)}"
+
+
+def tier_of(url: str) -> S3Tier:
+    return S3Tier(parse_tier(url, "tier"))
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Open tiers, closed at the end."""
+    tiers: list[S3Tier] = []
+
+    def opened(url: str) -> S3Tier:
+        tiers.append(tier_of(url))
+        tiers[-1].open()
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        tier.close()
+
+
+def files(server: S3Server, prefix: str) -> list[Path]:
+    """The objects named by a key, and none of the temporary files that rclone makes."""
+    return [path for path in (server.bucket / prefix).rglob("*") if len(path.name) == 2 * KEY_BYTES]
+
+
+def name_of(prefix: str, one: SampleObject) -> str:
+    digits = one.key.hex()
+    return f"{prefix}/{digits[:2]}/{digits}"
+
+
+def raw(server: S3Server) -> S3Store:
+    """Another client of the bucket."""
+    return S3Store(
+        server.bucket.name,
+        endpoint=f"http://{server.address}",
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+
+
+_Item = TypeVar("_Item")
+
+
+class PatientTier(S3Tier):
+    """Asks again, for two things that rclone does and S3 does not while others change an object.
+
+    rclone breaks off the answer to who reads the object, and says InternalError to who puts it.
+    """
+
+    def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
+        return self._again(super().get, items)
+
+    def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
+        return self._again(super().put, items)
+
+    @staticmethod
+    def _again(
+        call: Callable[[Sequence[_Item]], list[TierError | None]], items: Sequence[_Item]
+    ) -> list[TierError | None]:
+        results = call(items)
+        for _ in range(ASKED_MAX):
+            broken = [at for at, error in enumerate(results) if type(error) is TierError]
+            if not broken:
+                break
+            for at, error in zip(broken, call([items[at] for at in broken]), strict=True):
+                results[at] = error
+        return results
+
+
+class TestS3(TierSuite):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: S3Server, prefix: str) -> None:
+        self.url = server.url(prefix)
+
+    def make(self) -> Tier:
+        return PatientTier(parse_tier(self.url, "tier"))
+
+
+class TestBounded(TestS3):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: S3Server, prefix: str) -> None:
+        self.url = server.url(prefix, "&bytes=1GiB")
+
+
+class TestWithoutPrefix(TestS3):
+    @pytest.fixture(autouse=True)
+    def storage(self, own_server: S3Server) -> None:
+        self.url = own_server.url("")
+
+
+# What is in the bucket
+
+
+def test_an_object_is_the_record(server: S3Server, prefix: str, make: Make) -> None:
+    tier, one = make(server.url(prefix)), sample(1)
+    assert tier.put([one.putting(cut=2)]) == [None]
+    assert (server.bucket / name_of(prefix, one)).read_bytes() == one.memory
+    assert len(files(server, prefix)) == 1
+
+
+def test_an_object_of_another_length_is_damaged(server: S3Server, prefix: str, make: Make) -> None:
+    tier = make(server.url(prefix))
+    samples = [sample(number) for number in range(5)]
+    assert tier.put([one.putting() for one in samples]) == [None] * 5
+    other = raw(server)
+    obstore.put(other, name_of(prefix, samples[1]), samples[1].memory[:-1])
+    obstore.put(other, name_of(prefix, samples[2]), bytes(samples[2].memory) + bytes(300_000))
+    obstore.delete(other, name_of(prefix, samples[3]))
+    into = [pages(len(one.memory)) for one in samples]
+    errors = tier.get(
+        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
+    )
+    assert [type(error) for error in errors] == [
+        type(None),
+        DamagedError,
+        DamagedError,
+        MissingError,
+        type(None),
+    ]
+    assert (into[0], into[4]) == (samples[0].memory, samples[4].memory)
+
+
+def test_damaged_objects_are_put_aside_and_what_is_not_ours_is_left_alone(
+    server: S3Server, prefix: str, make: Make
+) -> None:
+    tier, one = make(server.url(prefix)), sample(1)
+    tier.put([one.putting()])
+    for foreign in ("aa/notes.txt", f"zz/{sample(2).key.hex()}", "aa/aa"):
+        obstore.put(raw(server), f"{prefix}/{foreign}", b"mine")
+    tier.discard([one.key, sample(3).key], damaged=True)
+    assert (server.bucket / prefix / "quarantine" / one.key.hex()).read_bytes() == one.memory
+    assert list(tier.keys()) == []
+    assert isinstance(read(tier, one), MissingError)
+    bounded = make(server.url(prefix, "&bytes=100KiB"))
+    assert bounded.gauges()["objects"] == 1  # the one put aside, which is the first to go
+    samples = [sample(number, 30_000, 1) for number in range(9)]
+    for other in samples:
+        assert bounded.put([other.putting()]) == [None]
+    for foreign in ("aa/notes.txt", f"zz/{sample(2).key.hex()}", "aa/aa"):
+        assert (server.bucket / prefix / foreign).read_text() == "mine"
+    assert not (server.bucket / prefix / "quarantine" / one.key.hex()).exists()
+
+
+def test_the_number_put_aside_is_bounded(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUARANTINE_MAX", 3)
+    tier, samples = make(server.url(prefix)), [sample(number) for number in range(6)]
+    tier.put([one.putting() for one in samples])
+    tier.discard([one.key for one in samples[:2]], damaged=True)
+    tier.discard([one.key for one in samples[2:]], damaged=True)
+    assert len(files(server, f"{prefix}/quarantine")) == 3
+    assert list(tier.keys()) == []
+
+
+def test_many_in_one_call(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLIGHT_REQUESTS_MAX", 7)
+    monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
+    tier = make(server.url(prefix))
+    samples = [sample(number, 1000 + 9000 * (number % 5), 2) for number in range(40)]
+    there = [one for number, one in enumerate(samples) if number % 3]
+    assert tier.put([one.putting() for one in there]) == [None] * len(there)
+    assert tier.find([one.key for one in samples]) == [one in there for one in samples]
+    into = [pages(len(one.memory)) for one in samples]
+    errors = tier.get(
+        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
+    )
+    assert [isinstance(error, MissingError) for error in errors] == [
+        one not in there for one in samples
+    ]
+    assert all(
+        space == one.memory for one, space in zip(samples, into, strict=True) if one in there
+    )
+    assert sorted(tier.keys()) == sorted(one.key for one in there)
+
+
+def test_a_prompt_that_nobody_stored_costs_a_few_requests(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, samples = make(server.url(prefix)), [sample(number) for number in range(80)]
+    tier.put([one.putting() for one in samples[:9]])
+    asked: list[str] = []
+    head = obstore.head_async
+
+    async def counted(store: S3Store, name: str) -> object:
+        asked.append(name)
+        return await head(store, name)
+
+    monkeypatch.setattr(obstore, "head_async", counted)
+    assert tier.find([one.key for one in samples[9:]]) == [False] * 71
+    assert len(asked) == module.WAVE_FIRST
+    asked.clear()
+    assert tier.find([one.key for one in samples]) == [True] * 9 + [False] * 71
+    assert len(asked) <= 4 * module.WAVE_FIRST + 2 * 9
+    asked.clear()
+    tier.discard([samples[0].key, samples[5].key])
+    assert tier.find([one.key for one in samples[:9]]) == [
+        number not in (0, 5) for number in range(9)
+    ]
+    assert len(asked) == 9
+
+
+# Room
+
+
+def sizes_below(server: S3Server, prefix: str) -> int:
+    return sum(path.stat().st_size for path in files(server, prefix))
+
+
+def test_the_oldest_go_and_the_bound_holds(server: S3Server, prefix: str, make: Make) -> None:
+    samples = [sample(number, 60_000, 1) for number in range(12)]
+    size = len(samples[0].memory)
+    tier = make(server.url(prefix, f"&bytes={4 * size}"))
+    for one in samples:
+        assert tier.put([one.putting()]) == [None]
+        assert sizes_below(server, prefix) <= 4 * size
+    assert sorted(tier.keys()) == sorted(one.key for one in samples[-4:])
+    assert tier.gauges() == {"bytes": 4 * size, "bytes_max": 4 * size, "objects": 4}
+    # The next one knows their order from the bucket, and keeps a smaller bound.
+    smaller = make(server.url(prefix, f"&bytes={3 * size}"))
+    assert sorted(smaller.keys()) == sorted(one.key for one in samples[-3:])
+    assert smaller.put([samples[0].putting(), samples[1].putting()]) == [None, None]
+    assert sorted(smaller.keys()) == sorted(
+        one.key for one in [samples[-1], samples[0], samples[1]]
+    )
+    errors = smaller.put([one.putting() for one in samples[:5]])
+    assert [type(error) for error in errors] == [type(None)] * 3 + [FullError] * 2
+    assert sizes_below(server, prefix) == 3 * size
+    (error,) = smaller.put([sample(50, 400_000, 1).putting()])
+    assert isinstance(error, FullError)
+    assert sizes_below(server, prefix) == 3 * size
+    assert [read(smaller, one) for one in samples[:3]] == [None] * 3
+
+
+def test_the_bound_holds_among_threads(server: S3Server, prefix: str, make: Make) -> None:
+    samples = [sample(number, 30_000, 1) for number in range(20)]
+    size = len(samples[0].memory)
+    tier = make(server.url(prefix, f"&bytes={5 * size}"))
+    ended, largest = threading.Event(), 0
+
+    def work(number: int) -> None:
+        for at in range(number, 60, 3):
+            tier.put([samples[at % 20].putting(), samples[(at * 7) % 20].putting()])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+
+    def watch() -> None:
+        nonlocal largest
+        while not ended.is_set():
+            try:
+                sizes = [path.stat().st_size for path in files(server, prefix)]
+            except OSError:
+                continue  # one went while we looked
+            largest = max(largest, sum(sizes))
+
+    watcher = threading.Thread(target=watch)
+    for thread in (*threads, watcher):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    watcher.join()
+    assert 0 < largest <= 5 * size
+    assert tier._ledger is not None
+    tier._ledger.check()
+    assert tier.gauges()["bytes"] == sizes_below(server, prefix)
+
+
+def test_what_others_put_counts_after_a_while(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [sample(number, 30_000, 1) for number in range(6)]
+    size = len(samples[0].memory)
+    tier, other = make(server.url(prefix, f"&bytes={4 * size}")), make(server.url(prefix))
+    other.put([one.putting() for one in samples])
+    tier.tend()
+    assert tier.gauges()["objects"] == 0
+    monkeypatch.setattr(module, "LIST_SECONDS", 0.0)
+    tier.tend()
+    assert tier.gauges()["objects"] == 4
+    assert sizes_below(server, prefix) == 4 * size
+
+
+# Servers that are gone, hung, or back again
+
+
+@pytest.mark.parametrize("options", ["", "&bytes=1GiB"])
+def test_a_killed_server_is_an_error_until_it_is_back(
+    own_server: S3Server, make: Make, options: str
+) -> None:
+    tier, one = make(own_server.url("kv", options)), sample(1)
+    assert tier.put([one.putting()]) == [None]
+    own_server.kill()
+    assert_each_fails(calls(tier), SLACK_SECONDS)
+    own_server.start()
+    tier.open()
+    assert read(tier, one) is None
+    assert tier.put([one.putting()]) == [None]
+
+
+@pytest.mark.parametrize("options", ["", "&bytes=1GiB"])
+def test_a_stopped_server_keeps_nobody_waiting(
+    own_server: S3Server, make: Make, options: str
+) -> None:
+    tier, one, big = (
+        make(own_server.url("kv", f"&timeout=0.3{options}")),
+        sample(1),
+        sample(3, 8 << 20, 2),
+    )
+    assert tier.put([one.putting()]) == [None]
+    own_server.send(signal.SIGSTOP)
+    assert_each_fails(calls(tier), 0.3 + SLACK_SECONDS)
+    start = time.monotonic()
+    errors = tier.put([big.putting(), *(sample(number).putting() for number in range(40))])
+    assert [type(error) for error in errors] == [TierError] * 41
+    assert time.monotonic() - start < 0.3 + SLACK_SECONDS
+    own_server.send(signal.SIGCONT)
+    patient = make(own_server.url("kv"))
+    assert patient.put([one.putting()]) == [None]
+    assert read(patient, one) is None
+    tier.open()
+    assert read(tier, one) is None
+
+
+def test_a_server_killed_in_the_middle_of_a_call(own_server: S3Server, make: Make) -> None:
+    assert_survives_a_kill(make(own_server.url("kv")), own_server, 4)
+
+
+def test_closing_wakes_who_waits(own_server: S3Server) -> None:
+    tier = tier_of(own_server.url("kv", "&timeout=60"))
+    tier.open()
+    own_server.send(signal.SIGSTOP)
+    started = threading.Event()
+    errors: list[TierError | None] = []
+    put = obstore.put_async
+
+    async def putting(*arguments: object, **named: object) -> object:
+        started.set()
+        return await put(*arguments, **named)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstore, "put_async", putting)
+        thread = threading.Thread(target=lambda: errors.extend(tier.put([sample(1).putting()])))
+        thread.start()
+        assert started.wait(DEADLINE_SECONDS)
+        tier.close()
+        thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [TierError]
+    own_server.send(signal.SIGCONT)
+    tier.close()
+    assert [type(error) for error in tier.put([sample(1).putting()])] == [TierError]
+    with pytest.raises(TierError):
+        tier.open()
+    with pytest.raises(TierError):
+        tier.find([sample(1).key])
+
+
+def test_a_tier_that_is_not_open_yet_is_an_error() -> None:
+    tier = tier_of("s3://bucket/kv")
+    with pytest.raises(TierError):
+        tier.find([sample(1).key])
+    tier.close()
+
+
+# Settings that can never work
+
+
+def sentence(url: str) -> str:
+    def opened() -> None:
+        tier = tier_of(url)
+        try:
+            tier.open()
+        finally:
+            tier.close()
+
+    with pytest.raises(ConfigError) as caught:
+        opened()
+    text = str(caught.value)
+    assert " work" in text
+    assert "\n" not in text
+    for secret in (SECRET_KEY, ACCESS_KEY, "qzx", "jwv"):
+        assert secret not in text
+    return text
+
+
+def test_a_bucket_that_is_not_there(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no bucket 'other'" in sentence(server.url("kv").replace("bucket", "other"))
+    assert "no bucket 'other'" in sentence(
+        server.url("kv", "&bytes=1GiB").replace("bucket", "other")
+    )
+
+
+def test_credentials_that_are_wrong(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "qzxjwv")
+    assert "access is denied (SignatureDoesNotMatch)" in sentence(server.url("kv"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "qzxjwv-nobody")
+    assert "AWS_ACCESS_KEY_ID" in sentence(server.url("kv"))
+
+
+def test_credentials_that_are_revoked_are_an_error_of_each_item(
+    own_server: S3Server, make: Make
+) -> None:
+    tier = make(own_server.url("kv"))
+    own_server.kill()
+    command = own_server.command()
+    changed = [word.replace(SECRET_KEY, "another-one") for word in command]
+    own_server.command = lambda: changed  # type: ignore[method-assign]
+    own_server.start()
+    errors = tier.put([sample(1).putting()]) + tier.get([ReadRequest(sample(1).key, [pages(4096)])])
+    assert [type(error) for error in errors] == [TierError, TierError]
+    assert all("403" in str(error) and SECRET_KEY not in str(error) for error in errors)
+    with pytest.raises(ConfigError):
+        tier.open()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3:///kv", "names no bucket"),
+        ("s3://user:qzxjwv@bucket/kv", "names no bucket"),
+        ("s3://bucket:99/kv", "names no bucket"),
+        ("s3://bucket/a//b", "the prefix"),
+        ("s3://bucket/a/../b", "the prefix"),
+        ("s3://bucket/a b", "the prefix"),
+        ("s3://bucket/kv?endpoint=127.0.0.1:9000", "endpoint"),
+        ("s3://bucket/kv?endpoint=http://user:qzxjwv@127.0.0.1:9000", "endpoint"),
+        ("s3://bucket/kv?endpoint=ftp://127.0.0.1", "endpoint"),
+    ],
+)
+def test_a_url_that_cannot_work(url: str, words: str) -> None:
+    assert words in sentence(url)
+
+
+def test_an_unknown_option_is_told() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'endpoint'"):
+        tier_of("s3://bucket/kv?endpont=http://127.0.0.1:9000")
+
+
+def test_nobody_there_is_no_matter_of_settings() -> None:
+    tier = tier_of(f"s3://bucket/kv?endpoint=http://127.0.0.1:{free_port()}")
+    with pytest.raises(TierError, match="s3://bucket/kv does not answer"):
+        tier.open()
+    tier.close()
+
+
+def test_the_endpoint_of_the_url_goes_before_the_environment(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert make(server.url(prefix)).put([sample(1).putting()]) == [None]
+
+
+def test_plain_http_is_only_for_an_endpoint_that_says_so(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{server.address}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    tier = tier_of("s3://bucket/kv?region=us-east-1")
+    with pytest.raises((TierError, ConfigError)):
+        tier.open()
+    tier.close()

@@ -1,0 +1,640 @@
+"""Records in a real Valkey server."""
+
+import contextlib
+import itertools
+import re
+import selectors
+import signal
+import socket
+import socketserver
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import valkey as library
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.tier_suite import TierSuite, pages, read, sample
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FullError,
+    MissingError,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
+from hybridkv.tiers.remote import Deadline
+from hybridkv.tiers.valkey import tier as module
+from hybridkv.tiers.valkey.tier import ValkeyTier
+from tests.programs.tiers.outages import (
+    SLACK_SECONDS,
+    assert_each_fails,
+    assert_survives_a_kill,
+    calls,
+)
+from tests.programs.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
+from tests.waiting import until
+
+Make = Callable[[str], ValkeyTier]
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path_factory.mktemp("valkey")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path) as running:
+        yield running
+
+
+def tier_of(url: str) -> ValkeyTier:
+    return ValkeyTier(parse_tier(url, "tier"))
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Open tiers, closed at the end."""
+    tiers: list[ValkeyTier] = []
+
+    def opened(url: str) -> ValkeyTier:
+        tiers.append(tier_of(url))
+        tiers[-1].open()
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        tier.close()
+
+
+def raw(server: ValkeyServer) -> "library.Valkey":
+    """Another client, somebody else's code."""
+    return library.Valkey(host="127.0.0.1", port=server.port)
+
+
+class TestOverTcp(TierSuite):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: ValkeyServer) -> None:
+        self.url = f"{server.url}?prefix=test{next(_numbers)}:"
+
+    def make(self) -> Tier:
+        return tier_of(self.url)
+
+
+class TestOverUnixSocket(TestOverTcp):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: ValkeyServer) -> None:
+        self.url = f"valkey+unix://{server.socket}?db=1&prefix=test*[{next(_numbers)}]:"
+
+
+class TestOverTls(TestOverTcp):
+    @pytest.fixture(autouse=True)
+    def storage(self, server: ValkeyServer, tls: "Relay") -> None:
+        self.url = (
+            f"rediss://localhost:{tls.port}/2?prefix=test{next(_numbers)}:&ca={tls.certificate}"
+        )
+
+
+# What is in the server
+
+
+def test_a_value_is_the_record_and_its_name_can_be_read(server: ValkeyServer, make: Make) -> None:
+    tier, one = make(server.url), sample(1)
+    tier.put([one.putting(cut=2)])
+    with raw(server) as other:
+        assert other.get(f"hybridkv:1:{one.key.hex()}") == bytes(one.memory)
+    tier.discard([one.key])
+
+
+def test_a_value_of_another_length_is_damaged(server: ValkeyServer, make: Make) -> None:
+    tier = make(f"{server.url}?prefix=length:")
+    samples = [sample(number) for number in range(5)]
+    assert tier.put([one.putting() for one in samples]) == [None] * 5
+    with raw(server) as other:
+        other.set(f"length:{samples[1].key.hex()}", bytes(samples[1].memory[:-1]))
+        other.set(f"length:{samples[2].key.hex()}", bytes(samples[2].memory) + bytes(300_000))
+        other.delete(f"length:{samples[3].key.hex()}")
+    into = [pages(len(one.memory)) for one in samples]
+    errors = tier.get(
+        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
+    )
+    assert [type(error) for error in errors] == [
+        type(None),
+        DamagedError,
+        DamagedError,
+        MissingError,
+        type(None),
+    ]
+    assert (into[0], into[4]) == (samples[0].memory, samples[4].memory)
+    assert tier.find([one.key for one in samples]) == [True, True, True, False, True]
+
+
+def test_what_is_not_ours_is_left_alone(server: ValkeyServer, make: Make) -> None:
+    tier, one, other_one = make(f"{server.url}?prefix=foreign:"), sample(1), sample(2)
+    with raw(server) as other:
+        other.rpush(f"foreign:{one.key.hex()}", "a list")
+        other.set("foreign:short", "x")
+        other.set(f"foreign:{'Z' * len(one.key.hex())}", "x")
+        assert isinstance(read(tier, one), DamagedError)
+        assert tier.put([other_one.putting()]) == [None]
+        assert sorted(tier.keys()) == sorted([one.key, other_one.key])
+        tier.discard([one.key], damaged=True)
+        assert isinstance(read(tier, one), MissingError)
+        assert tier.put([one.putting()]) == [None]
+        assert read(tier, one) is None
+        assert other.get("foreign:short") == b"x"
+
+
+def test_many_in_one_call(
+    server: ValkeyServer, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one round trip, by bytes and by commands."""
+    monkeypatch.setattr(module, "FLIGHT_COMMANDS_MAX", 7)
+    monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
+    tier = make(f"{server.url}?prefix=many:")
+    samples = [sample(number, 1000 + 9000 * (number % 5), 2) for number in range(60)]
+    there = [one for number, one in enumerate(samples) if number % 3]
+    assert tier.put([one.putting() for one in there]) == [None] * len(there)
+    assert tier.find([one.key for one in samples]) == [one in there for one in samples]
+    into = [pages(len(one.memory)) for one in samples]
+    errors = tier.get(
+        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
+    )
+    assert [isinstance(error, MissingError) for error in errors] == [
+        one not in there for one in samples
+    ]
+    assert all(
+        space == one.memory for one, space in zip(samples, into, strict=True) if one in there
+    )
+    assert sorted(tier.keys()) == sorted(one.key for one in there)
+    tier.discard([one.key for one in samples])
+    assert list(tier.keys()) == []
+
+
+# Room
+
+
+def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> None:
+    with ValkeyServer(
+        tmp_path, "--maxmemory", "24mb", "--maxmemory-policy", "noeviction"
+    ) as server:
+        tier = make(server.url)
+        samples = [sample(number, 1 << 20, 1) for number in range(30)]
+        errors = tier.put([one.putting() for one in samples])
+        assert errors[0] is None
+        assert isinstance(errors[-1], FullError)
+        assert {type(error) for error in errors} == {type(None), FullError}
+        assert read(tier, samples[0]) is None
+        tier.tend()
+        assert tier.gauges()["bytes_max"] == 24 << 20
+        assert tier.gauges()["objects"] == errors.count(None)
+        tier.discard([one.key for one in samples])
+        assert tier.put([samples[-1].putting()]) == [None]
+
+
+def test_the_bound_is_of_the_servers_memory(own_server: ValkeyServer, make: Make) -> None:
+    tier = make(f"{own_server.url}?bytes=24MiB")
+    samples = [sample(number, 1 << 20, 1) for number in range(30)]
+    faults: list[TierError | None] = []
+
+    def put(some: int) -> None:
+        faults.extend(tier.put([one.putting() for one in samples[some::3]]))
+
+    threads = [threading.Thread(target=put, args=(some,)) for some in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {type(error) for error in faults} == {type(None), FullError}
+    # The server counts its connections' buffers too, for some time.
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        tier.tend()
+        assert tier.gauges()["bytes"] > 10 << 20
+        if tier.gauges()["bytes"] < 25 << 20:
+            break
+        assert time.monotonic() < deadline, tier.gauges()
+    assert tier.gauges()["bytes_max"] == 24 << 20
+    with raw(own_server) as other:
+        other.flushall()
+    until(lambda: tier.put([samples[0].putting()]) == [None], "the server's buffers are free")
+
+
+def test_what_is_put_while_the_server_says_how_much_it_uses_counts(
+    own_server: ValkeyServer,
+) -> None:
+    """The answer is older than what another thread's put has changed since."""
+    samples = [sample(number, 1 << 20, 1) for number in range(30)]
+    meanwhile: list[TierError | None] = []
+
+    class Late(ValkeyTier):
+        def _used_bytes(self, deadline: Deadline) -> int:
+            used = super()._used_bytes(deadline)
+            if not meanwhile:
+                meanwhile.append(None)
+                meanwhile.extend(self.put([one.putting() for one in samples[:15]]))
+            return used
+
+    tier = Late(parse_tier(f"{own_server.url}?bytes=24MiB", "tier"))
+    try:
+        tier.open()
+        errors = tier.put([one.putting() for one in samples[15:]])
+    finally:
+        tier.close()
+    assert meanwhile.count(None) == 16
+    assert 0 < errors.count(None) < 9
+
+
+class Slow(socketserver.StreamRequestHandler):
+    """A server that uses nothing yet, and answers what it is let answer."""
+
+    answers: ClassVar[dict[bytes, threading.Event]]
+
+    def handle(self) -> None:
+        told = {b"INFO": b"$13\r\nused_memory:0\r\n", b"DBSIZE": b":0\r\n", b"EXISTS": b":0\r\n"}
+        with contextlib.suppress(OSError):
+            while head := self.rfile.readline():
+                words = [
+                    self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
+                    for _ in range(int(head[1:]))
+                ]
+                if words[0] not in self.answers or self.answers[words[0]].is_set():
+                    self.wfile.write(told.get(words[0], b"+OK\r\n"))
+
+
+def test_what_was_put_without_an_answer_counts_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [sample(number, 1 << 20, 1) for number in range(3)]
+    info, put = threading.Event(), threading.Event()
+    monkeypatch.setattr(Slow, "answers", {b"INFO": info, b"SET": put}, raising=False)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        tier = tier_of(f"valkey://127.0.0.1:{server.server_address[1]}/0?timeout=1&bytes=5MiB")
+
+        def kinds() -> list[type]:
+            return [type(error) for error in tier.put([one.putting() for one in samples])]
+
+        try:
+            info.set()
+            tier.open()
+            assert kinds() == [TierError] * 3
+            info.clear()
+            assert kinds() == [TierError] * 3, (
+                "as long as it does not answer, no time goes by for those before"
+            )
+            info.set()
+            put.set()
+            assert kinds() == [type(None), FullError, FullError]
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while kinds() != [type(None)] * 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            tier.close()
+            server.shutdown()
+            thread.join(DEADLINE_SECONDS)
+
+
+def test_a_value_longer_than_the_server_takes_is_refused_here(
+    server: ValkeyServer, make: Make
+) -> None:
+    tier, one = make(f"{server.url}?prefix=long:"), sample(1)
+    piece = pages(1 << 20)
+    long = WriteRequest(sample(2).key, [piece] * 513)
+    errors = tier.put([long, one.putting()])
+    assert isinstance(errors[0], FullError)
+    assert errors[1] is None
+    assert read(tier, one) is None
+
+
+# Servers that are gone, hung, or back again
+
+
+def all_calls(tier: ValkeyTier) -> dict[str, Callable[[], object]]:
+    return calls(tier) | {"tend": tier.tend}
+
+
+def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, make: Make) -> None:
+    tier, one = make(own_server.url), sample(1)
+    assert tier.put([one.putting()]) == [None]
+    own_server.kill()
+    assert_each_fails(all_calls(tier), SLACK_SECONDS)
+    own_server.start()
+    tier.tend()
+    assert isinstance(read(tier, one), MissingError)
+    assert tier.put([one.putting()]) == [None]
+    assert read(tier, one) is None
+
+
+def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(
+    own_server: ValkeyServer, make: Make
+) -> None:
+    tier = make(own_server.url)
+    for _, call in all_calls(tier).items():
+        own_server.kill()
+        own_server.start()
+        errors: Any = call() or ()
+        assert not any(type(error) is TierError for error in errors)
+
+
+def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make: Make) -> None:
+    tier = make(own_server.url)
+    assert_survives_a_kill(tier, own_server, 8, back=tier.tend)
+
+
+def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
+    tier, one = make(f"{own_server.url}?timeout=0.3"), sample(1)
+    big = sample(3, 8 << 20, 2)
+    assert tier.put([one.putting()]) == [None]
+    own_server.send(signal.SIGSTOP)
+    assert_each_fails(all_calls(tier), 0.3 + SLACK_SECONDS)
+    start = time.monotonic()
+    (error,) = tier.put([big.putting()])  # more than fits into the socket
+    assert type(error) is TierError
+    assert time.monotonic() - start < 0.3 + SLACK_SECONDS
+    own_server.send(signal.SIGCONT)
+    tier.open()
+    assert tier.find([one.key]) == [True]
+    assert read(tier, one) is None
+    assert tier.put([one.putting()]) == [None]
+    assert read(tier, one) is None
+
+
+def test_a_server_that_trickles_keeps_nobody_waiting(make: Make) -> None:
+    """Every receive brings a byte in time, but never the last one."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                while not ended.wait(0.02):
+                    connection.sendall(b"+")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        tier = tier_of(f"valkey://127.0.0.1:{listening.getsockname()[1]}/0?timeout=0.3")
+        start = time.monotonic()
+        with pytest.raises(TierError):
+            tier.open()
+        assert time.monotonic() - start < 0.3 + SLACK_SECONDS
+        ended.set()
+        thread.join(DEADLINE_SECONDS)
+        tier.close()
+
+
+def test_closing_wakes_who_waits(own_server: ValkeyServer) -> None:
+    tier = tier_of(f"{own_server.url}?timeout=60")
+    tier.open()
+    own_server.send(signal.SIGSTOP)
+    started = threading.Event()
+    errors: list[TierError | None] = []
+
+    def work() -> None:
+        started.set()
+        errors.extend(tier.put([sample(1).putting()]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(DEADLINE_SECONDS)
+    tier.close()
+    thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [TierError]
+    tier.close()
+    assert [type(error) for error in tier.put([sample(1).putting()])] == [TierError]
+    with pytest.raises(TierError):
+        tier.open()
+
+
+# Settings that can never work
+
+
+def sentence(url: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tier_of(url).open()
+    text = str(caught.value)
+    assert " works" in text
+    assert "\n" not in text
+    for secret in ("qzx", "jwv"):
+        assert secret not in text
+    return text
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[ValkeyServer]:
+    with ValkeyServer(tmp_path, "--requirepass", "open/#?@:%") as running:
+        with library.Valkey(host="127.0.0.1", port=running.port, password="open/#?@:%") as other:
+            other.acl_setuser(
+                "reader",
+                enabled=True,
+                passwords=["+qzxjwv"],
+                categories=["+@read", "-@dangerous"],
+                keys=["*"],
+            )
+        yield running
+
+
+def test_a_wrong_password_is_told_and_not_printed(guarded: ValkeyServer, make: Make) -> None:
+    place = f"127.0.0.1:{guarded.port}/0"
+    assert "wants a password" in sentence(f"valkey://{place}")
+    assert "refuses this user or password" in sentence(f"valkey://:qzxjwv@{place}")
+    assert "refuses this user or password" in sentence(f"valkey://who:qzxjwv@{place}")
+    assert "GET SET" in sentence(f"valkey://reader:qzxjwv@{place}")
+    tier = make(f"valkey://:open%2F%23%3F%40%3A%25@{place}")
+    assert read(tier, sample(1)) is not None
+    assert "qzxjwv" not in repr(tier_of(f"valkey://:qzxjwv@{place}").__dict__)
+
+
+def test_a_password_that_was_changed_is_an_error_of_each_item(
+    guarded: ValkeyServer, make: Make
+) -> None:
+    tier = make(f"valkey://:open%2F%23%3F%40%3A%25@127.0.0.1:{guarded.port}/0")
+    with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as other:
+        other.config_set("requirepass", "another")
+        other.client_kill_filter(_type="normal", skipme=True)
+    assert type(read(tier, sample(1))) is TierError
+    with pytest.raises(ConfigError):
+        tier.open()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("valkey://127.0.0.1:none/0", "names no server"),
+        ("valkey://:99999999/0", "names no server"),
+        ("valkey:///0", "names no server"),
+        ("valkey+unix://x@?db=0", "names no server"),
+        ("valkey://user@127.0.0.1/0", "without a password"),
+        ("valkey://user:qzx/jwv@127.0.0.1/0", "%2F"),
+        ("valkey://user:qzx#jwv@127.0.0.1/0", "%23"),
+        ("valkey://user:qzxjwv@127.0.0.1:port/0", "%2F"),
+        ("valkey://:qzxjwv@127.0.0.1/first", "is no number"),
+        ("valkey://:qzxjwv@127.0.0.1/0?prefix=", "prefix is empty"),
+    ],
+)
+def test_a_url_that_cannot_work(url: str, words: str) -> None:
+    assert words in sentence(url)
+
+
+def test_an_unknown_option_is_told_without_the_password() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'prefix'") as caught:
+        tier_of("valkey://:qzxjwv@127.0.0.1/0?prefx=a")
+    assert "qzxjwv" not in str(caught.value)
+
+
+def test_settings_that_the_server_refuses(server: ValkeyServer, tls: "Relay") -> None:
+    assert "database 99" in sentence(f"valkey://127.0.0.1:{server.port}/99")
+    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0")
+    assert "ca=" in sentence(
+        f"valkeys://127.0.0.1:{tls.port}/0?ca={tls.certificate}"
+    )  # the name is another
+    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0?ca=/nowhere.pem")
+
+
+def test_another_protocol_is_a_wrong_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert "no Valkey or Redis server" in sentence(
+            f"valkey://:qzxjwv@127.0.0.1:{listening.getsockname()[1]}/0"
+        )
+        thread.join(DEADLINE_SECONDS)
+
+
+def test_nobody_there_is_no_matter_of_settings() -> None:
+    for url in (f"valkey://127.0.0.1:{free_port()}/0", "valkey+unix:///nowhere/valkey.sock"):
+        tier = tier_of(url)
+        with pytest.raises(TierError, match=re.escape(url)):
+            tier.open()
+
+
+# TLS: a relay in front of the server, whose build need not have it
+
+
+class Relay:
+    """Ends TLS and passes the bytes on."""
+
+    def __init__(self, place: Path, target: int) -> None:
+        self.certificate = place / "certificate.pem"
+        key = place / "key.pem"
+        _write_certificate(self.certificate, key)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(self.certificate, key)
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def close(self) -> None:
+        """After every client has closed."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for thread in self._threads:
+            thread.join(DEADLINE_SECONDS)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain, _ = self._listening.accept()
+            except OSError:
+                return
+            self._start(lambda plain=plain: self._relay(plain))  # type: ignore[misc]
+
+    def _relay(self, plain: socket.socket) -> None:
+        plain.settimeout(DEADLINE_SECONDS)
+        try:
+            client = self._context.wrap_socket(plain, server_side=True)
+        except OSError:
+            plain.close()
+            return
+        with client, socket.create_connection(("127.0.0.1", self._target)) as server:
+            # One thread for both ways, since two may not use one TLS connection at once.
+            client.settimeout(0)
+            server.settimeout(0)
+            _pump(client, server)
+
+
+def _pump(client: ssl.SSLSocket, server: socket.socket) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(client, selectors.EVENT_READ)
+        selector.register(server, selectors.EVENT_READ)
+        while True:
+            selector.select()
+            for source, sink in ((client, server), (server, client)):
+                while True:
+                    try:
+                        data = source.recv(1 << 16)
+                    except (ssl.SSLWantReadError, BlockingIOError):
+                        break
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    sink.settimeout(DEADLINE_SECONDS)
+                    try:
+                        sink.sendall(data)
+                    except OSError:
+                        return
+                    sink.settimeout(0)
+
+
+def _write_certificate(certificate: Path, key: Path) -> None:
+    """A certificate for localhost that signs itself."""
+    secret = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(secret.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(secret, hashes.SHA256())
+    )
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        secret.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def tls(server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    relay = Relay(tmp_path_factory.mktemp("tls"), server.port)
+    yield relay
+    relay.close()

@@ -1,0 +1,1 @@
+"""Checks of the code's structure, and the table that compares it with other projects."""

@@ -1,0 +1,472 @@
+"""Every `contextlib.suppress` and every catch-all handler of the sources, with its reason.
+
+A test compares this list with the code in both directions.
+"""
+
+from dataclasses import dataclass
+
+RAISED = "raised again"
+ENDS = "process ends"
+NO = "not counted: "
+OWED = "to be counted: "
+"""With the counter that should count it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One handler. `anchor` is the qualname of the function that contains it, without the module.
+
+    `counted` is RAISED, ENDS, NO or OWED with a reason, or the name of a counter. A `*` at the
+    end of a counter's name stands for what varies.
+    """
+
+    anchor: str
+    what: str
+    why: str
+    counted: str
+
+
+HANDLERS = (
+    # The connector
+    Listed(
+        "Supervisor.run",
+        "except Exception",
+        "No fault of a hook may reach the engine, which goes on without the cache.",
+        "fault_*",
+    ),
+    Listed(
+        "KVEventFeed.update",
+        "except Exception",
+        "A fault of the KV events withdraws what was announced, and costs no lookup or store.",
+        "fault_kv_events",
+    ),
+    Listed(
+        "WorkerRole._load",
+        "except Exception",
+        "A load that cannot begin is reported as failed, and the engine computes its tokens.",
+        "rank_loads_failed",
+    ),
+    Listed(
+        "HostCopier._each.run",
+        "except Exception",
+        "The error is returned to the caller, which fails the object's load or store.",
+        "rank_loads_failed",
+    ),
+    Listed(
+        "CudaCopier._work",
+        "except Exception",
+        "The error is given to the job's callback, which fails its loads or stores.",
+        "stores_failed",
+    ),
+    Listed(
+        "Adapters._begin.run",
+        "except Exception",
+        "A LoRA adapter whose files cannot be read is refused, and its requests are computed.",
+        "lookups_adapter",
+    ),
+    Listed(
+        "attempt",
+        "except Exception",
+        "Statistics may be lost, but end neither the engine's loop nor the API server.",
+        "fault_stats",
+    ),
+    # MultiConnector
+    Listed(
+        "MultiWorker.get_transfer_results",
+        "except Exception",
+        "A connector that cannot report its transfers is switched off; the others' are reported.",
+        "fault_get_transfer_results",
+    ),
+    Listed(
+        "MultiConnector.shutdown",
+        "except Exception",
+        "One connector's failure must not keep the others from being shut down.",
+        NO + "the engine's process ends, so no one could read the counter",
+    ),
+    Listed(
+        "_merge",
+        "except Exception",
+        "Messages or KV events that a connector cannot merge are lost for this step.",
+        "fault_aggregate",
+    ),
+    Listed(
+        "_last_events",
+        "except Exception",
+        "The connector is switched off already, and has no later chance to withdraw its events.",
+        "fault_withdraw",
+    ),
+    # The daemon
+    Listed(
+        "ClientSockets.answer",
+        "except Exception",
+        "The fault of one client's request closes its connection, and no other client notices.",
+        "refused_*",
+    ),
+    Listed(
+        "DaemonServer._open",
+        "except Exception",
+        "The daemon starts with an empty arena where the earlier daemon's cannot be taken over.",
+        "recoveries_failed",
+    ),
+    Listed(
+        "Waker.clear",
+        "suppress(BlockingIOError)",
+        "Another call has read the wake-up bytes already.",
+        NO + "nothing is lost, because the caller looks at every queue next",
+    ),
+    Listed(
+        "Waker.wake",
+        "suppress(OSError)",
+        "A full buffer already wakes the loop, and a closed one has no loop to wake.",
+        NO + "nothing is lost in either case",
+    ),
+    Listed(
+        "DaemonServer._close",
+        "suppress(FileNotFoundError)",
+        "Someone may have removed the socket's file already, which is what the daemon wants.",
+        NO + "the wanted state is reached",
+    ),
+    Listed(
+        "serve",
+        "suppress(OSError)",
+        "The kernel may refuse the batch policy, and the daemon then runs with the default one.",
+        NO + "it happens once, and costs latency only",
+    ),
+    Listed(
+        "WebPages.__call__",
+        "except Exception",
+        "A page that fails is answered with status 500, and the daemon goes on.",
+        "pages_failed",
+    ),
+    Listed(
+        "_HttpServer.service_actions",
+        "suppress(OSError)",
+        "The client may have closed the connection that its time limit is about to close.",
+        NO + "the wanted state is reached",
+    ),
+    # The boundary of all tiers
+    Listed(
+        "execute",
+        "except Exception",
+        "Whatever a tier raises is the outcome of its job, and a miss for whoever waits.",
+        "failures",
+    ),
+    Listed(
+        "TierThreads._work",
+        "except BaseException",
+        "A panic in a tier's library must not end the thread, because the job must be answered.",
+        "failures",
+    ),
+    # The disk tier
+    Listed(
+        "DiskTier._put",
+        "suppress(OSError)",
+        "The write's own error is returned; an error of the cleaning up must not replace it.",
+        "failures",
+    ),
+    Listed(
+        "Writers.enter",
+        "suppress(FileNotFoundError)",
+        "A new writer has no file yet that shows that it lives; it is written later.",
+        NO + "it is the usual case of a first start",
+    ),
+    Listed(
+        "Writers.enter",
+        "suppress(FileExistsError)",
+        "Another daemon wrote the layout's file first; its content is checked next.",
+        NO + "it is the usual case of a later start",
+    ),
+    Listed(
+        "DiskTier._probe",
+        "suppress(FileNotFoundError)",
+        "A probe that could not be written has no file to remove.",
+        NO + "the probe's own error is raised",
+    ),
+    Listed(
+        "FileIndex.sweep",
+        "suppress(FileNotFoundError)",
+        "A file that could not be removed before is gone, and is counted no longer.",
+        NO + "the wanted state is reached",
+    ),
+    Listed(
+        "FileIndex.use",
+        "suppress(OSError)",
+        "The file's time of last use cannot be written; memory still has it.",
+        NO + "only the order of eviction after a restart is less exact",
+    ),
+    Listed(
+        "FileIndex.scan",
+        "suppress(FileNotFoundError)",
+        "Another process removed the file between the listing and the look at it.",
+        NO + "a file that is gone does not belong to the index",
+    ),
+    Listed(
+        "Writers.look",
+        "suppress(FileNotFoundError)",
+        "The other writer's directory was removed while it was looked at.",
+        NO + "the next look forgets its records",
+    ),
+    Listed(
+        "Writers._adopt",
+        "suppress(FileNotFoundError)",
+        "Another daemon renamed the directory first, and takes it over alone.",
+        NO + "exactly one daemon is meant to succeed",
+    ),
+    Listed(
+        "Writers._adopt_all",
+        "suppress(FileNotFoundError)",
+        "What the lost writer left in the directory is gone already.",
+        NO + "the wanted state is reached",
+    ),
+    Listed(
+        "Writers._adopt_all",
+        "suppress(OSError)",
+        "A directory that is not empty stays, and is taken over again later.",
+        NO + "the next take-over tries it again",
+    ),
+    Listed(
+        "Writers._adopt_all",
+        "suppress(FileNotFoundError)",
+        "The record was removed before it could be taken over.",
+        NO + "a record that is gone is a miss, which lookups count",
+    ),
+    Listed(
+        "records",
+        "suppress(FileNotFoundError)",
+        "The writer's directory does not exist yet, or no longer, and so has no records.",
+        NO + "an empty result is the right one",
+    ),
+    Listed(
+        "shard_records",
+        "suppress(FileNotFoundError, NotADirectoryError)",
+        "The path is gone, or is no directory of records, and so has none.",
+        NO + "an empty result is the right one",
+    ),
+    Listed(
+        "homes",
+        "suppress(FileNotFoundError)",
+        "The root has no directory of writers yet.",
+        NO + "an empty result is the right one",
+    ),
+    Listed(
+        "silent_seconds",
+        "suppress(FileNotFoundError)",
+        "Without the file that shows life, the directory's own time is used, then None.",
+        NO + "the caller decides by the result",
+    ),
+    Listed(
+        "fsck",
+        "suppress(FileNotFoundError)",
+        "No damaged file was ever put aside, so the directory for them does not exist.",
+        NO + "the report's count of such files is then 0",
+    ),
+    Listed(
+        "fsck",
+        "suppress(FileNotFoundError)",
+        "A running daemon removed the file that was put aside.",
+        NO + "a file that is gone does not belong to the report",
+    ),
+    Listed(
+        "_WriterCheck.check",
+        "suppress(FileNotFoundError)",
+        "A running daemon evicted the record before it could be proved.",
+        NO + "a record that is gone does not belong to the report",
+    ),
+    Listed(
+        "_WriterCheck._leftover",
+        "suppress(OSError)",
+        "A leftover that cannot be removed stays, and the report tells it from the removed ones.",
+        "leftovers_removed",
+    ),
+    # The Mooncake tier
+    Listed(
+        "MooncakeTier.put",
+        "suppress(TierError)",
+        "Where a damaged record cannot be removed first, the write of its key is refused.",
+        "failures",
+    ),
+    Listed(
+        "answer_calls",
+        "except Exception",
+        "The child process sends the library's error to the daemon, which raises it as TierError.",
+        "failures",
+    ),
+    Listed(
+        "IsolatedProcess._end",
+        "suppress(subprocess.TimeoutExpired)",
+        "A killed process may take longer to end than the caller can wait.",
+        NO + "the constructor's own error is raised",
+    ),
+    Listed(
+        "IsolatedProcess.connect",
+        "except BaseException",
+        "The process is killed whatever went wrong.",
+        RAISED,
+    ),
+    Listed(
+        "IsolatedProcess.epitaph",
+        "suppress(subprocess.TimeoutExpired)",
+        "The process has not ended, so the message says no exit status.",
+        NO + "the caller raises the error that the message belongs to",
+    ),
+    Listed(
+        "IsolatedProcess.stop",
+        "suppress(TierError)",
+        "A client that does not leave the store in order in time is killed.",
+        NO + "the daemon is stopping, and the store's own timeout does the rest",
+    ),
+    Listed(
+        "IsolatedProcess.kill",
+        "suppress(OSError)",
+        "The child may have closed its end of the lane already.",
+        NO + "the wanted state is reached",
+    ),
+    # The Valkey tier
+    Listed(
+        "RespConnection.abort",
+        "suppress(OSError)",
+        "The server may have ended the connection already.",
+        NO + "the wanted state is reached",
+    ),
+    Listed(
+        "ValkeyTier._round",
+        "except BaseException",
+        "A connection in the middle of a reply cannot be used again.",
+        RAISED,
+    ),
+    Listed(
+        "ConnectionPool._connect",
+        "except BaseException",
+        "A connection that is not logged in is closed.",
+        RAISED,
+    ),
+    Listed(
+        "ConnectionPool._dial",
+        "except BaseException",
+        "A socket that is not connected is closed.",
+        RAISED,
+    ),
+    # Shared memory, wire and client
+    Listed(
+        "Arena.close",
+        "suppress(BufferError)",
+        "A view of the arena is still in use; the mapping ends with the last view.",
+        NO + "the memory is released later, and at the latest with the process",
+    ),
+    Listed(
+        "Arena.unlink",
+        "suppress(FileNotFoundError)",
+        "Someone removed the arena's file already.",
+        NO + "the wanted state is reached",
+    ),
+    Listed(
+        "attach_arena",
+        "except BaseException",
+        "The file descriptor is closed whatever went wrong.",
+        RAISED,
+    ),
+    Listed(
+        "machine_memory_bytes",
+        "suppress(OSError, ValueError)",
+        "This machine has no such control group, or one without a limit.",
+        NO + "the machine's own memory is then the limit",
+    ),
+    Listed(
+        "append",
+        "except BaseException",
+        "The buffer is cut back to the messages that were encoded as a whole.",
+        RAISED,
+    ),
+    Listed(
+        "decode_request",
+        "suppress(*_UNREADABLE)",
+        "The bytes are no greeting of another version either.",
+        "refused_*",
+    ),
+    Listed(
+        "ControlClient.__enter__",
+        "except BaseException",
+        "The connection is closed whatever went wrong.",
+        RAISED,
+    ),
+    Listed(
+        "Link.close",
+        "suppress(OSError)",
+        "The last message is sent only if the daemon is there and the buffer has room.",
+        NO + "the daemon ends the session with the connection in any case",
+    ),
+    Listed(
+        "Link._lose",
+        "suppress(OSError)",
+        "The connection is lost already, and closing it may say so once more.",
+        NO + "the caller reports the loss itself",
+    ),
+    # Commands
+    Listed(
+        "EngineProcess.__enter__",
+        "except BaseException",
+        "The engine's process is ended whatever went wrong.",
+        RAISED,
+    ),
+    Listed(
+        "AnsweringChild.close",
+        "suppress(BrokenPipeError)",
+        "The engine's process may have ended already.",
+        NO + "the wait that follows sees how it ended",
+    ),
+    Listed(
+        "_appears",
+        "suppress(OSError)",
+        "A path that cannot be looked at is usually a new file.",
+        NO + "any other error is raised when the file is opened",
+    ),
+    Listed(
+        "_from_disk",
+        "suppress(FileNotFoundError)",
+        "A running daemon evicted the record while the export listed it.",
+        NO + "a record that is gone does not belong to the export",
+    ),
+    Listed(
+        "run",
+        "suppress(OSError)",
+        "Where the import cannot be marked as ended, daemons take it over after a longer silence.",
+        NO + "the records are imported all the same",
+    ),
+    Listed(
+        "_write_no_more",
+        "suppress(AttributeError, OSError)",
+        "A stream without a descriptor, or on a full disk, cannot be flushed as the command ends.",
+        NO + "the command ends, and its exit status is set already",
+    ),
+    Listed(
+        "inspect",
+        "suppress(ConfigError)",
+        "The preview has no settings to show where they are wrong.",
+        NO + "the findings of the configuration already name the error",
+    ),
+    Listed(
+        "_guarded",
+        "except Exception",
+        "What vLLM refuses is printed as a finding that failed.",
+        NO + "the command prints it and ends with a status that says so",
+    ),
+    Listed(
+        "run",
+        "suppress(KeyboardInterrupt)",
+        "Ctrl-C is how a user leaves the display.",
+        NO + "it is the usual end",
+    ),
+    # What the package offers for tests
+    Listed(
+        "DaemonProcess.start",
+        "suppress(subprocess.TimeoutExpired)",
+        "The daemon is still starting, and is asked again.",
+        NO + "a daemon that never answers raises HybridKVError",
+    ),
+    Listed(
+        "TierSuite.test_many_threads_never_see_half_a_record.work",
+        "except BaseException",
+        "A thread hands its error to the test, which fails with it.",
+        NO + "the test fails",
+    ),
+)

@@ -1,0 +1,212 @@
+"""The documents: links lead somewhere, lines end, and the messages of the help pages exist."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from hybridkv.core.settings import Settings
+from hybridkv.core.tier_urls import TierSpec, parse_tier
+from hybridkv.multi.children import OWN_KEYS, MultiSettings
+from hybridkv.observe.explanations import DECLINES
+from hybridkv.tiers import fault_injection as injected
+from hybridkv.tiers.factory import make_tier
+from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented
+from tests.documents import COLUMNS, DOCS, filled
+
+ROOT = DOCS.parent
+SOURCES = ROOT / "src" / "hybridkv"
+DOCUMENTS = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+README_LINES = 150
+_PLACE = re.compile(r"%[\d.]*[sdg]")
+"""Where a log line varies."""
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def prose(path: Path) -> str:
+    """A document without its code."""
+    return _FENCE.sub("", path.read_text())
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link may name behind the #: a heading as code hosts write it."""
+    heads = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(path: Path) -> None:
+    for link in _LINK.findall(prose(path)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / unquote(name) if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_of_prose_end_at_the_column(path: Path) -> None:
+    lines = prose(path).splitlines()
+    assert [line for line in lines if len(line) > COLUMNS and not line.startswith("|")] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = set(_LINK.findall((DOCS / "index.md").read_text()))
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - {"index.md"} <= listed
+
+
+def test_pages_and_sections_that_the_sources_cite_are_there() -> None:
+    sources = "".join(
+        path.read_text() for path in [*SOURCES.rglob("*.py"), ROOT / "pyproject.toml"]
+    )
+    cited = re.findall(r"\bdocs/([\w/-]+)(?:\.md(?:, ([A-Z]\w+))?)?", sources)
+    assert any(section for _, section in cited)
+    for page, section in cited:
+        # A decision is cited by its number.
+        found = [*DOCS.glob(f"{page}.md")] or [*DOCS.glob(f"{page}-*.md")]
+        assert len(found) == 1, page
+        heading = re.compile(rf"^#+ .*\b{section}$", re.MULTILINE)
+        assert not section or heading.search(prose(found[0])), f"{page}, {section}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_what_the_code_gives(path: Path) -> None:
+    assert path.read_text() == filled(path.read_text(), TABLES), (
+        "run: python -m tests.describe_configuration --write"
+    )
+
+
+def test_every_table_is_on_a_page() -> None:
+    found = re.findall(r"<!-- table: (\w+) -->", "".join(path.read_text() for path in PAGES))
+    assert sorted(found) == sorted(TABLES)
+
+
+def test_a_setting_without_a_text_is_noticed() -> None:
+    for settings in (Settings, MultiSettings):
+        assert {field.name for _, field, _ in documented(settings)} == {
+            field.name for field in fields(settings)
+        }
+    text = (DOCS / "configuration.md").read_text()
+    assert all(f"| `{key}` |" in text for key in OWN_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "urls"),
+    [
+        ("valkey", ("valkey://127.0.0.1:6379/0", "valkey+unix:///run/valkey.sock")),
+        ("s3", ("s3://bucket/prefix",)),
+        ("mooncake", ("mooncake://127.0.0.1:50051",)),
+    ],
+)
+def test_options_of_tiers_are_those_that_they_take(
+    kind: str, urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: set[str] = set()
+    real = TierSpec.known_options
+
+    def known(spec: TierSpec, *names: str) -> object:
+        taken.update(names)
+        return real(spec, *names)
+
+    monkeypatch.setattr(TierSpec, "known_options", known)
+    for url in urls:
+        make_tier(parse_tier(url, "tier"), "node").close()
+    assert taken == set(TIER_OPTIONS[kind])
+
+
+def test_options_of_all_tiers_are_those_that_they_take() -> None:
+    assert set(TIER_OPTIONS["inject"]) == set(injected.OPTIONS)
+    values = {"bytes": "1GiB", "write": "off", "hourly": "1GiB", "timeout": "1"}
+    query = "&".join(f"{name}={values[name]}" for name in TIER_OPTIONS["any"])
+    assert parse_tier(f"disk:///d?{query}", "tier").options == {}
+    assert set(TIER_OPTIONS["any"]) == set(values)
+
+
+# The page of messages
+
+
+def text_of(node: ast.expr) -> str:
+    """A text in the code, with … where it varies."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(text_of(value) for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return text_of(left) + text_of(right)
+        case _:
+            return "…"
+
+
+@cache
+def trees() -> tuple[ast.Module, ...]:
+    return tuple(ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py")))
+
+
+@cache
+def texts() -> str:
+    """Every text in the code, a line each."""
+    kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
+    return "\n".join(
+        re.sub(r"%[\d.]*[sdg]", "…", text_of(node))
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    )
+
+
+def quoted() -> list[str]:
+    """The messages of the page."""
+    page = (DOCS / "troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+
+
+def pieces(message: str) -> list[str]:
+    """What of a message is always the same. An error's two clauses stand apart in the code."""
+    found = (piece.strip(" :,") for piece in re.split("…|; | works", message))
+    return [piece for piece in found if len(piece) > 3]
+
+
+def said() -> Iterator[str]:
+    """What the code logs as a warning or an error, and the text of each decline."""
+    yield from DECLINES.values()
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "logger.warning",
+                "logger.error",
+                "logger.exception",
+            ):
+                yield text_of(node.args[0])
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_message_of_the_page_exists(message: str) -> None:
+    assert pieces(message)
+    assert [piece for piece in pieces(message) if piece not in texts()] == []
+
+
+def test_every_decline_is_on_the_page() -> None:
+    assert set(DECLINES.values()) <= set(quoted())
+
+
+def test_every_warning_of_the_log_is_on_the_page() -> None:
+    page = " ".join(quoted())
+    missing = [
+        message
+        for message in (_PLACE.sub("…", text).removeprefix("hybridkv: ") for text in said())
+        if not all(piece in page for piece in pieces(message))
+    ]
+    assert missing == []

@@ -1,0 +1,182 @@
+"""A link and a socket whose other end the test holds."""
+
+import contextlib
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.client.link import SEND_QUEUE_BYTES_MAX, Link
+from hybridkv.wire.codec import Frames, decode_request, encode
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Error,
+    Hello,
+    Release,
+    ReportRequest,
+    RequestExplanation,
+    Reserved,
+    Welcome,
+)
+from tests.conftest import DEADLINE_SECONDS
+
+OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
+NEW = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32)
+
+
+def greeting(listener: socket.socket, opened: list[socket.socket]) -> Hello:
+    opened.append(listener.accept()[0])
+    (body,) = Frames().feed(opened[-1].recv(1 << 16))
+    hello = decode_request(body)
+    assert isinstance(hello, Hello)
+    return hello
+
+
+def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_with(
+    tmp_path: Path,
+) -> None:
+    """Else the daemon would take lookups and stores of new weights for those of the old ones."""
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(5)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+        link.poll(0.0)
+        assert greeting(listener, opened).namespace == OLD.namespace
+        link.greet_with(NEW)
+        link.poll(0.0)
+        assert greeting(listener, opened).namespace == NEW.namespace
+        link.close()
+    for sock in opened:
+        sock.close()
+
+
+def test_what_a_lost_connection_said_last_comes_before_its_loss(tmp_path: Path) -> None:
+    """Slots that a killed daemon granted must not be written after its engine lost them."""
+    events: list[object] = []
+    opened: list[socket.socket] = []
+    granted = Reserved(2, 1, 1, b"o" * 8, b"g" * 8, 1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, events.append)
+        link.poll(0.0)
+        greeting(listener, opened)
+        opened[0].sendall(
+            encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)) + encode(granted)
+        )
+        opened[0].close()
+        for _ in range(3):
+            events += link.poll(0.0)
+        link.close()
+    assert events == [granted, "connection closed by the daemon"]
+
+
+def test_what_is_queued_leaves_in_one_go_and_in_order(tmp_path: Path) -> None:
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+        assert not link.queue(Release(1), 0.0)
+        link.poll(0.0)
+        greeting(listener, opened)
+        opened[0].send(encode(Welcome(1, PROTOCOL_VERSION, "boot", "arena", 0, 0, 1)))
+        link.poll(0.0)
+        for lease in (1, 2, 3):
+            assert link.queue(Release(lease), 0.0)
+        opened[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            opened[0].recv(1)
+        assert link.flush(0.0)
+        bodies = Frames().feed(opened[0].recv(1 << 16))
+        assert [decode_request(body) for body in bodies] == [Release(1), Release(2), Release(3)]
+        link.close()
+        assert not link.flush(0.0)
+    opened[0].close()
+
+
+def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:
+    socket_path = str(tmp_path / "d.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(socket_path)
+        listening.listen()
+        with pytest.raises(DaemonUnreachableError), ControlClient(socket_path, 0.05):
+            pass
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.settimeout(DEADLINE_SECONDS)
+            while accepted.recv(4096):
+                pass
+
+
+@contextlib.contextmanager
+def daemon_end(tmp_path: Path, lost: list[str]) -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the other end of its connection, which has read the greeting only."""
+    opened: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        link = Link(str(tmp_path / "s"), OLD, lost.append)
+        link.poll(0.0)
+        greeting(listener, opened)
+        with opened[0]:
+            yield link, opened[0]
+        link.close()
+
+
+def test_much_that_is_queued_in_one_go_is_no_sign_of_a_daemon_that_does_not_read(
+    tmp_path: Path,
+) -> None:
+    """Thousands of requests may be aborted in one call."""
+    lost: list[str] = []
+    with daemon_end(tmp_path, lost) as (link, far):
+        far.sendall(encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)))
+        link.poll(0.0)
+        far.setblocking(False)
+        tell = ReportRequest(
+            "r" * 100, RequestExplanation(1, 1, not_read="x" * 500, detail="y" * 400)
+        )
+        for _ in range(2 * SEND_QUEUE_BYTES_MAX // len(encode(tell))):
+            assert link.queue(tell, 0.0)
+            with contextlib.suppress(BlockingIOError):
+                while far.recv(1 << 20):
+                    pass
+    assert not lost
+
+
+def test_a_refusal_with_nonsense_behind_it_is_one_loss(tmp_path: Path) -> None:
+    lost: list[str] = []
+    with daemon_end(tmp_path, lost) as (link, far):
+        far.sendall(
+            encode(Error(1, "version", "another version")) + struct.pack("<I", 3) + b"\xc1" * 3
+        )
+        assert link.poll(0.0) == []
+        assert link.refusal == "another version"
+    assert lost == ["another version"]
+
+
+def test_no_descriptor_for_a_moment_is_no_fault(tmp_path: Path) -> None:
+    """Else a role would be switched off for good after twenty hooks."""
+    code = (
+        "import os, resource, sys\n"
+        "from hybridkv.client.link import Link\n"
+        "from hybridkv.wire.messages import PROTOCOL_VERSION, Hello\n"
+        "link = Link(sys.argv[1], Hello(1, PROTOCOL_VERSION, 'control'), print)\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))\n"
+        "sys.exit(0 if link.poll(0.0) == [] else 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,50 @@
+"""What is told of a request: every group's part in it, as values and in words."""
+
+from hybridkv.connector.scheduler.explain import explain_request
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.observe.explanations import DECLINES, outcome_of, sentences_of
+from hybridkv.wire.messages import Decline, Found, GroupPresence
+from hybridkv.wire.status import Outcome
+from tests.layouts import LAYOUTS
+
+GEMMA3 = LAYOUTS["gemma3"]
+ASKED = bytes(4 * HASH_BYTES)
+
+
+def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> None:
+    """A29: no group speaks for the others; B35, B36: a disagreement is the least of them."""
+    masks = [b"\1\1\1\1", b"\1\1\1\0", b"\1\1\1\1"]
+    found = Found(1, 1, 3, masks, b"", b"", {"disk": 2}, "")
+    told = explain_request(GEMMA3, 600, ASKED, found, 128, (256, 4096), 2, ("", ""))
+    assert told.groups == [
+        GroupPresence(group.gid, group.kind, objects, lacks)
+        for group, objects, lacks in zip(GEMMA3.groups, (4, 3, 4), (None, 3, None), strict=True)
+    ]
+    facts = sentences_of(told)
+    assert facts["found"] == (
+        "a hit of 3 chunks; objects there: group 0 (sliding) 4 of 4, group 1 (sliding) 3 of 4, "
+        "group 2 (full) 4 of 4"
+    )
+    assert facts["not more because"] == "group 1 (sliding) lacks chunk 3"
+    assert facts["came up"] == "2 chunks from disk"
+    assert facts["loaded"] == "256 tokens, 4KiB"
+    assert facts["stored"] == "2 objects"
+    assert outcome_of(told) == (Outcome.LOADED, "256 tokens, 4KiB")
+
+
+def test_a_miss_says_why() -> None:
+    told = explain_request(GEMMA3, 600, b"", None, None, (0, 0), 0, ("lookups_no_daemon", ""))
+    assert told.declined is Decline.NO_DAEMON
+    facts = sentences_of(told)
+    assert facts["nothing loaded because"] == "no daemon was connected"
+    assert "found" not in facts
+
+
+def test_a_detail_says_more_than_its_reason() -> None:
+    why = "plan_failed", "a block is missing"
+    told = explain_request(GEMMA3, 600, b"", None, None, (0, 0), 0, why)
+    assert outcome_of(told) == (Outcome.COMPUTED, "a block is missing")
+
+
+def test_every_reason_has_words() -> None:
+    assert set(DECLINES) == set(Decline)

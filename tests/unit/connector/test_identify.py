@@ -1,0 +1,69 @@
+"""An engine whose new identity the daemon refuses is served nothing, and waits for nothing."""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+
+from hybridkv.client.control import ControlClient
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
+from tests.conftest import DEADLINE_SECONDS
+from tests.layouts import LAYOUTS
+from tests.unit.connector import requests
+
+pytestmark = pytest.mark.engine
+
+GEOMETRY = LAYOUTS["qwen3"]
+TAKEN = Hello(
+    1, PROTOCOL_VERSION, "engine", "other", b"o" * 32, geometry_to_wire(LAYOUTS["gemma3"])
+)
+
+
+def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonProcess) -> None:
+    from hybridkv.connector.scheduler.role import SchedulerRole
+    from hybridkv.core.settings import Settings
+
+    counters: Counter[str] = Counter()
+    scheduler = SchedulerRole(
+        Settings(server=f"unix://{daemon.socket_path}", lookup_timeout_ms=60_000),
+        GEOMETRY,
+        b"n" * 32,
+        "e",
+        daemon.socket_path,
+        2048,
+        counters,
+        1000,
+    )
+    numbers = itertools.count()
+
+    def asks() -> int | None:
+        """What a new request is offered."""
+        tokens = 3 * GEOMETRY.chunk_tokens
+        named = b"".join(bytes([at % 256]) * 32 for at in range(tokens // GEOMETRY.hash_tokens))
+        request = requests.request(f"r{next(numbers)}", tokens, named)
+        scheduler.arrived(request)
+        offer = scheduler.matched(request, 0)
+        scheduler.finished(request.request_id)
+        return offer
+
+    def until(counter: str, more: int) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while counters[counter] < more:
+            assert time.monotonic() < deadline, f"{counter}: {counters}"
+            asks()
+
+    with ControlClient(daemon.socket_path, hello=TAKEN) as other:
+        until("lookups", 1)
+        assert asks() is None, "the answer is on its way"
+        scheduler.identify(b"o" * 32, {})
+        until("losses", 1)
+        assert counters["refused_identify"] == 1
+        assert other.stats().values["sessions"] == 1
+        assert asks() == 0
+        assert counters["lookups_no_daemon"] > 0
+        scheduler.identify(b"p" * 32, {})
+        until("lookups", counters["lookups"] + 1)
+        assert other.stats().values["sessions"] == 2
+    scheduler.close()

@@ -1,0 +1,214 @@
+"""KV events: what they say of a prompt. That they are true, whatever happens: tests/simulation."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.wire.messages import Found, Removed
+from tests.layouts import LAYOUTS
+
+pytestmark = pytest.mark.engine
+
+GEOMETRY = LAYOUTS["gpu_blocks"]
+"""Blocks of 16 tokens, chunks of 128; a sliding and a full group."""
+BLOCK, CHUNK = 16, GEOMETRY.chunk_tokens
+BLOCKS = CHUNK // BLOCK
+
+
+def make_request(
+    name: str, tokens: list[int], salt: str | None = None, adapter: str | None = None
+) -> Any:
+    """Tracked as the connector does, of a request of vLLM's."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    from hybridkv.connector.scheduler.tracked import TrackedRequest
+
+    hash_fn = get_hash_fn_by_name("sha256")
+    init_none_hash(hash_fn)
+    hasher = get_request_block_hasher(BLOCK, hash_fn)
+    lora = LoRARequest(adapter, 3, "/nowhere") if adapter is not None else None
+    request = Request(
+        name,
+        tokens,
+        SamplingParams(max_tokens=1),
+        None,
+        block_hasher=hasher,
+        cache_salt=salt,
+        lora_request=lora,
+    )
+    return TrackedRequest(request)
+
+
+def make_events() -> tuple[Any, Counter[str]]:
+    from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+
+    counters: Counter[str] = Counter()
+    return KVEventPublisher(GEOMETRY, counters), counters
+
+
+def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
+    """Every group's objects of some chunks; the events of it."""
+    from hybridkv.connector.scheduler.stores import StoredObjects
+
+    events.stored([StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))])
+    taken: list[Any] = events.take()
+    return taken
+
+
+def names_of(tracked: Any, first: int, last: int) -> list[Any]:
+    """The engine's own hashes of some blocks, as it publishes them."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return [maybe_convert_block_hash(name) for name in tracked.request.block_hashes[first:last]]
+
+
+def key(tracked: Any, chunk: int) -> bytes:
+    name: bytes = tracked.chunk_hashes(GEOMETRY, chunk, 1)
+    return name
+
+
+def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
+    events, counters = make_events()
+    tokens = [*range(100, 100 + 3 * CHUNK + 5)]
+    tracked = make_request("r", tokens, salt="s", adapter="tuned")
+    (first,) = store(events, tracked, 0, 1)
+    assert (first.medium, first.block_size, first.parent_block_hash, first.group_idx) == (
+        "CPU",
+        BLOCK,
+        None,
+        None,
+    )
+    assert first.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
+    assert first.token_ids == tokens[: 2 * CHUNK]
+    assert (first.lora_id, first.lora_name) == (3, "tuned")
+    assert first.extra_keys == [("tuned", "s"), *[("tuned",)] * (2 * BLOCKS - 1)]
+    assert store(events, tracked, 0, 1) == [], "it is known"
+    (second,) = store(events, tracked, 2)
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
+    assert counters == {"chunks_announced": 3}
+    events.lost()
+    (gone,) = events.take()
+    assert (gone.medium, gone.group_idx) == ("CPU", None)
+    assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
+    assert counters["chunks_withdrawn"] == 3
+
+
+def test_blocks_that_two_chunks_share_are_told_of_once_and_stay_with_the_other() -> None:
+    events, _ = make_events()
+    one = make_request("a", [*range(CHUNK)])
+    other = make_request("b", [*range(2 * BLOCK + 8), *range(1000, 1000 + CHUNK)])
+    (first,) = store(events, one, 0)
+    assert len(first.block_hashes) == BLOCKS
+    (second,) = store(events, other, 0)
+    assert second.block_hashes == names_of(other, 2, BLOCKS)
+    assert second.parent_block_hash == first.block_hashes[1]
+    assert second.token_ids == other.request.all_token_ids[2 * BLOCK : CHUNK]
+    full = 1
+    events.removed(Removed(0, key(one, 0), bytes([full])))
+    (gone,) = events.take()
+    assert gone.block_hashes == first.block_hashes[2:]
+    events.removed(Removed(0, key(other, 0), bytes([full])))
+    (gone,) = events.take()
+    assert gone.block_hashes == names_of(other, 0, BLOCKS)
+
+
+def test_a_hit_needs_every_group() -> None:
+    from hybridkv.connector.scheduler.stores import StoredObjects
+
+    events, _ = make_events()
+    tracked = make_request("r", [*range(2 * CHUNK)])
+    events.stored([StoredObjects(tracked, 1, (0, 1))])
+    assert events.take() == []
+    events.stored([StoredObjects(tracked, 0, (1,))])
+    (both,) = events.take()
+    assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
+        "a window of 100 tokens is in the second chunk"
+    )
+    events.removed(Removed(0, key(tracked, 1), b"\0"))
+    (gone,) = events.take()
+    assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
+        "no hit ends with the first chunk"
+    )
+
+
+def test_what_a_lookup_saw_is_announced() -> None:
+    events, _ = make_events()
+    tracked = make_request("r", [*range(2 * CHUNK + 1)])
+    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
+    events.found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
+    (seen,) = events.take()
+    assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
+    events.removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
+    assert events.take() == [], "an object that nobody knows, and a group that there is not"
+    events.removed(Removed(0, b"", b"", everything=True))
+    (gone,) = events.take()
+    assert gone.block_hashes == seen.block_hashes
+
+
+def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
+    """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
+    from hybridkv.connector.scheduler.role import SchedulerRole
+    from hybridkv.connector.scheduler.stores import StoredObjects
+    from hybridkv.core.settings import parse_settings
+
+    events, counters = make_events()
+    side = SchedulerRole(
+        parse_settings({}),
+        GEOMETRY,
+        b"n" * 32,
+        "e",
+        f"{tmp_path}/none.sock",
+        2048,
+        counters,
+        1000,
+        events=events,
+    )
+    tracked = make_request("r", [*range(2 * CHUNK)])
+    (stored,) = store(events, tracked, 0)
+    broken = make_request("s", [*range(CHUNK)])
+    broken.request = SimpleNamespace(num_tokens=CHUNK, block_hashes=[b"h" * 32] * BLOCKS)
+    side._events.update(
+        lambda events: events.stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
+    )
+    assert counters["fault_kv_events"] == 1
+    (gone,) = side.take_events()
+    assert set(stored.block_hashes) <= set(gone.block_hashes)
+    assert side.take_events() == side.withdraw() == []
+    side.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (None, False),
+        (SimpleNamespace(enable_kv_cache_events=False), False),
+        (SimpleNamespace(enable_kv_cache_events=True), True),
+    ],
+)
+def test_events_are_made_where_vllm_publishes_them(config: Any, wanted: bool) -> None:
+    from hybridkv.connector.connector import wants_events
+
+    assert wants_events(SimpleNamespace(kv_events_config=config)) is wanted
+
+
+def test_nothing_is_named_by_a_token_that_is_not_computed() -> None:
+    """A session may take back the last sampled token; its hash would be another prompt's."""
+    from hybridkv.vllm.hashing import ChunkHashChain
+
+    tracked = make_request("r", list(range(2 * CHUNK - 1)))
+    tracked.chain = ChunkHashChain(tracked.request, CHUNK)
+    tracked.request.append_output_token_ids([7])
+    events, _ = make_events()
+    assert len(store(events, tracked, 0)) == 1
+    other = make_request("r", [*range(2 * CHUNK - 1), 8])
+    tracked.request._all_token_ids[-1] = 8
+    assert tracked.chunk_hashes(GEOMETRY, 1, 1) == ChunkHashChain(other.request, CHUNK).names(1, 1)

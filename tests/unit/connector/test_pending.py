@@ -1,0 +1,107 @@
+"""The scheduler role while the daemon reads tiers for a request."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.client.control import ControlClient
+from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.lab.daemon_process import DaemonProcess
+from tests.conftest import DEADLINE_SECONDS
+from tests.unit.connector import requests
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
+
+pytestmark = pytest.mark.engine
+
+CHUNKS = 4
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon whose RAM is empty, over a directory that has a prompt and takes its time."""
+    url = f"disk://{tmp_path}/disk?bytes=64MiB&timeout=60"
+    socket_path = str(tmp_path / "daemon.sock")
+    with (
+        DaemonProcess(socket_path, "64MiB", options=["--tier", url, "--node", "n"]) as daemon,
+        Client(daemon.socket_path) as client,
+    ):
+        client.store(1, CHUNKS)
+        until(
+            lambda: client.values().get("tier_disk_objects_written") == 3 * CHUNKS,
+            "it is on the disk",
+        )
+    options = ["--tier", f"inject+{url}&latency=3", "--node", "n"]
+    with DaemonProcess(socket_path, "64MiB", options=options) as daemon:
+        yield daemon
+
+
+def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
+    """The scheduler role, a request whose prompt the directory has, and the role's counters."""
+    from hybridkv.connector.scheduler.role import SchedulerRole
+
+    counters: Counter[str] = Counter()
+    settings: Settings = parse_settings(
+        {
+            "server": f"unix://{slow.socket_path}",
+            "load_policy": "always",
+            "lookup_timeout_ms": 10_000,
+        }
+    )
+    scheduler = SchedulerRole(
+        settings, GEOMETRY, IDENTITY, "e", slow.socket_path, 2048, counters, 1000
+    )
+    tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
+    names = b"".join(hashes(1, CHUNKS))
+    request = requests.request("r", tokens, names)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while scheduler._session.link.welcome is None:
+        scheduler._poll(time.monotonic())
+        assert time.monotonic() < deadline
+    return scheduler, request, counters
+
+
+def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: DaemonProcess) -> None:
+    scheduler, request, counters = connected(slow)
+    scheduler.arrived(request)
+    until(
+        lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1,
+        "the daemon reads",
+    )
+    assert scheduler.matched(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, (
+        "a chunk more is worth it"
+    )
+    with ControlClient(slow.socket_path) as control:
+        assert control.stats().values["lookups_waiting"] == 1
+        assert scheduler.matched(request, CHUNKS * GEOMETRY.chunk_tokens) == 0
+        assert counters["lookups_outrun"] == 1
+        scheduler.finished("r")
+        until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+    scheduler.close()
+
+
+def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProcess) -> None:
+    """Another connector loads (D13): no lookup waits in the daemon, and no answer holds a lease."""
+    scheduler, request, counters = connected(slow)
+    scheduler.arrived(request)
+    until(
+        lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1,
+        "the daemon reads",
+    )
+    with ControlClient(slow.socket_path) as control:
+        assert control.stats().values["lookups_waiting"] == 1
+        scheduler.allocated(request, (), 0)
+        scheduler._session.link.flush(time.monotonic())
+        until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+        until(
+            lambda: not control.stats().values["tier_disk_jobs_running"],
+            "what was begun has come up",
+        )
+        scheduler._poll(time.monotonic())
+        assert control.stats().values["leases"] == 0
+        assert scheduler.matched(request, 0) == 0
+        assert not scheduler._requests.by_lease
+    scheduler.close()

@@ -1,0 +1,398 @@
+"""Statistics on their way to /metrics: nothing is lost, nothing goes down, nothing raises."""
+
+import functools
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import prometheus_client
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.engine
+
+SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
+ELSEWHERE = {
+    "plan_failed",
+    "rank_loads_failed",
+    "attach_failed",
+    "removals_overflowed",
+    "switched_off",
+    "quarantined",
+}
+"""Counters whose metric is the one for all others."""
+FAMILY_NAMES = st.sampled_from(("lookup_wait_seconds", "load_seconds"))
+COUNTERS = (
+    "lookups_hit",
+    "lookups_late_room",
+    "tokens_loaded_from_disk",
+    "tokens_loaded",
+    "bytes_loaded",
+    "new_one",
+)
+
+
+class Scraped:
+    """Our metrics in a registry of their own."""
+
+    def __init__(
+        self,
+        engines: dict[int, list[object]],
+        names: tuple[str, ...] = ("model_name", "engine"),
+        histogram: type[prometheus_client.Histogram] = prometheus_client.Histogram,
+    ) -> None:
+        from hybridkv.connector import HybridKVConnector
+
+        self.registry = prometheus_client.CollectorRegistry()
+        kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+        types: Any = {kind: functools.partial(kind, registry=self.registry) for kind in kinds}
+        types[prometheus_client.Histogram] = functools.partial(histogram, registry=self.registry)
+        config = SimpleNamespace(kv_transfer_config=None)
+        self.metrics = HybridKVConnector.build_prom_metrics(config, types, list(names), engines)
+
+    def values(self) -> dict[tuple[str, ...], float]:
+        """By name and the values of the labels, sorted by the labels' names."""
+        return {
+            (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum over all other labels."""
+        return sum(
+            sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == f"vllm:hybridkv_{name}" and labels.items() <= sample.labels.items()
+        )
+
+
+def one_engine() -> Scraped:
+    return Scraped({0: ["m", "0"]})
+
+
+Step = tuple[list[tuple[str, int]], list[tuple[str, float]], int, bool]
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.sampled_from(COUNTERS), st.integers(0, 1000)), max_size=4),
+        st.lists(st.tuples(FAMILY_NAMES, st.floats(0, 100)), max_size=3),
+        st.integers(0, 3),
+        st.booleans(),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=25)
+@given(STEPS)
+def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: list[Step]) -> None:
+    """As vLLM does: it may add some up before they are encoded, decoded and exported."""
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from hybridkv.connector import HybridKVConnector
+    from hybridkv.connector.stats import HybridKVStats, StatsCollector
+
+    counters: Counter[str] = Counter()
+    meter, scraped = StatsCollector(counters), one_engine()
+    observed: Counter[str] = Counter()
+    kept: HybridKVStats | None = None
+    interval = HybridKVStats()
+    before = scraped.values()
+    last: Step = ([], [], steps[-1][2] if steps else 0, True)
+    for counted, seen, gauge, is_sent in [*steps, last]:
+        for name, more in counted:
+            counters[name] += more
+        for name, value in seen:
+            meter.observe(name, value)
+            observed[name] += 1
+        taken = meter.take({"loads_pending": gauge})
+        assert taken is None or not taken.is_empty()
+        if taken is not None:
+            kept = taken if kept is None else kept.aggregate(taken)
+        if kept is None or not is_sent:
+            continue
+        frames = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=kept.to_dict()))
+        payload = MsgpackDecoder(SchedulerStats).decode(frames).kv_connector_stats
+        kept = None
+        scraped.metrics.observe(payload, 0)
+        travelled = HybridKVConnector.build_kv_connector_stats(payload)
+        assert isinstance(travelled, HybridKVStats)
+        interval = interval.aggregate(travelled)
+        after = scraped.values()
+        assert all(
+            after[name] >= value for name, value in before.items() if "pending" not in name[0]
+        )
+        before = after
+    assert meter.take({"loads_pending": last[2]}) is None, "nothing is told twice"
+    assert interval.data["counters"] == {name: value for name, value in counters.items() if value}
+    assert {name: len(values) for name, values in interval.data["observed"].items()} == observed
+    assert scraped.total("loaded_tokens_total") == counters["tokens_loaded"]
+    assert (
+        scraped.total("loaded_tokens_by_tier_total", tier="disk")
+        == counters["tokens_loaded_from_disk"]
+    )
+    assert scraped.total("lookups_total", result="hit") == counters["lookups_hit"]
+    assert scraped.total("lookups_total", reason="late_room") == counters["lookups_late_room"]
+    assert scraped.total("load_bytes_total") == counters["bytes_loaded"]
+    assert scraped.total("events_total", event="new_one") == counters["new_one"]
+    for name, count in observed.items():
+        assert scraped.total(f"{name}_count") == count
+    assert scraped.total("loads_pending") == last[2]
+    line = interval.reduce()
+    assert line["Lookup hits"] == counters["lookups_hit"]
+    assert line.get("from disk", 0) == counters["tokens_loaded_from_disk"]
+    interval.reset()
+    assert interval.is_empty()
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.sampled_from(("counters", "gauges", "observed")),
+            inner,
+            max_size=3,
+        )
+        | st.dictionaries(
+            st.sampled_from((*COUNTERS, "load_seconds", "breaker_open", "stats_malformed")),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.fixed_dictionaries(
+        {}, optional={"counters": JUNK, "gauges": JUNK, "observed": JUNK, "x": JUNK}
+    )
+    | JUNK
+)
+def test_no_payload_raises_or_takes_anything_back(payload: Any) -> None:
+    from hybridkv.connector.stats import HybridKVStats
+
+    scraped = junk_scraped()
+    before = scraped.values()
+    stats = HybridKVStats(payload)
+    stats = stats.aggregate(HybridKVStats(payload)).aggregate(SimpleNamespace(data=payload))
+    assert all(isinstance(value, int | float) for value in stats.reduce().values())
+    msgspec.msgpack.encode(stats.to_dict())
+    scraped.metrics.observe(payload, 0)
+    scraped.metrics.observe(stats.to_dict(), 7)
+    after = scraped.values()
+    gauges = ("breaker_open", "daemon_connected", "loads_pending")
+    for name, value in before.items():
+        assert name[0].removeprefix("vllm:hybridkv_") in gauges or after[name] >= value
+    assert not any(math.isnan(value) or math.isinf(value) for value in after.values())
+    assert after["vllm:hybridkv_events_total", "0", "stats_malformed", "m"] > before.get(
+        ("vllm:hybridkv_events_total", "0", "stats_malformed", "m"), 0
+    ), "an engine that nobody knows is counted"
+
+
+@functools.cache
+def junk_scraped() -> Scraped:
+    return one_engine()
+
+
+@pytest.mark.parametrize(
+    ("payload", "malformed"),
+    [
+        ({"counters": {"loads": -1, "lookups_hit": 2}}, 1),
+        (
+            {
+                "counters": {
+                    "loads": math.nan,
+                    "losses": math.inf,
+                    "lookups": True,
+                    "lookups_hit": 2,
+                }
+            },
+            3,
+        ),
+        ({"counters": {7: 1, "": 1, "lookups_hit": 2}, "what": {}}, 3),
+        ({"counters": {"lookups_hit": 2}, "gauges": [1], "observed": {"load_seconds": "1"}}, 2),
+        ({"counters": {"lookups_hit": 2}, "observed": {"load_seconds": [0.5, -1, None]}}, 2),
+        (
+            {
+                "counters": {"lookups_hit": 2},
+                "gauges": {"no_such": 1},
+                "observed": {"loads": [1.0]},
+            },
+            2,
+        ),
+    ],
+)
+def test_what_is_malformed_is_counted_and_the_rest_is_taken(
+    payload: dict[str, Any], malformed: int
+) -> None:
+    scraped = one_engine()
+    scraped.metrics.observe(payload, 0)
+    assert scraped.total("events_total", event="stats_malformed") == malformed
+    assert scraped.total("lookups_total", result="hit") == 2
+    assert scraped.total("loads_total") == scraped.total("daemon_losses_total") == 0
+
+
+def test_a_metric_that_raises_is_counted_and_ends_nothing() -> None:
+    """vLLM gives the classes; the API server goes on."""
+
+    class FullDisk(prometheus_client.Histogram):
+        def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+            raise OSError("no space left on device")
+
+    scraped = Scraped({0: ["m", "0"], 1: ["m", "1"]}, histogram=FullDisk)
+    for engine in (0, 1, 1):
+        scraped.metrics.observe({"observed": {"load_seconds": [1.0]}}, engine)
+    assert scraped.total("events_total", event="stats_malformed", engine="0") == 1
+    assert scraped.total("events_total", event="stats_malformed", engine="1") == 2
+
+
+def test_more_observations_than_a_payload_may_have_are_counted() -> None:
+    from hybridkv.connector.stats import OBSERVATIONS_MAX, HybridKVStats
+
+    stats = HybridKVStats({"observed": {"load_seconds": [1.0] * OBSERVATIONS_MAX}})
+    stats.aggregate(HybridKVStats({"observed": {"load_seconds": [2.0] * 5}}))
+    assert len(stats.data["observed"]["load_seconds"]) == OBSERVATIONS_MAX
+    assert stats.data["counters"] == {"stats_dropped_observations": 5}
+
+
+def test_engines_are_told_apart_under_the_labels_that_are_given() -> None:
+    """As a MultiConnector gives them: one label more."""
+    engines: dict[int, list[object]] = {0: ["m", "0", "ours"], 3: ["m", "3", "ours"]}
+    scraped = Scraped(engines, ("model_name", "engine", "connector"))
+    scraped.metrics.observe(
+        {"counters": {"fault_reset_cache": 2}, "gauges": {"breaker_open": 1}}, 3
+    )
+    scraped.metrics.observe({"counters": {"fault_reset_cache": 5}}, 0)
+    assert scraped.total("faults_total", engine="3", connector="ours", hook="reset_cache") == 2
+    assert scraped.total("faults_total", engine="0", connector="ours", hook="reset_cache") == 5
+    assert scraped.total("breaker_open", engine="3") == 1
+    assert scraped.total("breaker_open", engine="0") == 0
+
+
+def test_labels_from_outside_are_bounded() -> None:
+    from hybridkv.vllm.metrics import LABELS_MAX
+
+    scraped = one_engine()
+    for number in range(3 * LABELS_MAX):
+        scraped.metrics.observe({"counters": {f"tokens_loaded_from_t{number}": 1}}, 0)
+    tiers = {
+        name[-1]
+        for name in scraped.values()
+        if name[0] == "vllm:hybridkv_loaded_tokens_by_tier_total"
+    }
+    assert len(tiers) == LABELS_MAX + 1
+    assert scraped.total("loaded_tokens_by_tier_total", tier="other") == 2 * LABELS_MAX
+    assert scraped.total("loaded_tokens_by_tier_total") == 3 * LABELS_MAX
+
+
+def test_every_counter_lands_in_one_family() -> None:
+    from hybridkv.connector.stats import EXACT, FAMILIES, PREFIXES, cell_of
+    from hybridkv.observe.explanations import DECLINES
+    from hybridkv.vllm.metrics import FamilyType
+
+    rooms = ("connector", "vllm")
+    source = "".join(path.read_text() for room in rooms for path in (SOURCE / room).rglob("*.py"))
+    named = set(re.findall(r'counters\["(\w+)"\]', source)) | set(DECLINES)
+    named |= {
+        name.replace("{", "").replace("}", "")
+        for name in re.findall(r'counters\[f"(\w+\{\w+)', source)
+    }
+    assert len(named) > 30
+    assert {name for name in named if cell_of(name)[0] == "events"} == ELSEWHERE & named
+    cells = [cell_of(name) for name in sorted(named)]
+    assert len(set(cells)) == len(cells), "two counters in one cell"
+    for family, labels in (*cells, *EXACT.values(), cell_of("a_new_name")):
+        assert FAMILIES[family].what is FamilyType.COUNTER
+        assert len(labels) == len(FAMILIES[family].labels)
+        assert all(labels)
+    used = (
+        {family for family, _ in cells}
+        | {family for family, _ in EXACT.values()}
+        | {p[1] for p in PREFIXES}
+    )
+    assert used | {"events"} == {
+        name for name, family in FAMILIES.items() if family.what is FamilyType.COUNTER
+    }
+
+
+@given(
+    by_tier=st.dictionaries(
+        st.sampled_from(("ram", "disk", "disk2", "s3", "s32", "valkey", "mooncake")),
+        st.integers(-3, 500),
+    ),
+    more=st.sampled_from((0, 0, 0, 1, -1)),
+)
+def test_sources_make_up_what_is_loaded(by_tier: dict[str, int], more: int) -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from hybridkv.connector.connector import hit_sources
+
+    tokens = max(0, sum(by_tier.values()) + more)
+    sources = hit_sources(by_tier, tokens)
+    assert sum(sources.values()) == tokens
+    assert all(part > 0 for part in sources.values())
+    if sum(by_tier.values()) == tokens and min(by_tier.values(), default=0) >= 0:
+        disk = sum(by_tier.get(tier, 0) for tier in ("disk", "disk2", "s3", "s32"))
+        assert sources.get(CacheHitSource.DISK, 0) == disk
+        assert sources.get(CacheHitSource.HOST, 0) == by_tier.get("ram", 0)
+        assert sources.get(CacheHitSource.P2P, 0) == by_tier.get("mooncake", 0)
+
+
+def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
+    """The scheduler role exports them; a plan that is nonsense makes one."""
+    from hybridkv.connector.messages import LoadPlan, StepPlan
+    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.layouts import LAYOUTS
+
+    settings: dict[str, object] = {"weights_identity": "simulated"}
+    loads = {"r": LoadPlan("", ())}
+    shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, False, settings)
+    connector = Rank(shape, _vllm_config(shape, f"{tmp_path}/none.sock", "e"), 0).connector
+    for faults in (1, 2):
+        plan = StepPlan(reserved_bytes=None, loads=loads)  # type: ignore[arg-type]
+        connector.bind_connector_metadata(plan)
+        connector.start_load_kv(None)
+        report = connector.build_connector_worker_meta()
+        assert report is not None
+        assert report.counters.get("fault_start_load_kv") == 1
+        assert connector.counters["fault_start_load_kv"] == faults
+        assert connector.get_transfer_results(set()).failed_recving == {"r"}
+        assert connector.get_kv_connector_stats() is None
+    report = connector.build_connector_worker_meta()
+    assert report is not None
+    assert "fault_start_load_kv" not in report.counters
+    connector.shutdown()
+
+
+def test_the_document_names_every_counter_of_multiconnector() -> None:
+    from tests.unit.connector.metrics_document import MULTI_EVENTS
+
+    paths = [*(SOURCE / "multi").glob("*.py"), SOURCE / "vllm" / "supervise.py"]
+    source = "".join(path.read_text() for path in paths)
+    named = set(re.findall(r'counters\["(\w+)"\]', source))
+    named |= set(re.findall(r'"(fault_\w+)"', source)) | {"fault_*"}
+    assert named - {"fault_get_transfer_results"} == set(MULTI_EVENTS)
+
+
+def test_the_document_is_what_the_code_gives() -> None:
+    from tests.unit.connector.metrics_document import DOCUMENT, TABLES, document
+
+    text = DOCUMENT.read_text()
+    assert text == document(text), "run: python -m tests.unit.connector.metrics_document --write"
+    assert set(re.findall(r"<!-- table: (engine_\w+) -->", text)) == set(TABLES)

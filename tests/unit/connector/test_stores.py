@@ -1,0 +1,250 @@
+"""Stores: what a step looks at, and what a commit says."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.connector.messages import StepReport
+from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.tracked import TrackedRequest, block_tables
+from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.wire.messages import Commit, Found
+from tests.layouts import LAYOUTS
+
+STEP_CHUNKS = 4
+STEPS = 8
+
+
+class Watched(list[Any]):
+    """The engine's blocks of one group, and how many of them were looked at."""
+
+    seen = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.seen += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
+    geometry = LAYOUTS["gemma3"]
+    step = STEP_CHUNKS * geometry.chunk_tokens
+    stores = StorePlanner(geometry, step, True, Counter())
+    request = SimpleNamespace(num_tokens=STEPS * step, num_prompt_tokens=STEPS * step)
+    request.block_hashes = [
+        bytes([number % 256]) * 32 for number in range(STEPS * step // geometry.hash_tokens)
+    ]
+    tracked = TrackedRequest(request, next_chunk=[0] * len(geometry.groups))
+    groups = [
+        Watched(
+            SimpleNamespace(block_id=1 + at) for at in range(STEPS * step // group.tokens_per_block)
+        )
+        for group in geometry.groups
+    ]
+    offset = 0
+    for number in range(STEPS):
+        for group in geometry.groups:
+            for shape in slot_shapes(geometry, group):
+                slots = pack_u64(list(range(offset, offset + STEP_CHUNKS)))
+                stores.credits.granted(shape, slots, slots, 0.0)
+                offset += STEP_CHUNKS
+        request.num_computed_tokens = number * step
+        before = [group.seen for group in groups]
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r": step},
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+        )
+        runs = stores.planned(
+            output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
+        )
+        assert sum(run.objects for run in runs.values()) == STEP_CHUNKS * len(geometry.groups)
+        for group, blocks, seen in zip(geometry.groups, groups, before, strict=True):
+            assert blocks.seen - seen <= step // group.tokens_per_block
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gemma3", "llama4", "gpu_blocks", "odd_window", "two_ranks"]
+)
+@pytest.mark.parametrize("prompt_chunks", [0, 1, 7, 20])
+def test_a_commit_has_parents_tenants_and_interior_marks(name: str, prompt_chunks: int) -> None:
+    """20 chunks of prompt and generated tokens are stored in one step, and committed."""
+    geometry = LAYOUTS[name]
+    chunks = 20
+    tokens = chunks * geometry.chunk_tokens
+    stores = StorePlanner(geometry, tokens, True, Counter())
+    request = SimpleNamespace(
+        num_tokens=tokens,
+        num_prompt_tokens=prompt_chunks * geometry.chunk_tokens + 1,
+        num_computed_tokens=0,
+        block_hashes=[
+            number.to_bytes(32, "little") for number in range(1, 1 + tokens // geometry.hash_tokens)
+        ],
+    )
+    tracked = TrackedRequest(request, tenant=77, next_chunk=[0] * len(geometry.groups))
+    hashes = [tracked.chunk_hashes(geometry, chunk, 1) for chunk in range(chunks)]
+    groups = [
+        [SimpleNamespace(block_id=1 + at) for at in range(tokens // group.tokens_per_block)]
+        for group in geometry.groups
+    ]
+    for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
+        slots = pack_u64(list(range(chunks * len(groups))))
+        stores.credits.granted(shape, slots, slots, 0.0)
+    output = SimpleNamespace(
+        num_scheduled_tokens={"r": tokens},
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+    )
+    runs = stores.planned(
+        output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
+    )
+    report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
+    seen = set()
+    for commit in stores.reported(report):
+        assert isinstance(commit, Commit)
+        assert unpack_u64(commit.tenants).tolist() == [77]
+        (index,) = unpack_u64(commit.groups)
+        group, before = geometry.groups[index], commit.parents
+        assert len(commit.hashes) == len(commit.interior) * HASH_BYTES
+        for at in range(len(commit.interior)):
+            chunk = hashes.index(commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
+            assert before == (hashes[chunk - 1] if chunk else bytes(HASH_BYTES))
+            before = hashes[chunk]
+            ends = (prompt_chunks, max(0, prompt_chunks - 1))
+            wanted = chunk >= prompt_chunks or any(
+                chunk in needed_chunks(geometry, group, end) for end in ends
+            )
+            if group.kind is GroupKind.FULL or wanted:
+                assert not commit.interior[at], (
+                    f"chunk {chunk} of group {group.gid} is needed at the prompt's end"
+                )
+            elif chunk < min(
+                (needed_chunks(geometry, group, end) or range(end, end)).start
+                for end in ends
+                if end
+            ):
+                assert commit.interior[at], f"chunk {chunk} of group {group.gid} is inside"
+            seen.add((index, chunk))
+    assert len(seen) == sum(
+        part_bytes(geometry, group, chunk) > 0
+        for group in geometry.groups
+        for chunk in range(chunks)
+    )
+
+
+class Step:
+    """A request of one layout in one step, with all the write slots that it could take."""
+
+    def __init__(self, name: str, chunks: int) -> None:
+        self.geometry = LAYOUTS[name]
+        self.tokens = chunks * self.geometry.chunk_tokens
+        self.counters: Counter[str] = Counter()
+        self.stores = StorePlanner(self.geometry, self.tokens, True, self.counters)
+        self.request = SimpleNamespace(
+            num_tokens=self.tokens,
+            num_prompt_tokens=self.tokens,
+            num_computed_tokens=0,
+            block_hashes=[
+                number.to_bytes(32, "little")
+                for number in range(self.tokens // self.geometry.hash_tokens)
+            ],
+        )
+        self.tracked = TrackedRequest(self.request, next_chunk=[0] * len(self.geometry.groups))
+        self.tables = [
+            # With room for tokens that are not known yet.
+            [
+                SimpleNamespace(block_id=1 + at)
+                for at in range(2 * self.tokens // group.tokens_per_block)
+            ]
+            for group in self.geometry.groups
+        ]
+        for shape in {
+            shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)
+        }:
+            slots = pack_u64(list(range(chunks * len(self.tables))))
+            self.stores.credits.granted(shape, slots, slots, 0.0)
+
+    def stored(
+        self, scheduled: int, offers: list[tuple[int, int, int]] | None = None
+    ) -> dict[int, set[int]]:
+        """Chunks that a step of `scheduled` tokens stores, by group index."""
+        state = SimpleNamespace(boundary_state_offloads={"r": offers or []})
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r": scheduled}, kv_connector_block_state=state
+        )
+        tables = block_tables(SimpleNamespace(blocks=self.tables))
+        runs = self.stores.planned(output, {"r": self.tracked}, lambda _: tables)
+        chunks: dict[int, set[int]] = {index: set() for index in range(len(self.tables))}
+        for run in runs.values():
+            chunks[run.span.group_index] |= set(
+                range(run.span.first_chunk, run.span.first_chunk + run.objects)
+            )
+        return chunks
+
+
+def test_only_whole_chunks_that_this_step_has_computed_are_stored() -> None:
+    """A chunk counts once its last token is computed (D1, D2), and half a chunk does not count."""
+    step = Step("gemma4", 4)
+    chunk = step.geometry.chunk_tokens
+    assert step.stored(chunk - 1) == {0: set(), 1: set()}
+    step.request.num_computed_tokens = chunk - 1
+    assert step.stored(chunk) == {0: {0}, 1: {0}}
+    step.request.num_computed_tokens = 2 * chunk - 1
+    assert step.stored(1) == {0: {1}, 1: {1}}
+    step.request.num_computed_tokens = 3 * chunk
+    assert step.stored(2 * chunk) == {0: {2, 3}, 1: {2, 3}}, (
+        "drafts beyond the request's tokens are not its own"
+    )
+    assert step.stored(2 * chunk) == {0: set(), 1: set()}, "each is stored once"
+
+
+def test_a_group_without_blocks_stores_less_and_never_something_else() -> None:
+    """A24, A26: a table that is too short is an under-store of its group, to the whole chunk."""
+    step = Step("gemma4", 4)
+    chunk = step.geometry.chunk_tokens
+    per_chunk = step.geometry.blocks_per_chunk(step.geometry.groups[1])
+    assert per_chunk == 2
+    whole = step.tables[1]
+    step.tables[1] = whole[: 3 * per_chunk - 1]
+    assert step.stored(4 * chunk) == {0: {0, 1, 2, 3}, 1: {0, 1}}
+    step.tables[1] = []
+    assert step.stored(4 * chunk) == {0: set(), 1: set()}
+    step.tables[1] = whole
+    assert step.stored(4 * chunk) == {0: set(), 1: {2, 3}}
+
+
+def test_what_a_lookup_found_is_not_stored_again() -> None:
+    """Group by group, and set, not added up (C20, D3)."""
+    step = Step("gemma4", 4)
+    found = Found(1, 1, 2, [b"\1\1\0\0", b"\1\0\0\1"], b"", b"")
+    step.tracked.lookup.found = found
+    assert step.stored(step.tokens) == {0: {2, 3}, 1: {1, 2}}
+
+
+def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
+    """B34: at a boundary of ours that the step has reached, once, and never the null block."""
+    step = Step("qwen3next", 4)
+    chunk = step.geometry.chunk_tokens
+    offers = [(0, 5, chunk), (1, 6, chunk + 1), (0, 0, 2 * chunk), (1, 7, 3 * chunk), (9, 8, chunk)]
+    assert step.stored(2 * chunk, offers)[0] == {0}
+    assert step.counters["states_unaligned"] == 4
+    assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
+    step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"", b"")
+    assert step.stored(3 * chunk, [(1, 7, 3 * chunk)])[1] == set(), "the lookup found it"
+
+
+def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
+    """B40: what finds no slot is shed from this step and counted, never waited for."""
+    step = Step("qwen3", 4)
+    (shape,) = {
+        shape for group in step.geometry.groups for shape in slot_shapes(step.geometry, group)
+    }
+    step.stores.credits.reset()
+    assert step.stored(step.tokens) == {0: set()}
+    assert step.counters["stores_no_slot"] == 1
+    slots = pack_u64([1, 2, 3])
+    step.stores.credits.granted(shape, slots, slots, 0.0)
+    assert step.stored(step.tokens) == {0: {0, 1, 2}}

@@ -1,0 +1,87 @@
+"""The scheduler role hears what RAM has no more, over every connection that it makes."""
+
+import socket
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.client.control import ControlClient
+from hybridkv.core.settings import parse_settings
+from hybridkv.lab.daemon_process import DaemonProcess
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
+
+pytestmark = pytest.mark.engine
+
+CHUNKS = 3
+
+
+def make_request(name: str) -> Any:
+    tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
+    return SimpleNamespace(
+        request_id=name,
+        prompt_embeds=None,
+        lora_request=None,
+        cache_salt=None,
+        session_id=None,
+        mm_features=[],
+        all_token_ids=[*range(tokens)],
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_preemptions=0,
+        block_hashes=hashes(1, CHUNKS),
+    )
+
+
+def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+    from hybridkv.connector.scheduler.role import SchedulerRole
+
+    counters: Counter[str] = Counter()
+    events = KVEventPublisher(GEOMETRY, counters)
+    settings = parse_settings(
+        {"server": f"unix://{daemon.socket_path}", "lookup_timeout_ms": 10_000}
+    )
+    side = SchedulerRole(
+        settings, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, counters, 1000, events=events
+    )
+    heard: list[Any] = []
+
+    def hears(kind: Any, names: int) -> bool:
+        heard.extend(side.step_ended())
+        return (
+            len([name for event in heard if isinstance(event, kind) for name in event.block_hashes])
+            >= names
+        )
+
+    with (
+        Client(daemon.socket_path, name="other") as other,
+        ControlClient(daemon.socket_path) as control,
+    ):
+        for life in (1, 2):
+            heard.clear()
+            until(
+                lambda: hears(BlockStored, 0) and side._session.link.welcome is not None,
+                "it is connected",
+            )
+            other.store(1, CHUNKS)
+            assert other.values()["objects"], "the daemon has read what was committed"
+            side.arrived(make_request(f"r{life}"))
+            until(lambda: hears(BlockStored, CHUNKS), "a lookup saw another engine's objects")
+            side.finished(f"r{life}")
+            side._session.link.flush(time.monotonic())
+            until(lambda: not control.stats().values["leases"], "its lease ended")
+            assert control.stats().values["watching"] == 1
+            if life == 1:
+                assert side._session.link._sock is not None
+                side._session.link._sock.shutdown(socket.SHUT_RDWR)
+            else:
+                control.clear()
+            until(lambda: hears(BlockRemoved, CHUNKS), "what was announced is withdrawn")
+        assert counters["losses"] == 1
+        assert not counters["fault_kv_events"]
+    side.close()

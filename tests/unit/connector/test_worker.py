@@ -1,0 +1,92 @@
+"""What the worker role does when something fails; test_copier.py tests its copies."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+class Broken:
+    """A copier whose stores raise; its loads are good."""
+
+    def store(self, ops: Any, done: Any) -> None:
+        """Never."""
+        raise RuntimeError("a device's error")
+
+    def load(self, ops: Any, done: Any) -> None:
+        """At once."""
+        done(None)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> None:
+    """The same request may have been loaded in the step that switched the role off."""
+    from hybridkv.connector.connector import HybridKVConnector
+    from hybridkv.connector.messages import LoadPlan, StepPlan
+    from hybridkv.connector.worker.role import WorkerRole
+    from hybridkv.core.copies import CopyRun, ObjectSpan
+    from hybridkv.vllm.metrics import Deltas
+    from hybridkv.vllm.supervise import FAULTS_MAX, Supervisor
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker._copiers["b"], worker._boot = (None, Broken()), "b"
+    connector: Any = HybridKVConnector.__new__(HybridKVConnector)
+    connector._supervisor = Supervisor("worker")
+    connector._uncounted = Deltas(connector._supervisor.counters)
+    connector._worker, connector._scheduler = worker, None
+
+    def step(plan: Any) -> tuple[Any, Any]:
+        connector._connector_metadata = plan
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        done = connector.get_transfer_results(set())
+        return done.finished_recving, done.failed_recving
+
+    load = LoadPlan("b", ())
+    for number in range(1, FAULTS_MAX + 1):
+        assert connector.build_connector_worker_meta().boots == {"b": 1}
+        run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(8), bytes(8))
+        assert step(StepPlan(boot="b", session=1, loads={"a": load}, stores={number: run})) == (
+            {"a"},
+            set(),
+        )
+    assert not connector._supervisor.healthy
+    assert connector.build_connector_worker_meta().boots == {}
+    assert step(StepPlan(boot="b", session=1, loads={"a": load, "b": load})) == (
+        {"a", "b"},
+        {"a", "b"},
+    )
+
+
+def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> None:
+    """The scheduler looked at the ends of the run alone."""
+    from hybridkv.connector.messages import StepPlan
+    from hybridkv.connector.worker.role import WorkerRole
+    from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan
+    from hybridkv.core.packed import pack_u64
+
+    copied: list[Any] = []
+
+    class Storing(Broken):
+        def store(self, ops: Any, done: Any) -> None:
+            """At once."""
+            for op in ops:
+                copied.append(op)
+                done(op, True)
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker._copiers["b"], worker._boot = (None, Storing()), "b"
+    slots = pack_u64([10, 20, 30])
+    run = CopyRun(ObjectSpan(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots, slots)
+    worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
+    assert [(op.chunk, op.blocks) for op in copied] == [(4, (5, 6)), (6, (8, 9))]
+    report = worker.report()
+    assert report.done == {1: {0}}
+    assert report.unstored == {1: {1}}
+    assert report.counters["stores_hole"] == 1

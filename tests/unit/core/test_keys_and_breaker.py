@@ -1,0 +1,57 @@
+"""Identity and the circuit breaker."""
+
+import subprocess
+import sys
+
+from hybridkv.core.breaker import FAILURES_TO_OPEN, PAUSE_SECONDS, Breaker
+from hybridkv.core.keys import fingerprint, pack_hashes
+
+FACTS = {"model": "m", "groups": [[0, "full", 128]], "dtype": "bf16", "epoch": 0}
+
+
+def test_every_fact_counts_and_their_order_does_not() -> None:
+    same = fingerprint(FACTS)
+    assert fingerprint(dict(reversed(FACTS.items()))) == same
+    others = {fingerprint({**FACTS, key: "changed"}) for key in FACTS}
+    assert len(others | {same}) == len(FACTS) + 1
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    """Requirements B18, D15: no PYTHONHASHSEED is ever needed."""
+    code = f"from hybridkv.core.keys import fingerprint; print(fingerprint({FACTS!r}).hex())"
+    for seed in ("1", "2"):
+        said = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert said.stdout.strip() == fingerprint(FACTS).hex()
+
+
+def test_hashes_of_another_length_become_ours() -> None:
+    whole = [bytes([number]) * 32 for number in range(3)]
+    assert pack_hashes(whole) == b"".join(whole)
+    short = [bytes([number]) * 8 for number in range(4)]
+    packed = pack_hashes(short)
+    assert len({packed[at : at + 32] for at in range(0, len(packed), 32)}) == 4
+    assert pack_hashes([b"a" * 31, b"b" * 33]) != b"a" * 31 + b"b" * 33, (
+        "a right sum of wrong lengths"
+    )
+    assert pack_hashes([]) == b""
+
+
+def test_the_breaker_opens_probes_and_closes() -> None:
+    breaker = Breaker()
+    for number in range(FAILURES_TO_OPEN):
+        assert breaker.allows(float(number))
+        breaker = breaker.failed(float(number))
+    opened_at = float(FAILURES_TO_OPEN - 1)
+    assert breaker.is_open
+    assert not breaker.allows(opened_at + PAUSE_SECONDS / 2)
+    probe_at = opened_at + PAUSE_SECONDS
+    assert breaker.allows(probe_at)
+    assert not breaker.asked(probe_at).allows(probe_at), "one probe in a pause"
+    assert breaker.failed(probe_at).is_open
+    assert not breaker.succeeded().is_open

@@ -1,0 +1,555 @@
+"""The daemon's decisions: sessions, leases, credits, refusals."""
+
+import pytest
+
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.daemon.sessions import Process, owner_of
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.tiers.record import record_of
+from hybridkv.wire.messages import (
+    NEVER,
+    PROTOCOL_VERSION,
+    Clear,
+    Commit,
+    Done,
+    Drained,
+    Engines,
+    Error,
+    Explain,
+    Explained,
+    Free,
+    Hello,
+    Identify,
+    IdentityDifference,
+    ListEngines,
+    Lookup,
+    OtherIdentity,
+    Release,
+    ReportCorrupt,
+    ReportIdentity,
+    ReportRequest,
+    Request,
+    RequestExplanation,
+    Reserve,
+    Stats,
+    Subscribe,
+    Welcome,
+    WireEngine,
+    WireGeometry,
+    WireGroup,
+    WireModel,
+    geometry_to_wire,
+)
+from hybridkv.wire.protocol import RULES, ConnectionState
+from tests.layouts import LAYOUTS, make
+from tests.unit.daemon.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
+
+QWEN3 = LAYOUTS["qwen3"]
+GEMMA3 = LAYOUTS["gemma3"]
+PART = QWEN3.groups[0].block_bytes
+MINIMAL: dict[type[Request], Request] = {
+    type(message): message
+    for message in (
+        Hello(1, PROTOCOL_VERSION, "control"),
+        Drained(1),
+        Identify(1, b"n" * 32),
+        Subscribe(),
+        Lookup(1, 1, b""),
+        Release(1),
+        Reserve(1, PART, 1, 0),
+        Commit(b"", b"", b"", b""),
+        Free(b"", b""),
+        ReportCorrupt(b"", b""),
+        ReportRequest("r", RequestExplanation(1, 0)),
+        ReportIdentity({}),
+        Explain(1, "r"),
+        Stats(1),
+        ListEngines(1),
+        Clear(1),
+    )
+}
+
+
+def test_stored_then_found_then_released() -> None:
+    daemon = make_daemon()
+    assert isinstance(engine(daemon, 1, QWEN3), Welcome)
+    slots = grant(daemon, 1, PART, 3)
+    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
+    found = lookup(daemon, 1, 7, 1, 2, 3, 4)
+    assert found.chunks == 3
+    assert found.masks == [b"\1\1\1\0"]
+    assert list(unpack_u64(found.offsets)) == [offset for offset, _ in slots]
+    assert daemon.view.values().named()["leases"] == 1
+    daemon.handle(1, Release(7, 384, 1000))
+    assert daemon.view.values().named()["leases"] == 0
+    assert daemon.view.values().named()["tokens_loaded"] == 384
+    daemon.check()
+
+
+def test_a_hit_needs_every_group_at_one_boundary() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, GEMMA3)
+    size = GEMMA3.groups[0].block_bytes
+    for group, numbers in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2])):
+        commit(daemon, 1, grant(daemon, 1, size, len(numbers)), group, numbers)
+    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 2
+    daemon.check()
+
+
+def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    engine(daemon, 3, QWEN3, "c", b"y" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert lookup(daemon, 2, 1, 1).chunks == 1
+    assert lookup(daemon, 3, 1, 1).chunks == 0
+    refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
+    assert isinstance(refused, Error)
+    assert refused.code == "identity"
+
+
+def test_a_request_is_explained_also_by_what_is_stored_under_another_identity() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    daemon.handle(1, ReportIdentity({"dtype": "bfloat16", "config": "c"}))
+    daemon.handle(2, ReportIdentity({"dtype": "float32", "config": "c"}))
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    told = RequestExplanation(300, 0, first_chunk=hashes(1))
+    daemon.handle(2, ReportRequest("cmpl-7-0-ab12", told))
+    daemon.connect(3)
+    daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    explained = daemon.handle(3, Explain(5, "cmpl-7"))
+    differs = IdentityDifference("dtype", here="float32", there="bfloat16")
+    others = [OtherIdentity(b"x" * 32, [differs])]
+    assert explained == Explained(5, ["cmpl-7-0-ab12"], b"y" * 32, told, others)
+    unknown = daemon.handle(3, Explain(6, "cmp"))
+    assert unknown == Explained(6, ["cmpl-7-0-ab12"])
+
+
+def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.observe.history.REQUESTS_MAX", 3)
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    for number in (1, 2, 3, 1, 4):
+        daemon.handle(1, ReportRequest(f"r{number}", RequestExplanation(1, number)))
+    explained = daemon.handle(1, Explain(5, "r2"))
+    assert explained == Explained(5, ["r4", "r1", "r3"])
+
+
+def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None:
+    daemon = make_daemon()
+    geometry, model = (
+        geometry_to_wire(GEMMA3),
+        WireModel("gemma", 4096, "auto (bfloat16)", [1, 1, 1], 0, 2048),
+    )
+    daemon.connect(1)
+    daemon.handle(1, Hello(1, PROTOCOL_VERSION, "engine", "a", b"x" * 32, geometry, model))
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    daemon.connect(3)
+    daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    assert daemon.handle(3, ListEngines(5)) == Engines(
+        5,
+        [
+            WireEngine("a", b"x" * 32, geometry, model),
+            WireEngine("b", b"y" * 32, geometry_to_wire(QWEN3), None),
+        ],
+    )
+    daemon.disconnect(1)
+    listed = daemon.handle(3, ListEngines(6))
+    assert [seen.engine_id for seen in listed.engines] == ["b"]  # type: ignore[union-attr]
+
+
+def test_another_identity_from_now_on() -> None:
+    """After a weight update nothing older is found, and what is stored then is apart from it."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert daemon.handle(1, Identify(4, b"y" * 32)) == Done(4, 0)
+    assert lookup(daemon, 1, 1, 1).chunks == 0
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [2])
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    assert [lookup(daemon, 2, number, number).chunks for number in (1, 2)] == [1, 0]
+    daemon.check()
+
+
+def test_a_duplicate_gives_its_slot_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 1])
+    values = daemon.view.values().named()
+    assert (values["objects"], values["duplicates"], values["bytes_writing"]) == (1, 1, 0)
+
+
+def test_what_a_session_holds_ends_with_its_last_process() -> None:
+    """A worker may still copy after its scheduler died, so nothing is taken back before its end."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "e")
+    daemon.connect(2)
+    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "worker", "e"))
+    slots = grant(daemon, 1, PART, 4)
+    commit(daemon, 1, slots[:2], 0, [1, 2])
+    lookup(daemon, 1, 1, 1, 2)
+    daemon.disconnect(1)
+    assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1)
+    assert daemon.view.values().named()["leases"] == 1
+    daemon.disconnect(2)
+    values = daemon.view.values().named()
+    assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
+    assert values["objects"] == 2, "objects outlive the engine"
+    daemon.check()
+
+
+@pytest.mark.parametrize("farewell", ["none", "late"])
+def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> None:
+    """The earlier engine's worker speaks for that engine only, and its last word may come late."""
+    daemon, process = make_daemon(), Process(7, 7)
+
+    def greet_worker(connection: int) -> None:
+        daemon.connect(connection, process)
+        daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "worker", "e"))
+
+    greet_worker(1)
+    daemon.handle(1, Drained(5))
+    greet_worker(2)
+    if farewell == "late":
+        daemon.handle(1, Drained(NEVER))
+    daemon.disconnect(1)
+    daemon.connect(3, process)
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(QWEN3), session=1)
+    daemon.handle(3, hello)
+    daemon.handle(2, Drained(1))
+    grant(daemon, 3, PART, 2)
+    daemon.disconnect(3)
+    assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1), (
+        "its worker may still write"
+    )
+    daemon.handle(2, Drained(2))
+    assert daemon.view.values().named()["bytes_writing"] == 0
+
+
+def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None:
+    """A process may make one engine after another; the daemon need not know all its workers."""
+    daemon, process = make_daemon(), Process(7, 7)
+    for number, farewell in ((1, NEVER), (2, 5)):
+        daemon.connect(number, process)
+        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
+        daemon.handle(number, Drained(farewell))
+        assert daemon.sessions.processes() == {process}
+        assert [known.engine for known in daemon.store.trailer.processes()] == [
+            owner_of(f"e{number}")
+        ]
+        daemon.disconnect(number)
+    assert daemon.sessions.processes() == {process}, "the second may still copy"
+    assert len(daemon.store.trailer.processes()) == 1
+    daemon.sessions.process_ended(process)
+    assert not daemon.sessions.processes()
+    assert not daemon.store.trailer.processes()
+
+
+def test_a_thousand_engines_come_and_go() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "first")
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+    before = daemon.view.values().named()
+    for number in range(2, 1002):
+        engine(daemon, number, QWEN3, f"e{number}")
+        grant(daemon, number, PART, 2)
+        lookup(daemon, number, 1, 1, 2)
+        daemon.disconnect(number)
+    after = daemon.view.values().named()
+    for name in (
+        "bytes_writing",
+        "bytes_committed",
+        "leases",
+        "sessions",
+        "connections",
+        "objects",
+    ):
+        assert after[name] == before[name], name
+    daemon.check()
+
+
+def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
+    daemon = make_daemon(ARENA // 4)
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 1000)
+    assert 0 < len(slots) * slot_bytes(PART, 1) <= ARENA // 16
+    commit(daemon, 1, slots, 0, list(range(len(slots))))
+    lookup(daemon, 1, 1, 0, 1)
+    for number in range(100, 200):
+        more = grant(daemon, 1, PART, 1)
+        commit(daemon, 1, more, 0, [number])
+    assert daemon.view.values().named()["evicted"] > 0
+    assert lookup(daemon, 1, 2, 0, 1).chunks == 2
+    daemon.check()
+
+
+def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+    lookup(daemon, 1, 1, 1)
+    assert daemon.handle(1, Clear(3)) == Done(3, 2)
+    assert lookup(daemon, 1, 2, 1).chunks == 0
+    assert daemon.view.values().named()["bytes_committed"] == slot_bytes(PART, 1)
+    daemon.handle(1, Release(1))
+    assert daemon.view.values().named()["bytes_committed"] == 0
+    daemon.check()
+
+
+def test_a_condemned_object_is_a_miss() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    commit(daemon, 1, slots, 0, [1, 2])
+    (offset, generation) = slots[1]
+    daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation + 1])))
+    assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
+    daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation])))
+    assert lookup(daemon, 1, 2, 1, 2).chunks == 1
+    daemon.check()
+
+
+def test_unused_slots_can_be_given_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    daemon.handle(1, Free(pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])))
+    assert daemon.view.values().named()["bytes_writing"] == 0
+    commit(daemon, 1, slots, 0, [1, 2])
+    assert daemon.view.values().named()["commits_unknown"] == 2
+    daemon.check()
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (Hello(1, PROTOCOL_VERSION, "engine", "e"), "hello_twice"),
+        (Lookup(1, 1, b"short"), "hashes"),
+        (Reserve(1, 12345, 1, 1), "part_bytes"),
+        (Free(b"123", b"123"), "packed"),
+        (Free(pack_u64([1]), b""), "packed"),
+    ],
+)
+def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    refused = daemon.handle(1, request_)
+    assert isinstance(refused, Error)
+    assert refused.code == code
+    assert daemon.view.values().named()[f"refused_{code}"] == 1
+    daemon.check()
+
+
+def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.daemon.sessions.SESSIONS_MAX", 2)
+    monkeypatch.setattr("hybridkv.daemon.handlers.LEASES_MAX", 2)
+    daemon = make_daemon()
+    assert isinstance(engine(daemon, 1, QWEN3, "a"), Welcome)
+    assert isinstance(engine(daemon, 2, QWEN3, "b"), Welcome)
+    refused = engine(daemon, 3, QWEN3, "c")
+    assert isinstance(refused, Error)
+    assert refused.code == "sessions"
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert [lookup(daemon, 1, lease, 1).chunks for lease in (1, 2)] == [1, 1]
+    refused = daemon.handle(1, Lookup(5, 3, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
+    daemon.disconnect(2)
+    assert isinstance(daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
+    daemon.check()
+
+
+def test_a_lease_number_is_used_once() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    lookup(daemon, 1, 1, 1)
+    refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        (Hello(1, 99, "control"), "version"),
+        (Hello(1, PROTOCOL_VERSION, "engine", "e"), "hello_incomplete"),
+        (Stats(1), "hello_first"),
+    ],
+)
+def test_greetings_that_are_refused(hello: Request, code: str) -> None:
+    daemon = make_daemon()
+    daemon.connect(1)
+    refused = daemon.handle(1, hello)
+    assert isinstance(refused, Error)
+    assert refused.code == code
+
+
+def test_a_control_connection_has_no_session() -> None:
+    daemon = make_daemon()
+    daemon.connect(1)
+    assert isinstance(daemon.handle(1, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
+    refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "role"
+
+
+def test_what_an_engine_tells_of_a_request_cannot_break_the_explanation() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    for number, first in enumerate((b"no hash", hashes(2), b"")):
+        daemon.handle(1, ReportRequest(f"r{number}", RequestExplanation(1, 0, first_chunk=first)))
+        explained = daemon.handle(1, Explain(2, f"r{number}"))
+        assert isinstance(explained, Explained), explained
+        assert explained.explanation is not None
+        assert not explained.others
+
+
+def test_a_request_without_a_name_is_not_shown_in_place_of_another() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    daemon.handle(1, ReportRequest("", RequestExplanation(1, 3)))
+    assert daemon.handle(1, Explain(2, "unknown")) == Explained(2, [""])
+
+
+def test_a_refused_commit_stores_nothing() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 3)
+    arguments = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+    refused = daemon.handle(1, Commit(*arguments, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
+    assert isinstance(refused, Error)
+    assert refused.code == "commit"
+    assert daemon.view.values().named()["objects"] == 0
+    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
+    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
+    daemon.check()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) -> None:
+    """One group, one tenant, and the hash before the first: as if it were said for each."""
+    groups, tenants = pack_u64([0]), pack_u64([9])
+    names, before = hashes(5, 6, 7), hashes(first)
+    known = []
+    for parents, times in ((before, 1), (before + names[:-HASH_BYTES], 3)):
+        daemon = make_daemon()
+        engine(daemon, 1, QWEN3)
+        slots = grant(daemon, 1, PART, 3)
+        places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+        said = Commit(*places, groups * times, names, 0, parents, b"\0\1\0", tenants * times)
+        assert daemon.handle(1, said) is None
+        objects = [daemon.store.get(*slot) for slot in slots]
+        known.append([record_of(one) for one in objects if one is not None])
+        assert daemon.handle(1, Commit(b"", b"", groups, b"", 0, before, b"", tenants)) is None, (
+            "of nothing"
+        )
+        daemon.check()
+    assert known[0] == known[1]
+    assert [record.tenant for record in known[0]] == [9] * 3
+    assert len({record.parent for record in known[0]}) == 3
+
+
+def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 3)
+    places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+    names = hashes(1, 2, 3)
+    for wrong in (
+        Commit(*places, pack_u64([0, 0]), names),
+        Commit(*places, b"", names),
+        Commit(*places, pack_u64([0]), names, 0, names[: 2 * HASH_BYTES]),
+        Commit(*places, pack_u64([0]), names, 0, names + b"\0"),
+        Commit(*places, pack_u64([0]), names, 0, b"", b"\0"),
+        Commit(*places, pack_u64([0]), names, 0, b"", b"", pack_u64([1, 2])),
+    ):
+        refused = daemon.handle(1, wrong)
+        assert isinstance(refused, Error), wrong
+        assert refused.code == "commit"
+    assert daemon.view.values().named()["objects"] == 0
+    daemon.check()
+
+
+def test_a_geometry_without_end_is_refused_at_once() -> None:
+    """A window that shares no factor with the chunk repeats after a billion chunks."""
+    daemon = make_daemon()
+    group = WireGroup(0, GroupKind.CHUNKED_LOCAL, 1, 8, (1 << 30) - 1, 0, False)
+    daemon.connect(1)
+    refused = daemon.handle(
+        1, Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, WireGeometry([group], 128, 1, 1, 1))
+    )
+    assert isinstance(refused, Error)
+    assert refused.code == "geometry"
+
+
+def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is stored: a client would take a longer answer for nonsense."""
+    monkeypatch.setattr("hybridkv.daemon.handlers.BATCH_MAX", 20)
+    geometry = make(16, 16, *[(GroupKind.FULL, 16, 0)] * 3, chunk=16)
+    daemon = make_daemon()
+    engine(daemon, 1, geometry)
+    for group in range(3):
+        commit(
+            daemon, 1, grant(daemon, 1, geometry.groups[0].block_bytes, 10), group, list(range(10))
+        )
+    found = lookup(daemon, 1, 1, *range(10))
+    assert found.chunks == 6
+    assert found.masks == [b"\1" * 6] * 3
+    assert len(unpack_u64(found.offsets)) == 18
+    assert lookup(daemon, 1, 2, *range(4)).chunks == 4
+
+
+def test_a_control_connection_keeps_no_session_alive() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "e")
+    daemon.connect(2)
+    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
+    daemon.disconnect(1)
+    assert daemon.view.values().named()["sessions"] == 0
+
+
+@pytest.mark.parametrize("state", ConnectionState)
+@pytest.mark.parametrize("message", RULES, ids=lambda message: message.__name__)
+def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> None:
+    """Exactly the messages of the table are taken in each state, and answered as it says."""
+    daemon = make_daemon()
+    if state is ConnectionState.ENGINE:
+        engine(daemon, 1, QWEN3)
+    else:
+        daemon.connect(1)
+    if state not in (ConnectionState.NEW, ConnectionState.ENGINE):
+        daemon.handle(1, Hello(1, PROTOCOL_VERSION, state))
+    reply = daemon.handle(1, MINIMAL[message])
+    if state in RULES[message].states:
+        assert (None if reply is None else type(reply)) is RULES[message].reply
+    else:
+        assert isinstance(reply, Error)
+        expected = (
+            "hello_first"
+            if state is ConnectionState.NEW
+            else "hello_twice"
+            if message is Hello
+            else "role"
+        )
+        assert reply.code == expected
+    daemon.check()
+
+
+def test_one_process_may_be_worker_twice() -> None:
+    """The older connection may speak after the newer one said farewell and was forgotten."""
+    daemon, process = make_daemon(), Process(7, 7)
+    for number in (1, 2):
+        daemon.connect(number, process)
+        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", "e"))
+    daemon.handle(2, Drained(NEVER))
+    daemon.disconnect(2)
+    assert daemon.handle(1, Drained(3)) is None
+    daemon.disconnect(1)
+    daemon.check()

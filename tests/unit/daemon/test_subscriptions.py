@@ -1,0 +1,132 @@
+"""What a subscriber is told of removed objects; tests/model/test_daemon.py checks completeness."""
+
+import pytest
+
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.subscriptions import UNHEARD_MAX
+from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Reply, Stats, Subscribe
+from tests.layouts import LAYOUTS
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+
+QWEN3 = LAYOUTS["qwen3"]
+PART = QWEN3.groups[0].block_bytes
+
+
+def turn(daemon: Daemon) -> list[tuple[int, Reply]]:
+    """The end of one of the loop's turns: what is to be sent."""
+    daemon.tick(0.0)
+    said = list(daemon.later)
+    daemon.later.clear()
+    return said
+
+
+def store(daemon: Daemon, connection: int, *numbers: int) -> None:
+    commit(daemon, connection, grant(daemon, connection, PART, len(numbers)), 0, list(numbers))
+
+
+def test_who_watches_hears_of_its_identity_alone() -> None:
+    daemon = make_daemon()
+    for number, identity in ((1, b"n"), (2, b"n"), (3, b"m")):
+        engine(daemon, number, QWEN3, f"e{number}", identity * 32)
+    daemon.handle(1, Subscribe())
+    daemon.handle(3, Subscribe())
+    store(daemon, 2, 1, 2)
+    assert turn(daemon) == []
+    daemon.handle(2, Clear(7))
+    assert turn(daemon) == [(1, Removed(0, hashes(1, 2), b"\0\0"))]
+    assert turn(daemon) == [], "once"
+    store(daemon, 3, 3)
+    daemon.handle(2, Clear(7))
+    assert turn(daemon) == [(3, Removed(0, hashes(3), b"\0"))]
+    daemon.disconnect(3)
+    store(daemon, 2, 4)
+    daemon.disconnect(1)
+    daemon.handle(2, Clear(7))
+    assert turn(daemon) == [], "nobody is there to hear"
+    assert daemon.view.values().named()["watching"] == 0
+
+
+def test_what_is_there_again_did_not_go() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    daemon.handle(1, Subscribe())
+    store(daemon, 1, 1, 2)
+    daemon.handle(1, Clear(7))
+    store(daemon, 1, 2)
+    assert turn(daemon) == [(1, Removed(0, hashes(1), b"\0"))]
+
+
+def test_a_commit_that_came_to_nothing_is_told() -> None:
+    """Its engine cannot know of a slot that it lost, or of a quota that leaves no room."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    daemon.handle(1, Subscribe())
+    commit(daemon, 1, [(0, 5)], 0, [1])
+    assert turn(daemon) == [(1, Removed(0, hashes(1), b"\0"))]
+    store(daemon, 1, 1)
+    store(daemon, 1, 1)
+    assert turn(daemon) == [], "a duplicate is there"
+    daemon.store._order._tenant_bytes = 1
+    ((offset, generation),) = grant(daemon, 1, PART, 1)
+    one = Commit(
+        pack_u64([offset]), pack_u64([generation]), pack_u64([0]), hashes(2), tenants=pack_u64([9])
+    )
+    daemon.handle(1, one)
+    assert turn(daemon) == [(1, Removed(0, hashes(2), b"\0"))]
+
+
+def test_another_identity_begins_with_nothing_to_tell() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    engine(daemon, 2, QWEN3, "other")
+    daemon.handle(1, Subscribe())
+    store(daemon, 1, 1)
+    daemon.handle(1, Clear(7))
+    daemon.handle(1, Identify(8, b"o" * HASH_BYTES))
+    assert turn(daemon) == []
+    store(daemon, 2, 2)
+    daemon.handle(2, Clear(7))
+    assert turn(daemon) == [], "of the old one"
+    store(daemon, 1, 3)
+    daemon.handle(2, Clear(7))
+    assert turn(daemon) == [(1, Removed(0, hashes(3), b"\0"))]
+
+
+def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridkv.daemon.subscriptions.REMOVED_MAX", 2)
+    monkeypatch.setattr("hybridkv.daemon.subscriptions.QUEUE_MAX", 20)
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "silent")
+    engine(daemon, 2, QWEN3, "busy")
+    daemon.handle(1, Subscribe())
+    told: list[Removed] = []
+
+    def come_and_go(*numbers: int) -> None:
+        store(daemon, 2, *numbers)
+        daemon.handle(2, Clear(7))
+        told.extend(reply for _, reply in turn(daemon) if isinstance(reply, Removed))
+
+    come_and_go(*range(5))
+    assert [len(one.groups) for one in told] == [2, 2, 1]
+    come_and_go(*range(5, 20))
+    assert len(told) == UNHEARD_MAX
+    come_and_go(*range(20, 30))
+    assert len(told) == UNHEARD_MAX
+    daemon.handle(1, Stats(9))
+    told += [reply for _, reply in turn(daemon) if isinstance(reply, Removed)]
+    assert b"".join(one.hashes for one in told) == hashes(*range(30)), "all of it, in order"
+    assert not any(one.everything for one in told)
+    told.clear()
+    come_and_go(*range(1, 1 + 2 * UNHEARD_MAX))
+    come_and_go(*range(30, 51))
+    come_and_go(51)
+    assert daemon.view.values().named()["removals_overflowed"] == 1
+    told.clear()
+    daemon.handle(1, Lookup(9, 1, hashes(1)))
+    assert turn(daemon) == [(1, Removed(0, b"", b"", everything=True))]
+    come_and_go(52)
+    assert told == [Removed(0, hashes(52), b"\0")]

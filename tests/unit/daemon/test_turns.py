@@ -1,0 +1,135 @@
+"""No message and no pile of messages keeps the daemon from the others for long."""
+
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from hybridkv.client.control import ControlClient
+from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.packed import batches, pack_u64, unpack_u64
+from hybridkv.daemon.clients import RECEIVE_BYTES
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
+from hybridkv.wire.messages import (
+    BATCH_MAX,
+    CHANGES_MAX,
+    PROTOCOL_VERSION,
+    Clear,
+    Commit,
+    Done,
+    Free,
+    Hello,
+    Report,
+    ReportCorrupt,
+    Request,
+    Reserve,
+    Reserved,
+    Stats,
+    geometry_to_wire,
+)
+from tests.conftest import DEADLINE_SECONDS
+from tests.unit.daemon.harness import engine, grant, make_daemon
+
+PART = 256
+SMALL = Geometry((Group(0, GroupKind.FULL, 16, (PART,)),), 16, 16, 16)
+OBJECTS = 2 * CHANGES_MAX + 10
+
+
+def test_no_message_changes_more_than_so_many_slots() -> None:
+    daemon = make_daemon(8 * OBJECTS * slot_bytes(PART, 1))
+    engine(daemon, 1, SMALL)
+    slots: list[tuple[int, int]] = []
+    while len(slots) < OBJECTS:
+        granted = grant(daemon, 1, PART, min(BATCH_MAX, OBJECTS - len(slots)))
+        assert 0 < len(granted) <= CHANGES_MAX
+        slots += granted
+    for at, (offset, generation) in enumerate(slots):
+        name = at.to_bytes(32, "little")
+        daemon.handle(1, Commit(pack_u64([offset]), pack_u64([generation]), pack_u64([0]), name))
+    assert daemon.store.objects == OBJECTS
+    for left in (CHANGES_MAX, CHANGES_MAX, 10, 0):
+        assert daemon.handle(1, Clear(2)) == Done(2, left)
+        daemon.check()
+    assert daemon.store.objects == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda count: Free(bytes(8 * count), bytes(8 * count)),
+        lambda count: ReportCorrupt(bytes(8 * count), bytes(8 * count)),
+        lambda count: Commit(
+            bytes(8 * count), bytes(8 * count), bytes(8 * count), bytes(32 * count)
+        ),
+    ],
+)
+def test_a_message_of_too_many_slots_is_none_of_the_protocol(
+    message: Callable[[int], Request],
+) -> None:
+    assert decode_request(encode(message(CHANGES_MAX))[4:]) == message(CHANGES_MAX)
+    with pytest.raises(WireError):
+        decode_request(encode(message(CHANGES_MAX + 1))[4:])
+
+
+def test_columns_are_cut_together() -> None:
+    names, hashes = pack_u64([*range(5)]), b"".join(bytes([at]) * 32 for at in range(5))
+    cut = batches(2, (names, 8), (hashes, 32))
+    assert [list(unpack_u64(name)) for name, _ in cut] == [[0, 1], [2, 3], [4]]
+    assert [one[::32] for _, one in cut] == [b"\0\1", b"\2\3", b"\4"]
+    assert batches(2, (b"", 8), (b"", 32)) == []
+
+
+def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:
+    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(SMALL))
+    with ControlClient(daemon.socket_path, DEADLINE_SECONDS, hello) as control:
+        stored = 0
+        while stored < OBJECTS:
+            granted = control.call(Reserve(2, PART, 1, OBJECTS - stored))
+            assert isinstance(granted, Reserved)
+            count = len(unpack_u64(granted.offsets))
+            names = b"".join(at.to_bytes(32, "little") for at in range(stored, stored + count))
+            control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), names))
+            stored += count
+        assert control.stats().values["objects"] == OBJECTS
+        assert control.clear() == OBJECTS
+        assert control.stats().values["objects"] == 0
+
+
+def test_who_asks_beside_a_pile_of_messages_is_answered_before_its_end(
+    daemon: DaemonProcess,
+) -> None:
+    """All of it is read at once, first."""
+    assert daemon.process is not None
+    question = encode(Stats(7))
+    many = RECEIVE_BYTES // len(question)
+    with socket.socket(socket.AF_UNIX) as pile, socket.socket(socket.AF_UNIX) as one:
+        for client in (pile, one):
+            client.settimeout(DEADLINE_SECONDS)
+            client.connect(daemon.socket_path)
+            client.sendall(encode(Hello(1, PROTOCOL_VERSION, "control")))
+            assert client.recv(1 << 16)
+        with ControlClient(daemon.socket_path) as control:
+            # The kernel offers who was served last first; now that is neither of them.
+            control.stats()
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            pile.sendall(question * many)
+            one.sendall(question)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        (report,) = _replies(one, 1)
+        assert report.values["requests_stats"] < many / 2
+        assert len(_replies(pile, many)) == many, "and all of it is answered"
+
+
+def _replies(client: socket.socket, count: int) -> list[Report]:
+    frames, replies = Frames(), list[Report]()
+    while len(replies) < count:
+        for body in frames.feed(client.recv(1 << 18)):
+            reply = decode_reply(body)
+            assert isinstance(reply, Report)
+            replies.append(reply)
+    return replies

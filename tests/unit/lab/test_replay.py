@@ -1,0 +1,163 @@
+"""What `hybridkv replay` says, against the definition of a hit."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.core.capacity import stored_shapes
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.state_boundaries import StateRule
+from hybridkv.lab.replay import (
+    ReplayHits,
+    ReplayModel,
+    TracePrompt,
+    TraceReplay,
+    UnlimitedCache,
+    served,
+)
+from hybridkv.shm.slots import slot_bytes
+from tests.layouts import LAYOUTS
+
+PLENTY = 1 << 30
+RULE = StateRule(None, 2048)
+
+
+def last(cache: TraceReplay | UnlimitedCache, prompts: list[TracePrompt]) -> ReplayHits:
+    *_, total = served(cache, prompts)
+    return total
+
+
+@st.composite
+def traces(draw: st.DrawFn, block_tokens: int) -> list[TracePrompt]:
+    """Prompts that share beginnings; the last block of each may be its own, and only started."""
+    names: dict[tuple[int, ...], int] = {}
+    prompts = []
+    for _ in range(draw(st.integers(1, 8))):
+        words = draw(st.lists(st.integers(0, 1), min_size=1, max_size=6))
+        rest = draw(st.integers(1, block_tokens))
+        chain = [tuple(words[: end + 1]) for end in range(len(words))]
+        if rest < block_tokens:
+            chain[-1] = (*chain[-1], -rest)
+        blocks = [names.setdefault(word, len(names)) for word in chain]
+        prompts.append(TracePrompt((len(words) - 1) * block_tokens + rest, blocks))
+    return prompts
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["qwen3", "falconh1", "gpu_blocks"]),
+    st.sampled_from([64, 512, 1000]),
+    st.data(),
+)
+def test_without_bound_a_hit_is_the_longest_beginning_that_was_there(
+    name: str, block_tokens: int, data: st.DataObject
+) -> None:
+    geometry = LAYOUTS[name]
+    full = replace(
+        geometry, groups=tuple(group for group in geometry.groups if group.kind is GroupKind.FULL)
+    )
+    prompts = data.draw(traces(block_tokens))
+    model = ReplayModel(full, StateRule(), block_tokens)
+    chunk = model.geometry.chunk_tokens
+    assert chunk % geometry.chunk_tokens == 0
+    assert chunk < block_tokens + geometry.chunk_tokens
+    cache = UnlimitedCache(model)
+    for number, prompt in enumerate(prompts):
+        best = 0
+        for earlier in prompts[:number]:
+            for end in range(chunk, min(prompt.tokens - 1, earlier.tokens) + 1, chunk):
+                at = (end - 1) // block_tokens
+                if prompt.blocks[at] == earlier.blocks[at]:
+                    best = max(best, end)
+        hit = cache.serve(prompt)
+        assert hit == ReplayHits(1, int(best > 0), prompt.tokens, best)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from([64, 512, 1000]),
+    st.sampled_from([*EvictionPolicy]),
+    st.data(),
+)
+def test_with_plenty_of_room_nothing_is_lost_and_with_little_nothing_is_won(
+    name: str, block_tokens: int, policy: EvictionPolicy, data: st.DataObject
+) -> None:
+    prompts = data.draw(traces(block_tokens))
+    model = ReplayModel(LAYOUTS[name], RULE, block_tokens)
+    ceiling = last(UnlimitedCache(model), prompts)
+    with TraceReplay(model, PLENTY, policy) as cache:
+        assert last(cache, prompts) == ceiling
+    with TraceReplay(model, 3 * model.smallest_bytes, policy) as cache:
+        assert last(cache, prompts).tokens_hit <= ceiling.tokens_hit
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("block_tokens", [1, 512, 5000])
+def test_a_prompt_takes_what_the_plan_says(name: str, block_tokens: int) -> None:
+    geometry = LAYOUTS[name]
+    model = ReplayModel(geometry, RULE, block_tokens)
+    tokens = 6 * model.geometry.chunk_tokens
+    prompt = TracePrompt(tokens, range(-(-tokens // block_tokens)))
+    cache = UnlimitedCache(model)
+    assert cache.serve(prompt) == ReplayHits(1, 0, tokens, 0)
+    shapes = stored_shapes(geometry, RULE, tokens)
+    assert cache.stored_bytes == sum(slot_bytes(*shape) * count for shape, count in shapes.items())
+
+
+def test_what_is_read_again_stays() -> None:
+    """A conversation outlives prompts that nobody repeats, in a cache of three times its size."""
+    model = ReplayModel(LAYOUTS["qwen3"], StateRule(), 128)
+    chat = list(range(10))
+    prompts = []
+    for turn in range(20):
+        chat.append(10 + turn)
+        prompts.append(TracePrompt(128 * len(chat) + 1, [*chat, 1000 + turn]))
+        fresh = 10_000 * (1 + turn)
+        prompts.append(TracePrompt(128 * 30 + 1, range(fresh, fresh + 31)))
+    with TraceReplay(model, 90 * model.smallest_bytes) as cache:
+        total = last(cache, prompts)
+    assert total.prompts_hit == 19
+    assert total.tokens_hit == sum(128 * (11 + turn) for turn in range(19))
+    assert total.evicted > 100
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("qwen3", 4), ("qwen3next", 3), ("gemma3", 5)])
+def test_a_hit_ends_before_the_prompts_last_token(name: str, chunks: int) -> None:
+    """And where a state stands: at the last boundary of an earlier prompt."""
+    geometry = LAYOUTS[name]
+    size = geometry.chunk_tokens
+    model = ReplayModel(geometry, StateRule(), size)
+    cache = UnlimitedCache(model)
+    first, longer = (
+        TracePrompt(chunks * size + 1, range(chunks + 1)),
+        TracePrompt((chunks + 2) * size, [*range(chunks), 90, 91]),
+    )
+    assert cache.serve(first).tokens_hit == 0
+    assert cache.serve(first).tokens_hit == chunks * size
+    assert cache.serve(longer).tokens_hit == chunks * size
+    assert cache.serve(longer).tokens_hit == (chunks + 1) * size
+    short = TracePrompt(chunks * size, range(chunks))
+    assert cache.serve(short).tokens_hit == (0 if name == "qwen3next" else (chunks - 1) * size)
+
+
+def test_what_was_read_goes_last() -> None:
+    model = ReplayModel(LAYOUTS["qwen3"], StateRule(), 128)
+    one, *others = (TracePrompt(4 * 128 + 1, range(start, start + 5)) for start in range(0, 40, 10))
+    with TraceReplay(model, 3 * 4 * model.smallest_bytes, EvictionPolicy.LRU) as cache:
+        hits = [
+            cache.serve(prompt).prompts_hit for prompt in (one, others[0], one, *others[1:], one)
+        ]
+    assert hits == [0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("policy", [*EvictionPolicy])
+def test_of_a_prompt_that_does_not_fit_the_beginning_stays(policy: EvictionPolicy) -> None:
+    model = ReplayModel(LAYOUTS["qwen3"], StateRule(), 128)
+    prompt = TracePrompt(20 * 128 + 1, range(21))
+    with TraceReplay(model, 10 * model.smallest_bytes, policy) as cache:
+        assert cache.serve(prompt).tokens_hit == 0
+        assert 8 * 128 <= cache.serve(prompt).tokens_hit <= 10 * 128

@@ -1,0 +1,957 @@
+"""MultiConnector on vLLM's scheduler, with children that are late, raise, fail or repeat."""
+
+import random
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Counter as PromCounter
+from prometheus_client import Gauge as PromGauge
+from prometheus_client import Histogram as PromHistogram
+
+pytestmark = pytest.mark.engine
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+
+from hybridkv.core.errors import ConfigError  # noqa: E402
+from hybridkv.multi.children import child_specs  # noqa: E402
+from hybridkv.multi.messages import MultiEvents, MultiReport  # noqa: E402
+from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
+from tests.unit.multi.multiengine import (  # noqa: E402
+    BLOCK,
+    ENGINE_ID,
+    MultiEngine,
+    child,
+    connector,
+    hybrid,
+    multi_config,
+    single,
+)
+from tests.unit.multi.scripted import (  # noqa: E402
+    SCRIPTS,
+    Note,
+    Plan,
+    Script,
+    ScriptedError,
+    ScriptedStats,
+)
+
+HIT = 96
+MOST = 512
+
+
+@pytest.fixture(autouse=True)
+def forget_scripts() -> None:
+    SCRIPTS.clear()
+
+
+def upto(end: int) -> Any:
+    """A child that has the prompt up to `end`."""
+    return lambda request, local: max(
+        0, min(end, (request.num_tokens - 1) // BLOCK * BLOCK) - local
+    )
+
+
+def prompt(rng: random.Random, length: int = 200) -> list[int]:
+    return rng.choices(range(2, 2000), k=length)
+
+
+def told(script: Script, hook: str) -> list[tuple[Any, ...]]:
+    return [seen[1:] for seen in script.seen if seen[0] == hook]
+
+
+# The choice
+
+
+def scored(
+    answers: list[Any],
+    weights: list[float],
+    most: int,
+    waited: float,
+    since_hit: float | None,
+    grace: float,
+    end: float,
+) -> tuple[str, int | None, int]:
+    """The same by brute force: ("wait" or "load" or "compute", child, tokens)."""
+    offers = [
+        (-tokens * weights[i], i, tokens)
+        for i, tokens in enumerate(answers)
+        if isinstance(tokens, int) and tokens
+    ]
+    looking = [i for i, tokens in enumerate(answers) if tokens is None]
+    if not offers:
+        return ("wait" if looking and waited < end else "compute"), None, 0
+    score, chosen, tokens = min(offers)
+    if any(most * weights[i] > -score for i in looking) and (since_hit or 0.0) < grace:
+        return "wait", None, 0
+    return "load", chosen, tokens
+
+
+def said(answer: Any, request: Any, local: int) -> Any:
+    return answer
+
+
+ANSWERS = st.one_of(
+    st.none(), st.just("raise"), st.integers(0, MOST // BLOCK).map(lambda blocks: blocks * BLOCK)
+)
+CASES = st.integers(1, 4).flatmap(
+    lambda children: st.tuples(
+        st.lists(st.sampled_from([0.1, 0.5, 1, 2.5, 2]), min_size=children, max_size=children),
+        st.lists(
+            st.tuples(
+                st.sampled_from([0.0, 0.004, 0.3]),
+                st.lists(ANSWERS, min_size=children, max_size=children),
+                st.booleans(),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        st.sampled_from([0.0, 10.0]),
+        st.sampled_from([0.0, 0.5]),
+    )
+)
+
+
+@settings(max_examples=150)
+@given(CASES)
+def test_the_choice_is_that_of_a_brute_force_scorer(
+    case: tuple[list[float], list[tuple[float, list[Any], bool]], float, float],
+) -> None:
+    """Late, undecided, tied and raising children are asked until there is a decision and room.
+
+    Then the request is preempted and asked about once more: the choice begins anew.
+    """
+    weights, asks, grace_ms, patience = case
+    scripts = [Script() for _ in weights]
+    entries = [
+        child(script, load_weight=weight) for script, weight in zip(scripts, weights, strict=True)
+    ]
+    config = multi_config(entries, hybrid(), grace_ms=grace_ms, patience_seconds=patience)
+    multi = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
+    now = 50.0
+    multi._scheduler._clock = lambda: now
+    request = SimpleNamespace(
+        request_id="r", num_tokens=MOST + BLOCK, num_prompt_tokens=MOST + BLOCK, num_preemptions=0
+    )
+    multi.on_new_request(request)
+    assert all(script.calls["on_new_request"] == 1 for script in scripts)
+    first, hit, is_new = now, None, True
+    for pause, answers, has_blocks in asks:
+        now += pause
+        first, hit = (now, None) if is_new else (first, hit)
+        is_new = False
+        for script, answer in zip(scripts, answers, strict=True):
+            script.raises = {"get_num_new_matched_tokens"} if answer == "raise" else set()
+            script.tokens = partial(said, answer)
+        result = multi.get_num_new_matched_tokens(request, 0)
+        clean = [0 if answer == "raise" else answer for answer in answers]
+        hit = now if hit is None and any(clean) else hit
+        since_hit = None if hit is None else now - hit
+        kind, chosen, tokens = scored(
+            clean, weights, MOST + BLOCK, now - first, since_hit, grace_ms / 1e3, patience
+        )
+        assert (
+            result == {"wait": (None, False), "compute": (0, False), "load": (tokens, True)}[kind]
+        )
+        if kind == "wait" or not has_blocks:
+            continue
+        is_new = True
+        for script in scripts:
+            script.seen.clear()
+        multi.update_state_after_alloc(request, SimpleNamespace(blocks=([], [], [])), tokens)
+        for place, script in enumerate(scripts):
+            expected = tokens if place == chosen else 0
+            assert told(script, "update_state_after_alloc") == [("r", expected)], (
+                "losers let go, undecided ones too"
+            )
+    multi.request_finished_all_groups(request, ([], [], []))
+    assert not multi._scheduler._requests
+
+
+def test_a_late_child_is_waited_for_while_nobody_has_a_hit(rng: random.Random) -> None:
+    """The fast one has nothing; a slow one would never load if that were the answer of both."""
+    slow = Script(
+        tokens=lambda request, local: (
+            None if slow.calls["get_num_new_matched_tokens"] < 9 else HIT - local
+        )
+    )
+    fast = Script()
+    engine = MultiEngine([child(fast), child(slow)], hybrid())
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.selection("Scripted-2")["hit_tokens"] == HIT
+    assert engine.selection("Scripted")["misses"] == 1
+    assert slow.calls["get_num_new_matched_tokens"] == 9, "asked in every step"
+
+
+def test_a_child_that_never_answers_is_left_alone(rng: random.Random) -> None:
+    """Three requests wait for it in vain, up to their patience; then none does, but for a probe."""
+    never = Script(tokens=lambda request, local: None)
+    engine = MultiEngine([child(never), child(Script())], hybrid(), patience_seconds=0.1)
+    steps = []
+    for _ in range(6):
+        engine.add(prompt(rng))
+        before = engine.steps
+        engine.run()
+        steps.append(engine.steps - before)
+    assert min(steps[:3]) > 10
+    assert max(steps[3:]) < 10, steps
+    assert told(never, "update_state_after_alloc").count(("r1", 0)) == 1, "it was told to let go"
+
+
+def test_a_hit_in_hand_waits_for_the_grace_alone(rng: random.Random) -> None:
+    never = Script(tokens=lambda request, local: None)
+    has = Script(tokens=upto(HIT))
+    engine = MultiEngine([child(never), child(has)], hybrid(), grace_ms=25)
+    engine.add(prompt(rng))
+    engine.run()
+    assert has.calls["get_num_new_matched_tokens"] == 4, "at once, after 10, 20 and 30 ms"
+    assert engine.selection("Scripted-2")["hit_tokens"] == HIT
+
+
+def test_weights_and_measured_speed(rng: random.Random) -> None:
+    """A child with twice the tokens and a fifth of the speed loses, once its speed is known."""
+    fast, slow = Script(tokens=upto(HIT)), Script(tokens=upto(2 * HIT), load_steps=50)
+    engine = MultiEngine(
+        [child(slow, load_weight="auto"), child(fast, load_weight="auto")], hybrid()
+    )
+    for _ in range(4):
+        engine.add(prompt(rng, 300))
+        engine.run()
+        fast.tokens = upto(HIT)
+        slow.tokens = upto(2 * HIT) if engine.selection("Scripted-2")["hits"] else upto(0)
+    assert engine.selection("Scripted-2")["hits"] == 3
+    assert engine.selection("Scripted")["hits"] == 1, "asked for its speed, once"
+
+
+# Failures
+
+
+@pytest.mark.parametrize("layout", [single, hybrid])
+def test_a_failed_load_is_not_offered_again_but_another_childs_hit_is(
+    layout: Any, rng: random.Random
+) -> None:
+    bad, good = Script(tokens=upto(2 * HIT), fails=True), Script(tokens=upto(HIT))
+    engine = MultiEngine([child(bad), child(good)], layout(), ranks=2)
+    engine.add(prompt(rng, 300))
+    engine.run()
+    assert [tokens for _, tokens in told(bad, "update_state_after_alloc")] == [2 * HIT, 0, 0]
+    assert engine.selection("Scripted-2")["hit_tokens"] == HIT
+    assert engine.connector.counters["loads_failed"] == 1
+
+
+SCHEDULER_HOOKS = (
+    *(
+        "on_new_request",
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+    ),
+    *(
+        "update_connector_output",
+        "request_finished_all_groups",
+        "take_events",
+        "has_pending_push_work",
+    ),
+    *(
+        "get_external_cache_hit_sources",
+        "get_loaded_kv_cache_group_ids",
+        "get_kv_connector_stats",
+        "reset_cache",
+    ),
+    "has_pending_block_frees",
+)
+WORKER_HOOKS = (
+    *(
+        "bind_connector_metadata",
+        "handle_preemptions",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+    ),
+    *(
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "build_connector_worker_meta",
+    ),
+)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("hook", [*SCHEDULER_HOOKS, *WORKER_HOOKS])
+def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Random) -> None:
+    """In the middle of its loads, in either role, on both ranks: every request gets its answer."""
+    bad, good = (
+        Script(tokens=upto(2 * HIT), load_steps=3, holds=True),
+        Script(tokens=upto(HIT), load_steps=1),
+    )
+    bad.is_async = is_async
+    layout = hybrid() if is_async else single()
+    engine = MultiEngine([child(bad), child(good)], layout, ranks=2, blocks=120, settle_seconds=0.1)
+    for _ in range(4):
+        engine.add(prompt(rng, 300))
+    engine.step()
+    bad.raises = {hook}
+    engine.step()
+    for _ in range(4):
+        engine.add(prompt(rng, 300))
+    engine.scheduler.reset_connector_cache()
+    for _ in range(30):
+        engine.step()
+    engine.run()
+    counters = engine.connector.counters
+    fault = "fault_" + hook.replace("get_block_ids_with_load_errors", "get_transfer_results")
+    assert [name for name in counters if name.endswith(fault)] or not bad.calls[hook], counters
+    bad.raises = set()
+    last = engine.add(prompt(rng, 300))
+    engine.run()
+    assert last.num_output_tokens == 3
+    assert (
+        sum(engine.selection(name)["hit_tokens"] for name in ("Scripted", "Scripted-2"))
+        == engine.totals["hits"]
+    )
+    asks = Counter(name for (name,) in told(bad, "get_num_new_matched_tokens"))
+    fatal = engine.connector._children.all[0].dead_since is not None
+    assert ("r9" not in asks) == fatal, "who is switched off is not asked"
+    assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * fatal
+    said = Counter(
+        event
+        for payload in engine.payloads
+        for event in payload.get("__events__", {}).get("Scripted", {})
+    )
+    assert bool(said["quarantined"]) == fatal, "/metrics tells who is switched off"
+
+
+def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None:
+    """On one of two ranks: it loads nothing more, and its load does not wait for ever."""
+    bad = Script(tokens=upto(HIT), load_steps=10_000)
+    engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
+    engine.add(prompt(rng))
+    engine.step()
+    engine.workers[1]._children.all[0].supervisor.switch_off("the test says so")
+    engine.step()
+    assert not engine.connector._children.all[0].alive
+    assert engine.scheduler.requests["r1"].num_computed_tokens, (
+        "its blocks are not the engine's yet"
+    )
+    before = engine.now
+    engine.run()
+    assert engine.now - before >= 0.2
+    assert engine.connector.counters["loads_given_up"] == 1
+
+
+def test_a_load_that_no_worker_was_told_of_fails_at_once(rng: random.Random) -> None:
+    """Nobody writes into its blocks, so there is nothing to wait for."""
+    bad = Script(tokens=upto(HIT), raises={"build_connector_meta"})
+    engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=30)
+    engine.add(prompt(rng))
+    engine.run(10)
+    assert engine.connector.counters["loads_given_up"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random) -> None:
+    """Not before its copies had time to end."""
+    holder = Script(holds=True, hold_steps=10_000)
+    engine = MultiEngine(
+        [child(holder), child(Script(holds=True))], hybrid(), ranks=2, settle_seconds=0.2
+    )
+    engine.add(prompt(rng))
+    while engine.scheduler.get_num_unfinished_requests():
+        engine.step()
+    engine.step()
+    engine.workers[rank]._children.all[0].supervisor.switch_off("the test says so")
+    engine.step()
+    before = engine.now
+    assert engine.scheduler.requests
+    engine.run()
+    assert engine.now - before >= 0.15
+
+
+@pytest.mark.parametrize("layout", [single, hybrid])
+def test_reports_of_blocks_fail_the_request_and_end_nothing(
+    layout: Any, rng: random.Random
+) -> None:
+    """With several groups vLLM would end; with one, it computes from the first bad block on."""
+    bad = Script(tokens=upto(HIT), load_steps=1)
+    engine = MultiEngine([child(bad)], layout())
+    engine.add(prompt(rng))
+    engine.step()
+    bad.bad_blocks = {engine.scheduler.kv_cache_manager.get_block_ids("r1")[-1][0]}
+    engine.run()
+    assert ("r1", HIT) in told(bad, "update_state_after_alloc")
+    assert engine.selection("Scripted")["hits"] == 1, "not offered again"
+    assert engine.connector.counters.get("loads_failed", 0) == (layout is hybrid)
+
+
+LOADING = (
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "bind_connector_metadata",
+    "start_load_kv",
+)
+
+
+@pytest.mark.parametrize("hook", [*LOADING, "wait_for_layer_load"])
+def test_what_was_not_loaded_within_the_step_is_computed(hook: str, rng: random.Random) -> None:
+    """The engine takes the blocks for loaded; vLLM hears that they are not, and of no others."""
+    engine = MultiEngine([child(Script(tokens=upto(HIT), is_async=False, raises={hook}))], single())
+    engine.add(prompt(rng))
+    engine.step()
+    ((table,), loaded) = engine.scheduler.kv_cache_manager.get_block_ids("r1"), HIT // BLOCK
+    assert engine.invalid == set(table[:loaded])
+    engine.run()
+    assert len(engine.invalid) == loaded
+
+
+def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Random) -> None:
+    sync = Script(tokens=upto(HIT), is_async=False)
+    engine = MultiEngine([child(sync)], hybrid())
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.connector.counters["Scripted: sync_declined"] == 1
+    engine = MultiEngine([child(sync)], single())
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.selection("Scripted")["hit_tokens"] == HIT
+
+
+@pytest.mark.parametrize("tokens", [-16, 201, 10_000])
+def test_an_impossible_answer_is_a_miss(tokens: int, rng: random.Random) -> None:
+    """vLLM would end in an assertion, or count tokens below 0 (requirements B30)."""
+    engine = MultiEngine([child(Script(tokens=lambda request, local: tokens))], hybrid())
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.totals["hits"] == 0
+
+
+# Completions
+
+
+def test_everything_is_reported_once(rng: random.Random) -> None:
+    """Two children hold the blocks and repeat all reports; one reports what it did not load."""
+    one = Script(tokens=upto(HIT), repeats=2, holds=True, load_steps=1)
+    other = Script(repeats=3, holds=True)
+    engine = MultiEngine([child(one), child(other)], hybrid(), ranks=2)
+    for worker in engine.workers:
+        worker._children.all[1].connector._loading["r1"] = 0
+    for _ in range(3):
+        engine.add(prompt(rng))
+    engine.run()
+    for _ in range(3):
+        engine.step()
+    assert engine.connector.counters["reports_absorbed"] > 8
+    assert engine.selection("Scripted")["hits"] == 3
+
+
+@pytest.mark.parametrize(("load_steps", "hold_steps"), [(5, 0), (1, 5), (3, 2), (2, 3), (3, 3)])
+def test_aborted_while_loading(load_steps: int, hold_steps: int, rng: random.Random) -> None:
+    """Another child holds the blocks: vLLM frees them at the first report and ends at a second."""
+    from vllm.v1.request import RequestStatus
+
+    loads, holds = (
+        Script(tokens=upto(HIT), load_steps=load_steps),
+        Script(holds=True, hold_steps=hold_steps),
+    )
+    engine = MultiEngine([child(loads), child(holds)], hybrid())
+    engine.add(prompt(rng))
+    engine.step()
+    engine.scheduler.finish_requests("r1", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    for _ in range(10):
+        engine.step()
+    state, transfers = engine.connector._scheduler, engine.connector._scheduler._transfers
+    assert not any([transfers.loads, transfers.saves, state._requests, len(state._room)])
+
+
+def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:
+    """Which would end: it looks the request up."""
+    engine = MultiEngine([child(Script())], hybrid())
+    output = KVConnectorOutput(
+        finished_recving={"ghost"}, failed_recving=set(), finished_sending={"ghost"}
+    )
+    engine.scheduler._update_from_kv_xfer_finished(output)
+    assert engine.connector.counters["reports_absorbed"] == 2
+
+
+def test_preempted_requests_choose_again(rng: random.Random) -> None:
+    """The pool is too small; like vLLM's, the totals leave out requests that come back."""
+    one, other = Script(tokens=upto(HIT)), Script()
+    other.tokens = lambda request, local: rng.choice([None, 0, max(0, HIT + BLOCK - local)])
+    engine = MultiEngine([child(one), child(other)], single(), blocks=26, grace_ms=0)
+    requests = [engine.add(prompt(rng, 150), max_tokens=60) for _ in range(6)]
+    engine.run(3000)
+    assert sum(request.num_preemptions for request in requests)
+    hits = sum(engine.selection(name)["hit_tokens"] for name in ("Scripted", "Scripted-2"))
+    assert hits == engine.totals["hits"] > 0
+
+
+def test_both_signatures_of_handle_preemptions(rng: random.Random) -> None:
+    scripts = [Script(), Script()]
+    config = multi_config([child(script) for script in scripts], hybrid())
+    worker = connector(config, hybrid(), KVConnectorRole.WORKER)
+    scheduler = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
+    worker.handle_preemptions({"a", "b"})
+    assert [told(script, "handle_preemptions") for script in scripts] == [[(set,)]] * 2
+    worker.handle_preemptions(
+        scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    )
+    assert [told(script, "handle_preemptions")[-1] for script in scripts] == [(Plan,)] * 2
+    scripts[0].raises = {"handle_preemptions"}
+    worker.handle_preemptions(object())
+    worker.handle_preemptions(None)
+    assert worker._children.all[0].alive, "what it could not read was not its own"
+    assert scripts[1].calls["handle_preemptions"] == 4
+
+
+# Start-up
+
+
+def test_children_see_their_own_configuration(rng: random.Random) -> None:
+    scripts = [Script(), Script(), Script()]
+    entries = [
+        child(scripts[0], load_weight=2, mine=1),
+        child(scripts[1], name="fast", load_weight="auto", mine=2),
+        {**child(scripts[2], mine=3), "engine_id": "another", "kv_port": 99},
+    ]
+    engine = MultiEngine(entries, hybrid(), ranks=2)
+    assert [script.extra for script in scripts] == [
+        {"script": str(n), "mine": n + 1} for n in range(3)
+    ]
+    assert [script.engine_ids for script in scripts] == [
+        {ENGINE_ID},
+        {f"{ENGINE_ID}-2"},
+        {"another"},
+    ]
+    specs = child_specs(engine.scheduler.vllm_config)
+    assert [(spec.name, spec.weight) for spec in specs] == [
+        ("Scripted", 2.0),
+        ("fast", 0.0),
+        ("Scripted-2", 1.0),
+    ]
+    assert specs[2].config.kv_transfer_config.kv_port == 99
+    assert {spec.config.kv_transfer_config.kv_load_failure_policy for spec in specs} == {
+        "recompute"
+    }
+    for number, script in enumerate(scripts):
+        ((handshakes,),) = told(script, "set_xfer_handshake_metadata")
+        assert [(rank, shake.script) for rank, shake in handshakes] == [
+            (0, str(number)),
+            (1, str(number)),
+        ]
+
+
+def test_engine_ids_differ_between_engines_and_children() -> None:
+    """vLLM names data-parallel engines so; a daemon takes workers of one id for one engine's."""
+    own = {**child(Script()), "engine_id": "mine"}
+    config = multi_config([own, child(Script()), child(Script())], hybrid())
+    config.kv_transfer_config.engine_id = "e_dp3"
+    ids = [spec.config.kv_transfer_config.engine_id for spec in child_specs(config)]
+    assert ids == ["mine_dp3", "e_dp3", "e_dp3-2"]
+    config = multi_config([own, own], hybrid())
+    with pytest.raises(ConfigError, match="engine_id='mine' is that of another child"):
+        child_specs(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"load_weight": 0}, "load_weight=0 must be a number above 0"),
+        ({"load_weight": True}, "load_weight=True must be a number"),
+        ({"load_weight": "much"}, 'or "auto"; 1.0 works'),
+        ({"name": "__selection__"}, "name='__selection__'"),
+    ],
+)
+def test_what_a_child_cannot_have(extra: dict[str, Any], says: str) -> None:
+    config = multi_config([child(Script(), **extra)], hybrid())
+    with pytest.raises(ConfigError, match=says):
+        connector(config, hybrid(), KVConnectorRole.SCHEDULER)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"grace": 3}, "unknown key 'grace'"),
+        ({"grace_ms": -1}, "grace_ms=-1"),
+        ({"patience_seconds": "x"}, "'x'"),
+    ],
+)
+def test_what_multiconnector_cannot_have(extra: dict[str, Any], says: str) -> None:
+    config = multi_config([child(Script())], hybrid(), **extra)
+    with pytest.raises(ConfigError, match=says):
+        connector(config, hybrid(), KVConnectorRole.SCHEDULER)
+
+
+def test_children_without_hma_are_named() -> None:
+    """vLLM's factory names nobody, but asks for the layout before it makes a connector."""
+    from hybridkv.connector import MultiConnector
+
+    config = multi_config(
+        [child(Script()), child(Script(), "Plain"), child(Script(), "Plain", name="old")], hybrid()
+    )
+    says = (
+        r"^MultiConnector has HMA enabled but these child connectors do not support it: "
+        r"Plain, old\. Either use --disable-hybrid-kv-cache-manager or replace the "
+        r"non-HMA connectors\.$"
+    )
+    with pytest.raises(TypeError, match=says):
+        MultiConnector.get_required_kvcache_layout(config)
+    with pytest.raises(TypeError, match=says):
+        MultiConnector(
+            config, KVConnectorRole.SCHEDULER, hybrid().config(config, 100, worker=False)
+        )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    assert MultiConnector.get_required_kvcache_layout(config) is None
+    assert connector(config, single(), KVConnectorRole.SCHEDULER).sub_connectors[1].script
+
+
+# Statistics
+
+
+def metrics_of(config: Any, registry: CollectorRegistry, engines: int = 1) -> Any:
+    """MultiConnector's metrics in a registry of their own."""
+    from hybridkv.connector import MultiConnector
+
+    def kind(metric: Any) -> Any:
+        return lambda *args, multiprocess_mode=None, **kwargs: metric(
+            *args, registry=registry, **kwargs
+        )
+
+    types = {
+        PromCounter: kind(PromCounter),
+        PromGauge: kind(PromGauge),
+        PromHistogram: kind(PromHistogram),
+    }
+    labels: dict[int, list[object]] = {engine: ["model", str(engine)] for engine in range(engines)}
+    return MultiConnector.build_prom_metrics(config, types, ["model_name", "engine"], labels)
+
+
+def test_statistics_reach_prometheus(rng: random.Random) -> None:
+    """Through msgpack, as between processes; two children of one class, and one without metrics."""
+    from hybridkv.connector import MultiConnector
+
+    scripts = [Script(tokens=upto(HIT), load_steps=2), Script(tokens=upto(48)), Script()]
+    entries = [
+        child(scripts[0], name="a"),
+        child(scripts[1], name="b"),
+        child(scripts[2], "Unmeasured"),
+    ]
+    engine = MultiEngine(entries, hybrid())
+    registry = CollectorRegistry()
+    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
+    for _ in range(3):
+        engine.add(prompt(rng))
+    pending = []
+    while engine.scheduler.has_requests():
+        engine.payloads.clear()
+        engine.step()
+        for payload in engine.payloads:
+            travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(payload))
+            metrics.observe(travelled, 1)
+            stats = MultiConnector.build_kv_connector_stats(travelled)
+            assert not stats.is_empty()
+            assert stats.aggregate(MultiConnector.build_kv_connector_stats(travelled)).reduce()
+        pending.append(
+            registry.get_sample_value("vllm:kv_connector_mc_pending_loads", labels_of("a"))
+        )
+    assert {3.0, 0.0} <= set(pending)
+
+    def value(name: str, connector: str) -> float | None:
+        return registry.get_sample_value(f"vllm:{name}", labels_of(connector))
+
+    assert [value("kv_connector_mc_queries_total", name) for name in ("a", "b", "Unmeasured")] == [
+        3,
+        3,
+        3,
+    ]
+    assert [value("kv_connector_mc_hits_total", name) for name in ("a", "b", "Unmeasured")] == [
+        3,
+        0,
+        0,
+    ]
+    assert [value("kv_connector_mc_hit_tokens_total", name) for name in ("a", "b")] == [3 * HIT, 0]
+    assert [value("kv_connector_mc_misses_total", name) for name in ("a", "b", "Unmeasured")] == [
+        0,
+        0,
+        3,
+    ]
+    assert [value("scripted_asked_total", name) for name in ("a", "b", "Unmeasured")] == [
+        3,
+        3,
+        None,
+    ]
+    assert engine.totals["hits"] == 3 * HIT
+    assert 'engine="0"' in generate_latest(registry).decode(), "the other engine has its own, at 0"
+
+
+def labels_of(connector: str) -> dict[str, str]:
+    return {"model_name": "model", "engine": "1", "connector": connector}
+
+
+def test_what_else_was_counted_reaches_prometheus() -> None:
+    from hybridkv.connector import MultiConnector
+
+    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
+    registry = CollectorRegistry()
+    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
+    payload = {
+        "__events__": {
+            "a": {"quarantined": 1, "down": -3},
+            "": {"loads_given_up": 2},
+            "nobody": {"x": 1},
+        }
+    }
+    stats = MultiConnector.build_kv_connector_stats(payload)
+    both = stats.aggregate(MultiConnector.build_kv_connector_stats(payload))
+    assert both.reduce() == {"events": {"a quarantined": 2, "loads_given_up": 4, "nobody x": 2}}
+    metrics.observe(both.to_dict(), 1)
+    metrics.observe(payload, 7)
+    shown = {
+        (sample.labels["connector"], sample.labels["event"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:kv_connector_mc_events_total"
+    }
+    assert shown == {("a", "quarantined"): 2, ("", "loads_given_up"): 4}
+
+
+def test_statistics_never_raise(rng: random.Random) -> None:
+    from hybridkv.connector import MultiConnector
+
+    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
+    metrics = metrics_of(engine.scheduler.vllm_config, CollectorRegistry())
+    for payload in (
+        {"__selection__": {"a": {"hits": -5, "pending_loads": -2}, "nobody": {"hits": 1}}},
+        {"__selection__": 3, "a": {"asked": -1}, "b": {}, "c": 7},
+        {"a": {"asked": 1}, "__classes__": {"a": "os:path"}},
+        {"a": {"asked": 1}, "__classes__": {"a": "no.such:Thing"}},
+    ):
+        metrics.observe(payload, 0)
+        MultiConnector.build_kv_connector_stats(payload).aggregate(
+            MultiConnector.build_kv_connector_stats({})
+        ).reduce()
+    assert MultiConnector.build_kv_connector_stats(None).is_empty()
+    registry = CollectorRegistry()
+    PromCounter("vllm:scripted_asked", "Another's.", registry=registry)
+    metrics_of(engine.scheduler.vllm_config, registry).observe({"a": {"asked": 1}}, 0)
+
+
+class FaultyStats(ScriptedStats):
+    """A child's statistics of which one method raises."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__({"asked": 1})
+        setattr(self, method, self._raise)
+
+    def aggregate(self, other: Any) -> "FaultyStats":
+        return self
+
+    def _raise(self, *arguments: Any) -> Any:
+        raise ScriptedError("statistics")
+
+
+@pytest.mark.parametrize("method", ["to_dict", "aggregate"])
+def test_a_fault_of_a_childs_statistics_travels_with_the_others(method: str) -> None:
+    """In the engine's process: it is counted among the child's events."""
+    stats = MultiKVConnectorStats({"bad": FaultyStats(method), "good": ScriptedStats({"asked": 2})})
+    more = MultiKVConnectorStats({name: ScriptedStats({"asked": 3}) for name in ("bad", "good")})
+    payload = stats.aggregate(more).to_dict()
+    assert payload["__events__"] == {"bad": {"fault_stats": 1}}
+    assert payload["good"] == {"asked": 5}
+    assert payload.get("bad") == ({"asked": 1} if method == "aggregate" else None)
+    assert stats.reduce()["events"]["bad fault_stats"] == 1
+
+
+def test_a_fault_of_a_childs_statistics_in_the_server_is_counted_at_once() -> None:
+    """While the metrics are made it counts for every engine, later for the one observed."""
+    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
+    registry = CollectorRegistry()
+    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
+
+    def faults(connector: str, engine: int) -> float | None:
+        labels = {"model_name": "model", "engine": str(engine), "connector": connector}
+        name = "vllm:kv_connector_mc_events_total"
+        return registry.get_sample_value(name, {**labels, "event": "fault_stats"})
+
+    payloads: list[Any] = [{"a": {}}, {"__events__": 3}, {"__selection__": {"a": 7}}]
+    for payload in (*payloads, {"b": {"asked": 1}}):
+        metrics.observe(payload, 1)
+    metrics.observe({"a": {}}, 7)
+    assert [faults("a", 1), faults("", 1), faults("b", 1), faults("a", 0)] == [1, 2, None, None]
+    registry = CollectorRegistry()
+    PromCounter("vllm:scripted_asked", "Another's.", registry=registry)
+    metrics_of(engine.scheduler.vllm_config, registry, engines=2)
+    assert [faults(name, number) for name in ("a", "b") for number in (0, 1)] == [1] * 4
+    stats = MultiKVConnectorStats.restored(
+        {"a": {"asked": 1}, "__events__": {"a": {"fault_stats": 2}}}
+    )
+    assert stats.reduce()["events"] == {"a fault_stats": 3}, "its class is not named"
+
+
+@pytest.mark.parametrize(
+    "sources", [{"host": 90, "disk": 7}, {"host": 100, "disk": -4}, {"moon": HIT}, {1: 2}]
+)
+def test_sources_that_do_not_add_up_are_unknown(
+    sources: dict[Any, int], rng: random.Random
+) -> None:
+    engine = MultiEngine([child(Script(tokens=upto(HIT), sources=sources))], hybrid())
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.totals["CacheHitSource.EXTERNAL_UNSPECIFIED"] == HIT
+
+
+def test_shutdown_reaches_all(rng: random.Random) -> None:
+    scripts = [Script(raises={"shutdown"}), Script()]
+    engine = MultiEngine([child(script) for script in scripts], hybrid())
+    engine.connector.shutdown()
+    assert [script.calls["shutdown"] for script in scripts] == [1, 1]
+    with pytest.raises(ScriptedError):
+        engine.connector.sub_connectors[0].shutdown()
+
+
+# KV events
+
+
+def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Random) -> None:
+    """Once, and it may raise; a child that knows nothing of it is left alone."""
+    engine = MultiEngine([child(Script()), child(Script()), child(Script())], hybrid())
+    first, second, third = engine.connector._children.all
+    asked: list[str] = []
+
+    def withdraw() -> list[Any]:
+        asked.append("first")
+        return ["gone"]
+
+    def raising() -> list[Any]:
+        asked.append("second")
+        raise ScriptedError("withdraw")
+
+    first.connector.withdraw = withdraw
+    second.connector.withdraw = raising
+    assert engine.connector.take_events() == []
+    for dead in (first, second, third):
+        dead.supervisor.switch_off("the test says so")
+    assert engine.connector.take_events() == ["gone"]
+    assert engine.connector.take_events() == []
+    assert asked == ["first", "second"]
+    events = engine.connector.get_kv_connector_stats().to_dict()["__events__"]
+    assert events["Scripted-2"]["fault_withdraw"] == 1
+    assert "fault_withdraw" not in events["Scripted"]
+
+
+class OtherNote(Note):
+    """A message that nothing can be added to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def aggregate(self, other: Any) -> Note:
+        raise ScriptedError("aggregate")
+
+
+class WorkerEvents(KVConnectorKVEvents):
+    """Of one child in one worker."""
+
+    def __init__(self, names: list[str], raises: str = "") -> None:
+        self.names, self.raises, self.workers = names, raises, 1
+
+    def _do(self, hook: str) -> None:
+        if hook == self.raises:
+            raise ScriptedError(hook)
+
+    def add_events(self, events: list[Any]) -> None:
+        """Of another worker."""
+        self._do("add_events")
+        self.names += events
+
+    def aggregate(self) -> "WorkerEvents":
+        """As it is."""
+        self._do("aggregate")
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        """One more."""
+        self._do("increment_workers")
+        self.workers += count
+
+    def get_all_events(self) -> list[Any]:
+        """Names."""
+        self._do("get_all_events")
+        return self.names
+
+    def get_number_of_workers(self) -> int:
+        """So many were put together."""
+        self._do("get_number_of_workers")
+        return self.workers
+
+    def clear_events(self) -> None:
+        """None are left."""
+        self._do("clear_events")
+        self.names = []
+
+
+def of_two_ranks(output_of: Any) -> KVConnectorOutput:
+    """vLLM adds up the outputs of several ranks where nobody supervises a child's code."""
+    outputs = [
+        ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output_of(rank))
+        for rank in range(2)
+    ]
+    return KVOutputAggregator(2).aggregate(outputs, 0).kv_connector_output
+
+
+@pytest.mark.parametrize("hook", ["", "add_events", "get_all_events", "increment_workers"])
+def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> None:
+    bad, good = Script(), Script()
+    engine = MultiEngine([child(bad, name="bad"), child(good, name="good")], hybrid())
+    output = of_two_ranks(
+        lambda rank: KVConnectorOutput(
+            kv_cache_events=MultiEvents(
+                [(0, WorkerEvents([f"bad{rank}"], hook)), (1, WorkerEvents([f"good{rank}"]))]
+            ),
+            kv_connector_worker_meta=MultiReport(),
+        )
+    )
+    assert output.kv_cache_events.aggregate().get_number_of_workers() == 2
+    engine.connector.update_connector_output(output)
+    assert [events.names for events in good.events] == [["good0", "good1"]]
+    assert [events.workers for events in good.events] == [2]
+    assert [events and events.names for events in bad.events] == [
+        None if hook else ["bad0", "bad1"]
+    ]
+    assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
+    assert "good: fault_kv_events" not in engine.connector.counters
+    assert engine.connector._children.all[0].alive
+    output.kv_cache_events.clear_events()
+    assert not output.kv_cache_events.get_all_events()
+
+
+def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
+    """The scheduler hears of the other connector's, and of what both ranks counted."""
+    bad, good = Script(), Script()
+    engine = MultiEngine([child(bad, name="bad"), child(good, name="good")], hybrid())
+    output = of_two_ranks(
+        lambda rank: KVConnectorOutput(
+            kv_connector_worker_meta=MultiReport(
+                [(0, Note(1) if rank else OtherNote()), (1, Note(1))],
+                counters={"reports_absorbed": 2, f"only{rank}": 1},
+            )
+        )
+    )
+    engine.connector.update_connector_output(output)
+    assert [note and note.steps for note in (*bad.notes, *good.notes)] == [None, 2]
+    counters = engine.connector.counters
+    assert counters["bad: fault_aggregate"] == counters["only0"] == counters["only1"] == 1
+    assert counters["reports_absorbed"] == 4
+    assert "good: fault_aggregate" not in counters

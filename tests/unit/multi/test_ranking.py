@@ -1,0 +1,178 @@
+"""The choice between connectors, its statistics, and the ledger of what they owe."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.core.speed import DOUBLING_SECONDS, Speed
+from hybridkv.multi.counts import ConnectorCounts
+from hybridkv.multi.ranking import (
+    PATIENCE_SECONDS_MAX,
+    WEIGHT_AUTO,
+    ChildAnswer,
+    LoadDecision,
+    WaitLimits,
+    decide,
+    effective_weights,
+    patience,
+)
+from hybridkv.multi.transfer_ledger import TransferLedger
+
+LIMITS = WaitLimits(0.01, 2.0)
+
+
+def test_a_faster_child_wins_unless_the_other_has_much_more() -> None:
+    """Requirements B20."""
+    disk, memory = ChildAnswer(1000, True), ChildAnswer(600, True)
+    assert decide([disk, memory], [0.5, 1.0], 2000, 0, 0, LIMITS) == LoadDecision(1, 600, True)
+    assert decide(
+        [ChildAnswer(1300, True), memory], [0.5, 1.0], 2000, 0, 0, LIMITS
+    ) == LoadDecision(0, 1300, True)
+
+
+def test_ties_go_by_order() -> None:
+    assert (
+        decide(
+            [ChildAnswer(100), ChildAnswer(200), ChildAnswer(100)],
+            [2.0, 1.0, 2.0],
+            500,
+            0,
+            0,
+            LIMITS,
+        ).child
+        == 0
+    )
+
+
+def test_who_could_not_win_is_not_waited_for() -> None:
+    late, has = ChildAnswer(None), ChildAnswer(400)
+    assert decide([late, has], [1.0, 1.0], 500, 0, 0, LIMITS).wait
+    assert decide([late, has], [0.8, 1.0], 500, 0, 0, LIMITS) == LoadDecision(1, 400)
+    assert decide(
+        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, 0, 0, LIMITS
+    ) == LoadDecision(1, 400)
+
+
+def test_patience_grows_with_the_prompt() -> None:
+    assert patience(10 * 1024, None) == 3.0
+    assert patience(1 << 30, None) == PATIENCE_SECONDS_MAX
+    assert patience(1 << 30, 0.5) == 0.5
+
+
+def test_measured_weights() -> None:
+    auto = [WEIGHT_AUTO] * 3
+    speeds = [Speed(1000.0, 5.0), Speed(250.0, 5.0), Speed()]
+    assert effective_weights(auto, speeds, 5.0) == [1.0, 0.25, 1.0], "who was not measured is tried"
+    assert effective_weights([3.0, WEIGHT_AUTO, 0.5], speeds, 5.0) == [3.0, 1.0, 0.5], (
+        "the fastest measured one has 1"
+    )
+    later = 5.0 + 2 * DOUBLING_SECONDS
+    assert effective_weights(auto, speeds, later) == [1.0, 1.0, 1.0], (
+        "who was slow once is tried again"
+    )
+
+
+COUNTS = st.lists(
+    st.tuples(
+        st.dictionaries(st.integers(0, 2), st.sampled_from([None, 0, 64, 128]), min_size=1),
+        st.integers(0, 2),
+        st.integers(0, 500),
+    )
+)
+
+
+@given(COUNTS, COUNTS)
+def test_counts_add_up(one: list, other: list) -> None:
+    """What travels in two parts is what travels in one, and a query is a hit, a miss or neither."""
+    names = ["a", "b", "c"]
+
+    def counted(admissions: list) -> ConnectorCounts:
+        selection = ConnectorCounts()
+        for answers, chosen, tokens in admissions:
+            given = {index: ChildAnswer(said) for index, said in answers.items()}
+            selection.admitted(names, given, chosen, tokens)
+        return selection
+
+    together = counted([*one, *other])
+    merged = ConnectorCounts.from_dict(counted(one).to_dict())
+    merged.aggregate(ConnectorCounts.from_dict(counted(other).to_dict()))
+    assert merged.to_dict() == together.to_dict()
+    for counts in together.data.values():
+        assert counts["queries"] >= counts.get("hits", 0) + counts.get("misses", 0)
+    loaded = [tokens for answers, chosen, tokens in [*one, *other] if chosen in answers]
+    assert sum(counts.get("hit_tokens", 0) for counts in together.data.values()) == sum(loaded)
+
+
+def test_the_last_level_is_the_one_that_counts() -> None:
+    first = ConnectorCounts({"a": {"pending_loads": 3}, "b": {"pending_loads": 1}})
+    then = ConnectorCounts({"a": {"pending_loads": 0}})
+    first.aggregate(then)
+    assert first.to_dict() == {"a": {"pending_loads": 0}, "b": {"pending_loads": 1}}
+    assert then.to_dict() == {"a": {"pending_loads": 0}}, "what is added does not change"
+
+
+def test_counts_below_zero_do_not_arrive() -> None:
+    """Requirements B30."""
+    travelled = {"a": {"hits": -5, "queries": 2, "pending_loads": -1}}
+    assert ConnectorCounts.from_dict(travelled).to_dict() == {
+        "a": {"queries": 2, "pending_loads": 0}
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["load", "fail", "give up", "taint"]),
+            st.integers(0, 2),
+            st.sampled_from("xyz"),
+        ),
+        max_size=40,
+    )
+)
+def test_every_announced_load_ends_once(events: list[tuple[str, int, str]]) -> None:
+    ledger = TransferLedger()
+    ledger.announce({"x": 0, "y": 1}, {})
+    ended: list[str] = []
+    for what, child, name in events:
+        match what:
+            case "load":
+                ledger.loaded(child, [name], [])
+            case "fail":
+                ledger.loaded(child, [name], [name])
+            case "give up":
+                ledger.give_up([name])
+            case "taint":
+                ledger.taint(child)
+        finished, failed, _ = ledger.take()
+        assert failed <= finished
+        ended += finished
+    assert len(ended) == len(set(ended))
+    assert set(ended).isdisjoint(ledger.loads)
+    assert {*ended, *ledger.loads} == {"x", "y"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
+    ledger = TransferLedger()
+    ledger.announce({}, {"x": (0, 1)})
+    for _ in range(3):
+        ledger.sent(order[0], ["x"])
+    assert not ledger.take()[2]
+    ledger.let_go(order[1], ["x", "unknown"])
+    ledger.sent(order[1], ["x"])
+    assert ledger.take()[2] == {"x"}
+    assert ledger.absorbed == 3
+
+
+def test_a_part_that_failed_before_the_end_counts() -> None:
+    ledger = TransferLedger()
+    ledger.announce({"x": 0}, {})
+    ledger.loaded(0, [], ["x"])
+    assert ledger.take() == (set(), set(), set())
+    ledger.loaded(1, ["x"], ["x"])
+    assert ledger.take() == (set(), set(), set()), "another child does not load it"
+    ledger.loaded(0, ["x"], [])
+    assert ledger.take() == ({"x"}, {"x"}, set())
+    ledger.announce({"x": 1}, {})
+    ledger.loaded(1, ["x"], [])
+    assert ledger.take() == ({"x"}, set(), set()), "the next load is another one"

@@ -1,0 +1,266 @@
+"""What /metrics says: all of it described, by Prometheus' rules, and never less than before."""
+
+import ast
+import dataclasses
+import math
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hybridkv import daemon, observe, store, tiers
+from hybridkv.client.control import ControlClient
+from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.daemon import view as showing
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.observe import catalog
+from hybridkv.observe.metrics import DaemonCollector
+from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.web import WebPages
+from hybridkv.tiers.lookups import ShortfallKind
+from hybridkv.tiers.state import ERROR_COUNTERS
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Clear,
+    Hello,
+    Lookup,
+    Release,
+    ReportRequest,
+    RequestExplanation,
+    Reserve,
+    WireModel,
+    geometry_to_wire,
+)
+from hybridkv.wire.status import SessionStatus
+from tests.conftest import DEADLINE_SECONDS
+from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
+from tests.unit.daemon.tierclient import Client, is_written, until
+from tests.unit.observe.describe_metrics import DOCUMENT, document
+
+PART = 256
+SMALL = Geometry(
+    (Group(0, GroupKind.FULL, 16, (PART,)), Group(1, GroupKind.SLIDING, 16, (PART,), 32)),
+    16,
+    16,
+    16,
+)
+HOSTILE = 'a"b\\c\n<img src=x onerror=alert(1)> \u202e{}'
+
+
+def text_of(snapshot: Snapshot | None) -> str:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(DaemonCollector(lambda: snapshot))
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """By (name, labels); Prometheus takes no two of the same."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.type != "unknown", f"{family.name} is not in the catalog"
+        assert family.documentation
+        for sample in family.samples:
+            key = sample.name, tuple(sorted(sample.labels.items()))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_the_document_is_what_the_code_gives() -> None:
+    assert DOCUMENT.read_text() == document(), (
+        "run: python -m tests.unit.observe.describe_metrics --write"
+    )
+
+
+def test_names_and_help_are_what_prometheus_wants() -> None:
+    for name, described in catalog.known().items():
+        assert name.startswith("hybridkv_daemon_")
+        assert not name.endswith("_total"), "the suffix is a counter's own"
+        assert described.help.endswith(".")
+        assert "_seconds" not in name or "econds" in described.help
+        assert "bytes" not in name or "ytes" in described.help
+    assert len(catalog.exposed()) == len(set(catalog.exposed()))
+
+
+def counted(package: ModuleType) -> Iterator[tuple[str, bool]]:
+    """(name, whether it is only the beginning) of each counter that a module counts by name."""
+    for path in Path(package.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr in ("counters", "labelled")
+            ):
+                match node.slice:
+                    case ast.Tuple([ast.Constant(str(metric)), _]):
+                        assert metric in catalog.LABELLED
+                    case ast.Constant(str(name)):
+                        yield name, False
+                    case ast.JoinedStr([ast.Constant(str(name)), *_]):
+                        yield name, True
+
+
+def test_whatever_the_daemon_counts_is_described() -> None:
+    known = {*catalog.PLAIN, *catalog.TIER, *catalog.NOT_ALONE}
+    starts = ("objects_", "bytes_")
+    names = [name for package in (daemon, observe, store, tiers) for name in counted(package)]
+    for metric, label in (kind.counter for kind in ShortfallKind):
+        assert metric in (catalog.LABELLED if label else catalog.PLAIN)
+    names += [(name, False) for name in ERROR_COUNTERS.values()]
+    assert len(names) > 20
+    for name, is_start in names:
+        assert name in known or (is_start and name in starts), name
+    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.NOT_ALONE}
+    assert set(showing.SAMPLED_OF_TIERS) <= set(catalog.TIER)
+
+
+def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
+    core = make_daemon()
+    core.connect(1)
+    model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
+    core.handle(
+        1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)
+    )
+    engine(core, 2, SMALL, name="other", identity=b"m" * 32)
+    before: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    counters = {
+        name
+        for name, described in catalog.exposed().items()
+        if described.kind is not catalog.MetricType.GAUGE
+    }
+    for turn in range(8):
+        connection = 1 + turn % 2
+        slots = grant(core, connection, PART, 4)
+        commit(core, connection, slots[:2], 0, [turn, turn + 1])
+        commit(core, connection, slots[2:], 1, [turn, turn + 1])
+        lookup(core, connection, turn + 1, turn, turn + 1)
+        core.handle(connection, Release(turn + 1, 16, 512, failed=turn == 3))
+        core.handle(connection, Lookup(9, 1, b"short"))
+        core.handle(connection, Reserve(9, 17, 1, 1))
+        core.handle(connection, ReportRequest(HOSTILE, RequestExplanation(1, 0, detail=HOSTILE)))
+        if turn == 5:
+            core.handle(connection, Clear(3))
+        core.tick(float(turn))
+        while core.ceiling.work():
+            pass
+        now = samples(text_of(core.view.snapshot(float(turn))))
+        for key, value in before.items():
+            assert key[0] not in counters or now[key] >= value, key
+        before = now
+    assert before["hybridkv_daemon_refused_total", (("code", "hashes"),)] == 8
+    assert before["hybridkv_daemon_requests_total", (("message", "lookup"),)] == 16
+    assert before["hybridkv_daemon_loads_failed_total", ()] == 1
+    held = {key: value for key, value in before.items() if key[0] == "hybridkv_daemon_group_bytes"}
+    assert sum(held.values()) == before["hybridkv_daemon_bytes_committed", ()] > 0
+    kinds = {dict(key[1])["kind"] for key in held}
+    assert kinds == {"full", "sliding"}
+    engines = {
+        dict(key[1])["engine"] for key in before if key[0] == "hybridkv_daemon_session_leases"
+    }
+    assert engines == {HOSTILE, "other"}
+
+
+def test_counters_are_there_before_they_count() -> None:
+    now = samples(text_of(make_daemon().view.snapshot(0.0)))
+    for name, described in catalog.PLAIN.items():
+        suffix = "_total" if described.kind is catalog.MetricType.COUNTER else ""
+        assert math.isfinite(now[f"hybridkv_daemon_{name}{suffix}", ()])
+
+
+def test_two_sessions_of_one_engine_are_one_row() -> None:
+    session = SessionStatus("e", "m", "i", 16, "", 2, 100, True, 0.0)
+    again = replace(session, leases=3, is_connected=False)
+    now = samples(
+        text_of(dataclasses.replace(make_daemon().view.snapshot(0.0), sessions=(session, again)))
+    )
+    labels = (("engine", "e"), ("identity", "i"), ("model", "m"))
+    assert now["hybridkv_daemon_session_leases", labels] == 5
+    assert now["hybridkv_daemon_session_connected", labels] == 1
+
+
+def test_a_daemon_that_does_not_answer_is_told_and_nothing_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert samples(text_of(None)) == {("hybridkv_daemon_answering", ()): 0.0}
+    monkeypatch.setattr("hybridkv.observe.web.ANSWER_SECONDS", 0.01)
+    said: list[str] = []
+    environ = {"HTTP_HOST": "localhost", "REQUEST_METHOD": "GET", "PATH_INFO": "/metrics"}
+    body = b"".join(WebPages(Future)(environ, lambda status, headers, *_: said.append(status)))
+    assert said == ["200 OK"]
+    assert b"hybridkv_daemon_answering 0.0" in body
+
+
+def test_a_value_that_nobody_described_is_told_all_the_same() -> None:
+    core = make_daemon()
+    core.counters["brand_new"] = 3
+    snapshot = core.view.snapshot(0.0)
+    snapshot.values.update({("tier_odd", "disk"): 1.0, ("tier_odd", "s3"): 2.0})
+    text = text_of(snapshot)
+    assert "hybridkv_daemon_brand_new 3.0" in text
+    assert 'hybridkv_daemon_tier_odd{tier="disk"} 1.0' in text
+    assert text.count("# TYPE hybridkv_daemon_tier_odd ") == 1
+
+
+def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
+    """All that a real daemon says is described, and the ceiling counts what happened."""
+    socket_path = str(tmp_path / "daemon.sock")
+    options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "16MiB"]
+    with (
+        DaemonProcess(socket_path, "16MiB", metrics_port=0, options=options),
+        Client(socket_path) as client,
+    ):
+        client.store(1, 4)
+        until(lambda: is_written(socket_path), "nothing is written")
+        assert client.look_up(1, 4, wait_ms=1000).found.chunks == 4
+        assert client.look_up(2, 4, wait_ms=1000).found.chunks == 0
+        # What waits to be counted when somebody clears is left out.
+        until(lambda: client.values()["ceiling_lookups"] == 2, "the ceiling is not worked off")
+        with ControlClient(socket_path) as control:
+            control.clear()
+        assert client.look_up(1, 4, wait_ms=20_000).found.chunks == 4, "from the disk"
+        until(lambda: client.values()["ceiling_lookups"] == 3, "the ceiling is not worked off")
+        with urllib.request.urlopen(_url(socket_path), timeout=DEADLINE_SECONDS) as answer:
+            text = answer.read().decode()
+    ours = "".join(line for line in text.splitlines(keepends=True) if "hybridkv_daemon" in line)
+    now = samples(ours)
+    assert now["hybridkv_daemon_ceiling_asked_tokens_total", ()] == 12 * 128
+    assert now["hybridkv_daemon_ceiling_hit_tokens_total", ()] == 8 * 128
+    assert now["hybridkv_daemon_ceiling_tokens_total", ()] == 8 * 128
+    assert now["hybridkv_daemon_lookup_wait_seconds_count", ()] == 1
+    assert now["hybridkv_daemon_lookup_wait_seconds_bucket", (("le", "+Inf"),)] == 1
+    assert 0 < now["hybridkv_daemon_lookup_wait_seconds_sum", ()] < 20
+    assert now["hybridkv_daemon_tier_chunks_hit_total", (("tier", "disk"),)] == 4
+    assert now["hybridkv_daemon_tier_bytes_written_total", (("tier", "disk"),)] > 0
+    assert now["hybridkv_daemon_tier_is_open", (("tier", "disk"),)] == 1
+
+
+def _url(socket_path: str) -> str:
+    with ControlClient(socket_path) as control:
+        return control.stats().metrics_url
+
+
+def test_what_is_evicted_is_below_the_ceiling() -> None:
+    """The daemon's own numbers, with an arena that is too small for what is stored."""
+    core = make_daemon(64 << 10)
+    engine(core, 1, Geometry((Group(0, GroupKind.FULL, 16, (4000,)),), 16, 16, 16))
+    numbers = range(1, 25)
+    for number in numbers:
+        commit(core, 1, grant(core, 1, 4000, 1), 0, [number])
+    held = [number for number in numbers if lookup(core, 1, number, number).chunks]
+    while core.ceiling.work():
+        pass
+    values = core.view.values().named()
+    assert values["evicted"] > 0
+    assert (values["ceiling_asked_tokens"], values["ceiling_tokens"]) == (24 * 16, 24 * 16)
+    assert 0 < values["ceiling_hit_tokens"] == 16 * len(held) < 24 * 16
+    core.handle(1, Clear(2))
+    core.handle(1, Lookup(5, 99, hashes(1)))
+    while core.ceiling.work():
+        pass
+    assert core.view.values().named()["ceiling_tokens"] == 24 * 16, "who clears wants it gone"

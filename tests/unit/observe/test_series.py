@@ -1,0 +1,88 @@
+"""Rates and shares of samples, whatever the times between them."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.observe.histogram import Histogram
+from hybridkv.observe.series import Sample, Series, rates, share_of, shares, since
+
+
+def samples(*told: tuple[float, float, float]) -> list[Sample]:
+    return [Sample(at, (part, whole)) for at, part, whole in told]
+
+
+STEPS = st.lists(
+    st.tuples(st.floats(0.1, 500), st.integers(0, 1000), st.integers(0, 1000)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_rates_times_their_intervals_are_what_was_counted(
+    steps: list[tuple[float, int, int]],
+) -> None:
+    at, count = 0.0, 0
+    told = [Sample(0.0, (0.0,))]
+    for seconds, more, _ in steps:
+        at, count = at + seconds, count + more
+        told.append(Sample(at, (float(count),)))
+    per_second = rates(told, 0)
+    assert len(per_second) == len(steps)
+    total = sum(
+        rate * (after.at - before.at)
+        for rate, before, after in zip(per_second, told, told[1:], strict=False)
+    )
+    assert math.isclose(total, count, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@given(STEPS, st.floats(0, 2000))
+def test_a_share_is_that_of_all_that_its_window_has(
+    steps: list[tuple[float, int, int]], window: float
+) -> None:
+    at, part, whole = 0.0, 0, 0
+    told = [Sample(0.0, (0.0, 0.0))]
+    for seconds, hit, missed in steps:
+        at, part, whole = at + seconds, part + hit, whole + hit + missed
+        told.append(Sample(at, (float(part), float(whole))))
+    for last, share in enumerate(shares(told, 0, 1, window), 1):
+        # By hand: the latest sample that is not within the window, except for the last interval.
+        first = max([0, *(i for i in range(last) if told[i].at <= told[last].at - window)])
+        first = min(first, last - 1)
+        grown = [
+            after - before
+            for before, after in zip(told[first].values, told[last].values, strict=True)
+        ]
+        assert share == (grown[0] / grown[1] if grown[1] else None)
+        assert share is None or 0 <= share <= 1
+
+
+def test_a_gap_is_one_long_interval() -> None:
+    told = samples((0, 0, 0), (10, 5, 10), (110, 15, 30))
+    assert rates(told, 0) == [0.5, 0.1]
+    assert shares(told, 0, 1, 60) == [0.5, 0.5]
+    assert share_of(told[0], told[0], 0, 1) is None
+
+
+def test_a_ring_keeps_the_latest() -> None:
+    series = Series(10, 3)
+    assert series.due_at == -math.inf
+    for at in (0, 10, 10, 5, 20, 35):
+        series.add(Sample(at, (at,)))
+    assert [sample.at for sample in series.samples] == [10, 20, 35]
+    assert series.due_at == 45
+    assert since(series.samples, 34).at == 20
+    assert since(series.samples, 0).at == 10, "the first of all, where none is that old"
+
+
+@given(st.lists(st.floats(0, 100), max_size=50))
+def test_buckets_count_what_is_not_above_their_bound(amounts: list[float]) -> None:
+    buckets = Histogram((0.5, 2.0))
+    for amount in amounts:
+        buckets.add(amount)
+    assert buckets.cumulative == [
+        (bound, sum(amount <= bound for amount in amounts)) for bound in (0.5, 2.0, math.inf)
+    ]
+    assert math.isclose(buckets.total, sum(amounts))

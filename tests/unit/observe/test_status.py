@@ -1,0 +1,144 @@
+"""What the page is told: what is wrong, whether more memory would help, and how it was before."""
+
+import dataclasses
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from hybridkv.daemon.view import HOUR, SAMPLED
+from hybridkv.observe.catalog import Values
+from hybridkv.observe.series import Sample
+from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.status import StatusReport, health, verdict
+from hybridkv.wire.status import SessionStatus, TierStatus
+from tests.unit.daemon.harness import engine, lookup, make_daemon
+from tests.unit.observe.test_metrics import SMALL
+
+WELL = TierStatus("disk", "disk:///d", "through", None, True, False, False, {})
+SESSION = SessionStatus("e", "m", "i", 16, "", 0, 0, True, 0.0)
+NOW = 5000.0
+
+
+def snapshot(
+    before: dict[str, float] | None = None, now: dict[str, float] | None = None, ago: float = 60.0
+) -> Snapshot:
+    """A daemon whose values were `before` some time ago."""
+    empty = make_daemon().view.snapshot(NOW)
+    sample = Sample(NOW - ago, tuple((before or {}).get(name, 0.0) for name in SAMPLED))
+    return dataclasses.replace(
+        empty,
+        values=Values(empty.values | {(name, ""): value for name, value in (now or {}).items()}),
+        hour=(sample,),
+        day=(sample,),
+        sessions=(SESSION,),
+    )
+
+
+def test_a_daemon_that_is_well_has_nothing_to_tell() -> None:
+    assert health(dataclasses.replace(snapshot(), tiers=(WELL,))) == []
+
+
+@pytest.mark.parametrize(
+    ("tier", "level", "words"),
+    [
+        (replace(WELL, is_open=False), "bad", "cannot be used"),
+        (replace(WELL, is_hung=True), "bad", "hangs"),
+        (replace(WELL, is_shut=True), "bad", "fails"),
+        (replace(WELL, values={"objects_damaged": 3.0}), "note", "3 objects were damaged"),
+        (replace(WELL, values={"objects_shed": 2.0}), "note", "2 objects were not written"),
+    ],
+)
+def test_a_tier_that_is_not_well_is_told(tier: TierStatus, level: str, words: str) -> None:
+    (found,) = health(dataclasses.replace(snapshot(), tiers=(tier,)))
+    assert found.level == level
+    assert found.text.startswith("disk (disk:///d)")
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("loads_failed", "bad"), ("deadlines_missed", "warn"), ("slots_short", "note")],
+)
+def test_what_went_wrong_lately_is_news_and_what_did_long_ago_is_not(name: str, level: str) -> None:
+    (found,) = health(snapshot({name: 2.0}, {name: 7.0}))
+    assert (found.level, found.text.split()[5]) == (level, "5")
+    assert health(snapshot({name: 7.0}, {name: 7.0})) == []
+
+
+def test_the_worst_comes_first() -> None:
+    told = dataclasses.replace(
+        snapshot(now={"slots_short": 1.0, "deadlines_missed": 1.0}),
+        tiers=(replace(WELL, is_open=False),),
+        sessions=(),
+    )
+    assert [one.level for one in health(told)] == ["bad", "warn", "note", "note"]
+
+
+@pytest.mark.parametrize(
+    ("hit", "ceiling", "more", "words"),
+    [
+        (0, 0, {"ceiling_asked_tokens": 0.0}, "Nothing was looked up"),
+        (60, 61, {"evicted": 5.0}, "would not help: there is next to nothing"),
+        (60, 90, {"evicted": 5.0}, "may help: up to 30%"),
+        (60, 90, {}, "would not help: nothing was lost for lack of room"),
+        (60, 90, {"slots_short": 1.0}, "does not count what engines found no room"),
+        (60, 90, {"evicted": 5.0, "ceiling_chunks_forgotten": 1.0}, "may be higher"),
+    ],
+)
+def test_whether_more_memory_would_help(
+    hit: int, ceiling: int, more: dict[str, float], words: str
+) -> None:
+    now = {
+        "ceiling_asked_tokens": 100.0,
+        "ceiling_hit_tokens": float(hit),
+        "ceiling_tokens": float(ceiling),
+    } | more
+    told = verdict(snapshot(now=now))
+    assert words in told.text
+    if now["ceiling_asked_tokens"]:
+        assert (told.hit, told.ceiling) == (hit / 100, ceiling / 100)
+
+
+def test_rates_are_those_of_the_last_minute() -> None:
+    told = StatusReport().make(
+        snapshot({"lookups": 100.0, "bytes_loaded": 0.0}, {"lookups": 400.0, "bytes_loaded": 6e6})
+    )
+    assert told.minute.per_second["lookups"] == 5.0
+    assert told.minute.per_second["bytes_loaded"] == 1e5
+
+
+def test_a_daemon_keeps_an_hour_and_a_day() -> None:
+    core = make_daemon()
+    engine(core, 1, SMALL)
+    clock = 1000.0
+    assert core.wakes_at() <= clock
+    for turn in range(3 * HOUR[1]):
+        core.tick(clock)
+        lookup(core, 1, turn + 1, 1, 2)
+        while core.ceiling.work():
+            pass
+        assert core.wakes_at() <= clock + HOUR[0]
+        clock += HOUR[0]
+    told = core.view.snapshot(clock)
+    assert len(told.hour) == HOUR[1]
+    assert told.hour[-1].at - told.hour[0].at == 3600
+    assert len(told.day) == 181
+    page = json.loads(StatusReport().encode(told))
+    assert page["hour"]["lookups"] == [0.1] * 360
+    assert page["hour"]["ages"][0] == 3590
+    assert page["hour"]["ages"][-1] == 0
+    assert page["hour"]["hit"] == [0.0] * 360
+    assert page["day"]["step_seconds"] == 60
+    brief = json.loads(StatusReport(is_brief=True).encode(told))
+    assert brief["hour"]["lookups"] == [0.1] * 90
+    assert "day" not in brief
+
+
+def test_the_past_is_made_once_for_each_sample() -> None:
+    made = StatusReport()
+    first = snapshot({"lookups": 1.0})
+    assert json.loads(made.encode(first))["hour"]["lookups"] == []
+    later = dataclasses.replace(first, hour=(*first.hour, Sample(NOW - 50, first.hour[0].values)))
+    assert json.loads(made.encode(later))["hour"]["lookups"] == [0.0]
+    assert made.encode(later) == made.encode(later)

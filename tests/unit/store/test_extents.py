@@ -1,0 +1,54 @@
+"""Free space: best fit, joined neighbours, nothing lost."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.store.extents import Extents
+
+P = SLOT_ALIGN
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60),
+    st.integers(0, 40),
+    st.integers(0, 40),
+)
+def test_what_is_allocated_and_what_is_free_tile_the_space(
+    steps: list[tuple[bool, int]], first: int, more: int
+) -> None:
+    extents = Extents()
+    extents.grow(first * P)
+    taken: dict[int, int] = {}
+    for number, (allocate, size) in enumerate(steps):
+        if number == len(steps) // 2:
+            extents.grow((first + more) * P)
+        if allocate:
+            longest = max((run for _, run in extents.runs()), default=0)
+            offset = extents.allocate(size * P)
+            assert (offset is None) == (longest < size * P), (
+                "an allocation fails only where no run is long enough"
+            )
+            if offset is not None:
+                taken[offset] = size * P
+        elif taken:
+            offset = sorted(taken)[size % len(taken)]
+            extents.free(offset, taken.pop(offset))
+        extents.check()
+        end = 0
+        for offset, length in sorted([*taken.items(), *extents.runs()]):
+            assert offset == end
+            end = offset + length
+        assert end == extents.limit_bytes
+
+
+def test_best_fit_at_the_lowest_offset() -> None:
+    extents = Extents()
+    extents.grow(10 * P)
+    offsets = [extents.allocate(size * P) for size in (3, 1, 2, 1, 2, 1)]
+    assert offsets == [0, 3 * P, 4 * P, 6 * P, 7 * P, 9 * P]
+    for offset, size in ((0, 3), (4 * P, 2), (7 * P, 2)):
+        extents.free(offset, size * P)
+    assert extents.allocate(2 * P) == 4 * P
+    assert extents.allocate(2 * P) == 7 * P
+    assert extents.allocate(2 * P) == 0

@@ -1,0 +1,467 @@
+"""The RAM tier against a model: a dictionary of what should be there."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hybridkv.core.policies import EvictionPolicy
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.signature import is_signed
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SlotState,
+    payload_offset,
+    read_generation,
+    slot_bytes,
+    unpack_header,
+)
+from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.store.index import Namespace, Slot
+from hybridkv.store.store import VAIN_MAX, Store
+
+SIZES = (100, 5000, 9000)
+SHAPES = [(size, parts) for size in SIZES for parts in (1, 2)]
+ARENA = 40 * 4096
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Grants, commits, pins, drops and evictions in any order, with any claims about parents."""
+
+    @initialize(
+        reserved=st.integers(0, 40),
+        policy=st.sampled_from(EvictionPolicy),
+        quota=st.sampled_from([None, 4096, 12 * 4096]),
+    )
+    def start(self, reserved: int, policy: EvictionPolicy, quota: int | None) -> None:
+        self.memory = memoryview(bytearray(ARENA))
+        self.quota = quota
+        self.store = Store(self.memory, 1000, policy=policy, tenant_bytes=quota)
+        self.store.extents.grow(reserved * 4096)
+        shapes = (frozenset(SHAPES),) * 2
+        self.namespaces = [
+            Namespace(bytes([n]) * 32, (0, 4), shapes, (True, n == 1)) for n in range(2)
+        ]
+        self.writing: list[Slot] = []
+        self.pinned: list[list[Slot]] = []
+        self.generations: set[int] = set()
+
+    @rule(shape=st.sampled_from(SHAPES), count=st.integers(0, 8))
+    def grant(self, shape: tuple[int, int], count: int) -> None:
+        slots = self.store.grant(shape, count)
+        assert len(slots) <= count
+        for slot in slots:
+            assert slot.generation not in self.generations, "a generation is given once"
+            self.generations.add(slot.generation)
+        if len(slots) < count and self.store.extents.limit_bytes == ARENA:
+            taken = sum(
+                slot.size_bytes
+                for slot in {*self.writing, *slots, *(s for p in self.pinned for s in p)}
+            )
+            longest = max((size for _, size in self.store.extents.runs()), default=0)
+            assert longest < slot_bytes(*shape)
+            assert taken or not self.committed(), (
+                "nothing more is granted only where something is in the way"
+            )
+        self.writing += slots
+
+    @rule(reserved=st.integers(0, 40))
+    def reserve(self, reserved: int) -> None:
+        self.store.extents.grow(reserved * 4096)
+
+    @precondition(lambda self: self.writing)
+    @rule(
+        number=st.integers(0, 5),
+        namespace=st.integers(0, 1),
+        group=st.integers(0, 1),
+        pick=st.integers(0, 99),
+        parent=st.integers(-1, 5),
+        interior=st.booleans(),
+        tenant=st.integers(0, 2),
+    )
+    def commit(
+        self,
+        number: int,
+        namespace: int,
+        group: int,
+        pick: int,
+        parent: int,
+        interior: bool,
+        tenant: int,
+    ) -> None:
+        slot = self.writing.pop(pick % len(self.writing))
+        space = self.namespaces[namespace]
+        entry = space.entries.get(key(number))
+        there = entry is not None and entry.slots[group] is not None
+        before = b"" if parent < 0 else key(parent)
+        kept = self.store.commit(slot, space, group, key(number), before, interior, tenant)
+        assert not (there and kept)
+        assert kept or there or (tenant and self.quota is not None), (
+            "only a quota keeps an object out"
+        )
+        header = unpack_header(bytes(self.memory[slot.offset : slot.offset + HEADER_BYTES]))
+        assert header is not None
+        if not kept:
+            assert header.state is SlotState.FREE
+        else:
+            assert (header.state, header.namespace, header.chunk_hash, header.gid) == (
+                SlotState.COMMITTED,
+                space.identity,
+                key(number),
+                (0, 4)[group],
+            )
+
+    @precondition(lambda self: self.writing)
+    @rule(pick=st.integers(0, 99))
+    def free(self, pick: int) -> None:
+        self.store.free(self.writing.pop(pick % len(self.writing)))
+
+    def committed(self) -> list[Slot]:
+        return [
+            slot
+            for space in self.namespaces
+            for entry in space.entries.values()
+            for slot in entry.slots
+            if slot
+        ]
+
+    @rule(picks=st.lists(st.integers(0, 99), max_size=4, unique=True))
+    def pin(self, picks: list[int]) -> None:
+        there = self.committed()
+        slots = (
+            list(
+                {id(there[pick % len(there)]): there[pick % len(there)] for pick in picks}.values()
+            )
+            if there
+            else []
+        )
+        self.store.pin(slots)
+        self.pinned.append(slots)
+
+    @precondition(lambda self: self.pinned)
+    @rule(pick=st.integers(0, 99))
+    def unpin(self, pick: int) -> None:
+        self.store.unpin(self.pinned.pop(pick % len(self.pinned)))
+
+    @rule(pick=st.integers(0, 99))
+    def drop(self, pick: int) -> None:
+        there = self.committed()
+        if there:
+            self.store.drop(there[pick % len(there)])
+
+    @rule()
+    def clear(self) -> None:
+        for slot in self.committed():
+            self.store.drop(slot)
+        assert not self.committed()
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.store.check()
+        for tenant in (1, 2):
+            theirs = sum(slot.size_bytes for slot in self.committed() if slot.tenant == tenant)
+            assert self.quota is None or theirs <= self.quota
+        for slots in self.pinned:
+            for slot in slots:
+                header = unpack_header(bytes(self.memory[slot.offset : slot.offset + HEADER_BYTES]))
+                assert header is not None, "a pinned slot keeps its header"
+                assert header.generation == slot.generation, (
+                    "a pinned slot is never given to another object"
+                )
+        indexed = {slot.offset for slot in self.committed()}
+        walked = {offset for offset, _ in committed_slots(self.memory)}
+        assert indexed <= walked, "every object describes itself in the arena"
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStore = StoreMachine.TestCase
+
+
+SIZE = 8192
+SHAPE = (5000, 1)
+assert slot_bytes(*SHAPE) == SIZE
+
+
+def store_of(
+    slots: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES, quota: int | None = None
+) -> Store:
+    store = Store(memoryview(bytearray(slots * SIZE)), policy=policy, tenant_bytes=quota)
+    store.extents.grow(slots * SIZE)
+    return store
+
+
+def full_and_window() -> Namespace:
+    return Namespace(bytes(32), (0, 1), (frozenset({SHAPE}), frozenset({SHAPE})), (True, False))
+
+
+def put(
+    store: Store, space: Namespace, chain: Sequence[int], group: int = 0, **claims: Any
+) -> None:
+    """Store the objects of one group of a prompt, a step for each chunk."""
+    before = b""
+    for number in chain:
+        for slot in store.grant(SHAPE, 1):
+            store.commit(slot, space, group, key(number), before, **claims)
+        before = key(number)
+
+
+def kept(space: Namespace, group: int = 0) -> list[int]:
+    return sorted(
+        name[0] for name, entry in space.entries.items() if entry.slots[group] is not None
+    )
+
+
+def read(store: Store, space: Namespace, chain: Sequence[int], group: int = 0) -> None:
+    """Read a prompt, of one group."""
+    found = [space.entries[key(number)].slots[group] for number in chain]
+    slots = [slot for slot in found if slot is not None]
+    store.pin(slots)
+    store.unpin(slots)
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
+    """Also where a prompt was stored in many steps, and where it was read."""
+    store, space = store_of(4, policy), full_and_window()
+    put(store, space, [0, 1, 2, 3])
+    store.grant(SHAPE, 1)
+    assert kept(space) == [0, 1, 2]
+    read(store, space, [0, 1, 2])
+    store.grant(SHAPE, 2)
+    assert kept(space) == [0]
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+@pytest.mark.parametrize("quota", [None, 4])
+def test_of_a_prompt_without_room_the_prefix_is_kept(
+    policy: EvictionPolicy, quota: int | None
+) -> None:
+    """As far as it fits, but for one slot, which each later chunk takes from the one before."""
+    store = store_of(4 if quota is None else 20, policy, None if quota is None else quota * SIZE)
+    space = full_and_window()
+    put(store, space, range(30), tenant=7)
+    assert kept(space)[:3] == [0, 1, 2]
+    assert len(kept(space)) == 4
+    store.check()
+
+
+def test_the_oldest_prompt_goes_first_and_its_window_with_it() -> None:
+    store, space = store_of(6), full_and_window()
+    for chain in ([0, 1], [2, 3]):
+        put(store, space, chain)
+        put(store, space, chain[-1:], group=1)
+    store.grant(SHAPE, 1)
+    assert (kept(space), kept(space, 1)) == ([0, 2, 3], [3]), (
+        "a window behind a prefix that is gone is of no use"
+    )
+
+
+def test_what_only_a_shorter_hit_needs_goes_first_unless_it_was_read() -> None:
+    store, space = store_of(8), full_and_window()
+    put(store, space, [0, 1, 2])
+    put(store, space, [0, 1], group=1, interior=True)
+    put(store, space, [2], group=1)
+    read(store, space, [1], group=1)
+    put(store, space, [5, 6, 7])
+    assert kept(space) == [0, 1, 2, 5, 6, 7]
+    assert kept(space, 1) == [1, 2]
+    assert store.evicted == 1
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_a_scan_leaves_alone_what_is_read(policy: EvictionPolicy) -> None:
+    """Eight prompts that nobody repeats, twice the size of the cache, between two turns."""
+    store, space = store_of(16, policy), full_and_window()
+    put(store, space, [0, 1, 2, 3])
+    read(store, space, [0, 1, 2, 3])
+    for prompt in range(8):
+        put(store, space, range(10 + 4 * prompt, 14 + 4 * prompt))
+    expected = [0, 1, 2, 3] if policy is EvictionPolicy.TWO_QUEUES else []
+    assert [number for number in kept(space) if number < 10] == expected
+
+
+def test_what_comes_back_soon_after_its_eviction_is_protected() -> None:
+    store, space = store_of(8), full_and_window()
+    put(store, space, [0, 1])
+    for prompt in range(4):
+        put(store, space, [10 + 2 * prompt, 11 + 2 * prompt])
+    assert 0 not in kept(space)
+    put(store, space, [0, 1])
+    assert store.protected_bytes == 2 * SIZE
+    for prompt in range(8):
+        put(store, space, [30 + 2 * prompt, 31 + 2 * prompt])
+    assert {0, 1} <= set(kept(space))
+
+
+def test_a_window_that_comes_back_is_protected_with_its_chunk() -> None:
+    store, space = store_of(8), full_and_window()
+    for again in range(2):
+        put(store, space, [0, 1])
+        put(store, space, [0, 1], group=1)
+        assert store.protected_bytes == (0, 4 * SIZE)[again]
+        for prompt in range(4):
+            put(store, space, [10 + 10 * again + 2 * prompt, 11 + 10 * again + 2 * prompt])
+        assert (kept(space, 1) == [0, 1]) == bool(again)
+
+
+def test_what_is_protected_makes_room_when_it_becomes_too_much() -> None:
+    store, space = store_of(8), full_and_window()
+    for prompt in range(4):
+        put(store, space, [2 * prompt, 2 * prompt + 1])
+        read(store, space, [2 * prompt, 2 * prompt + 1])
+    assert store.protected_bytes == 8 * SIZE
+    put(store, space, [20, 21])
+    assert store.protected_bytes == 6 * SIZE
+    assert kept(space) == [2, 3, 4, 5, 6, 7, 20, 21]
+
+
+def test_a_tenant_has_room_up_to_its_quota_at_the_cost_of_its_own() -> None:
+    store, space = store_of(16, quota=4 * SIZE), full_and_window()
+    put(store, space, [0, 1, 2, 3], tenant=1)
+    put(store, space, [10, 11, 12, 13, 14], tenant=0)
+    put(store, space, [20, 21], tenant=2)
+    put(store, space, [30, 31], tenant=1)
+    assert kept(space) == [0, 1, 10, 11, 12, 13, 14, 20, 21, 30, 31]
+    assert store.tenants == 2
+    for entry in list(space.entries.values()):
+        for slot in entry.slots:
+            if slot is not None:
+                store.drop(slot)
+    assert store.tenants == 0
+
+
+def test_an_object_that_never_fits_its_quota_is_not_kept() -> None:
+    store, space = store_of(4, quota=SIZE - 4096), full_and_window()
+    put(store, space, [0], tenant=1)
+    assert kept(space) == []
+    assert store.writing_bytes == 0
+    assert store.over_quota == 1
+    put(store, space, [0], tenant=0)
+    assert kept(space) == [0]
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
+    """Of small objects in any order of age, neighbours are evicted, not the oldest ones."""
+    small, large = (100, 1), (16 * 4096 - 4096, 1)
+    rng = random.Random(5)
+    store = Store(memoryview(bytearray(512 * 4096)), policy=policy)
+    store.extents.grow(512 * 4096)
+    space = Namespace(bytes(32), (0,), (frozenset({small, large}),), (False,))
+    slots = store.grant(small, 512)
+    rng.shuffle(slots)
+    for number, slot in enumerate(slots):
+        store.commit(slot, space, 0, number.to_bytes(32, "little"))
+    assert len(store.grant(large, 4)) == 4
+    assert store.evicted <= 4 * 2 * 16
+    store.check()
+
+
+def test_a_large_slot_that_has_no_place_does_not_cost_everything() -> None:
+    """Slots that are being written stand in the way everywhere."""
+    small, large = (100, 1), (8 * 4096 - 4096, 1)
+    store = Store(memoryview(bytearray(400 * 4096)))
+    store.extents.grow(400 * 4096)
+    space = Namespace(bytes(32), (0,), (frozenset({small, large}),), (False,))
+    for number, slot in enumerate(store.grant(small, 400)):
+        if number % 4:
+            store.commit(slot, space, 0, number.to_bytes(32, "little"))
+    assert store.grant(large, 1) == []
+    assert store.evicted <= (VAIN_MAX + 2) * 8
+
+
+def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
+    memory = memoryview(bytearray(6 * SIZE))
+    trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
+    store = Store(memory, trailer=trailer)
+    store.grow(6 * SIZE)
+    put(store, full_and_window(), [0, 1, 2, 3], tenant=1)
+    later = Store(memory, trailer=trailer, tenant_bytes=4 * SIZE)
+    namespaces, _ = later.recover()
+    space = namespaces[bytes(32)]
+    later.regroup(space, full_and_window())
+    later.check()
+    put(later, space, [4], tenant=1)
+    assert kept(space) == [0, 1, 2, 4]
+    read(later, space, [0, 1])
+    later.grant(SHAPE, 3)
+    assert kept(space) == [0, 1, 4]
+
+
+def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
+    """Not even where nothing is left in the arena: a load may still name what was there."""
+    memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
+    generations: list[int] = []
+    for first in (1000, 1000, 10):
+        store = Store(memory, first, Trailer(behind, ARENA))
+        store.recover()
+        store.grow(ARENA)
+        (slot,) = store.grant((100, 1), 1)
+        generations.append(slot.generation)
+        store.free(slot)
+    assert generations == sorted(set(generations))
+
+
+def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
+    """Its old header may stay amid a larger slot for long, and earlier loads read it."""
+    memory = memoryview(bytearray(4 * 4096))
+    store = Store(memory)
+    store.grow(4 * 4096)
+    namespace = Namespace(key(1), (0,), (frozenset(SHAPES),))
+    small = store.grant((100, 1), 4)
+    for number, slot in enumerate(small):
+        store.commit(slot, namespace, 0, key(number))
+    read = {slot.offset: slot.generation for slot in small}
+    again = Store(memory, 0, store.trailer)
+    again.recover()
+    assert all(read_generation(memory, offset) == generation for offset, generation in read.items())
+    (large,) = again.grant((9000, 1), 1)
+    taken = [offset for offset in read if large.offset <= offset < large.offset + large.size_bytes]
+    assert len(taken) == 3
+    assert all(read_generation(memory, offset) != read[offset] for offset in taken)
+
+
+def test_a_torn_header_has_no_generation_after_a_restart() -> None:
+    memory = memoryview(bytearray(ARENA))
+    store = Store(memory)
+    store.grow(ARENA)
+    (slot,) = store.grant((100, 1), 1)
+    memory[slot.offset + 24] ^= 1
+    Store(memory, 0, store.trailer).recover()
+    assert read_generation(memory, slot.offset) != slot.generation
+
+
+def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
+    store = Store(memoryview(bytearray(4 * 8192)))
+    store.extents.grow(8192)
+    space = Namespace(bytes(32), (0,), (frozenset({(5000, 1)}),))
+    store.commit(store.grant((5000, 1), 1)[0], space, 0, key(0))
+    assert store.grant((5000, 1), 1) == []
+    assert store.evicted == 0
+    store.extents.grow(2 * 8192)
+    assert len(store.grant((5000, 1), 1)) == 1
+    store.bound_bytes = 2 * 8192
+    assert len(store.grant((5000, 1), 1)) == 1, "no more pages will come, so the object goes"
+    assert store.evicted == 1
+
+
+def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
+    """A writer with `checksum: "off"` signs nothing; no tier takes its objects for damaged."""
+    memory = memoryview(bytearray(b"\xff") * ARENA)
+    store = Store(memory, 1000)
+    store.extents.grow(ARENA)
+    for shape in SHAPES:
+        (slot,) = store.grant(shape, 1)
+        whole = memory[slot.offset : slot.offset + slot.size_bytes]
+        assert is_signed(whole, slot.part_bytes, slot.parts, slot.generation) is None
+        assert set(whole[payload_offset(slot.parts) :]) == {0xFF}, "payload is the writer's alone"

@@ -1,0 +1,189 @@
+"""docs/COMING-FROM.md: each setting, command, metric, message and state in its tables exists."""
+
+import argparse
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli.main import COMMANDS
+from hybridkv.connector.scheduler.request_states import RequestState
+from hybridkv.core.settings import Settings
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.observe import catalog
+from hybridkv.observe.catalog import Values
+from hybridkv.tiers.lookups import ShortfallKind
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "hybridkv"
+DOCUMENT = ROOT / "docs" / "COMING-FROM.md"
+KINDS = ("disk", "valkey", "s3", "mooncake")
+TIER = re.compile(rf"(?:tier|chunks_hit)_({'|'.join(KINDS)})_?")
+VERBS = ("read", "written")
+METRIC = re.compile(r'((?:vllm:hybridkv|hybridkv_daemon)_\w+)(?:\{(\w+)="(\w+)"\})?')
+EXPORTED = re.compile(r"^\| `(vllm:hybridkv_\w+)` \| \w+ \| (.*?) \|", re.MULTILINE)
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """(heading, the cell that is ours) of each row of the tables, without their heads."""
+    heading, table = "", False
+    for line in DOCUMENT.read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        if not line.startswith("|"):
+            table = False
+            continue
+        columns = re.split(r" \| ", line.strip("| "))
+        if table and not set(line) <= set("|- "):
+            yield heading, columns[1]
+        table = True
+
+
+def names() -> list[tuple[str, str]]:
+    """(heading, name) of everything of ours that the tables name."""
+    return [(heading, name) for heading, cell in cells() for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@cache
+def texts() -> tuple[set[str], str]:
+    """Every text in the package's code, and all of the code."""
+    found: set[str] = set()
+    source = ""
+    for path in PACKAGE.rglob("*.py"):
+        code = path.read_text()
+        source += code
+        found |= {
+            node.value
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+    # Names that are put together: tiers/state.py, and those that `hybridkv stats` prints.
+    found |= {f"{what}_{verb}" for what in ("objects", "bytes") for verb in VERBS}
+    found |= set(Values({kind.counter: 0.0 for kind in ShortfallKind}).named()) | {""}
+    return found, source
+
+
+def is_setting(name: str) -> bool:
+    """Whether it is a key of kv_connector_extra_config."""
+    return name in {field.name.removesuffix("_bytes") for field in fields(Settings)} | {
+        "disk",
+        "disk_bytes",
+    }
+
+
+def is_command(name: str) -> bool:
+    """Whether it is one of our commands, with options that it has."""
+    _, command, *options = name.split()
+    parser = argparse.ArgumentParser()
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    return all(option in known for option in options if option.startswith("-"))
+
+
+def is_metric(name: str) -> bool:
+    """Whether it is exported, with that label and a value of it that the code has.
+
+    The engine's are read from a page that is made from the code: their module needs vLLM.
+    """
+    whole = METRIC.fullmatch(name)
+    if whole is None:
+        return False
+    known = {one: set(described.labels) for one, described in catalog.exposed().items()}
+    exported = EXPORTED.findall((ROOT / "docs" / "METRICS.md").read_text())
+    known |= {one: set(re.findall(r"\w+", labels)) for one, labels in exported}
+    metric, label, value = whole.groups()
+    has_value = (
+        value is None
+        or value in KINDS
+        or any(re.search(rf"(^|_){value}$", text) for text in texts()[0])
+    )
+    return metric in known and (label is None or label in known[metric]) and has_value
+
+
+def exists(name: str) -> bool:
+    """Whether the code has it."""
+    found, source = texts()
+    if METRIC.match(name):
+        return is_metric(name)
+    if name.startswith("hybridkv ") and not name.startswith("hybridkv: "):
+        return is_command(name)
+    if "://" in name:
+        return parse_tier(name, "tier").kind in KINDS
+    if name.partition("=")[0] == "write":
+        return parse_tier(f"disk:///d?{name}", "tier") is not None
+    if name in ("2q", "lru"):
+        return name in source
+    return (
+        is_setting(name)
+        or name in set(RequestState)
+        or TIER.sub("", name) in found
+        or _is_said(name, source)
+    )
+
+
+def _is_said(name: str, source: str) -> bool:
+    """Whether it is a message, or the name of one of the wire's."""
+    return f"class {name}(_Message" in source or (" " in name and name in source)
+
+
+def test_the_page_has_tables() -> None:
+    assert len(names()) > 100
+    assert {name for _, name in names() if is_setting(name)} >= {
+        "server",
+        "ram",
+        "disk",
+        "tiers",
+        "store_generated",
+    }
+
+
+@pytest.mark.parametrize(("heading", "name"), sorted(set(names())))
+def test_what_is_named_exists(heading: str, name: str) -> None:
+    assert exists(name), f"{heading}: {name}"
+
+
+def test_metrics_that_are_named_between_the_tables_exist() -> None:
+    named = {found[0] for found in METRIC.finditer(DOCUMENT.read_text())}
+    assert len(named) > 8
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "load_timeout",
+            "hybridkv serve --tiers",
+            "hybridkv: lost the server",
+            "disk://x?write=all",
+            "chunks_hits",
+        ),
+        *(
+            "vllm:hybridkv_lookups",
+            'vllm:hybridkv_lookups_total{tier="disk"}',
+            "hybridkv_daemon_tier_disk_objects_read",
+        ),
+        'hybridkv_daemon_promotions_cut_total{reason="mood"}',
+    ],
+)
+def test_what_does_not_exist_is_noticed(name: str) -> None:
+    try:
+        assert not exists(name)
+    except ValueError:
+        assert "://" in name
+
+
+def test_every_setting_is_on_the_page() -> None:
+    told = {name for _, name in names()}
+    keys = {field.name.removesuffix("_bytes") for field in fields(Settings)} | {
+        "disk",
+        "disk_bytes",
+    }
+    assert keys - told <= {"load_policy", "checksum", "weights_identity"}, (
+        "others have nothing like these"
+    )

@@ -1,0 +1,716 @@
+"""The directory tier on a real file system."""
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.lab.tier_suite import SampleObject, TierSuite, read, sample
+from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
+from hybridkv.tiers.disk.files import QUARANTINE_MAX, FileName, records
+from hybridkv.tiers.disk.index import STUCK_MAX
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.factory import make_tier
+
+
+def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
+    return DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk"), writer)
+
+
+def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
+    tier = disk(root, writer, size)
+    tier.open()
+    return tier
+
+
+def real_bytes(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.glob("objects/*/??/*"))
+
+
+class TestDisk(TierSuite):
+    shared = False
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self._root = tmp_path / "tier"
+
+    def make(self) -> Tier:
+        return disk(self._root)
+
+
+class TestSharedDirectory(TierSuite):
+    """Each tier object is another node."""
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self._root = tmp_path / "tier"
+        self._count = 0
+
+    def make(self) -> DiskTier:
+        self._count += 1
+        return disk(self._root, f"node-{self._count}")
+
+
+class TestWithoutDirectIO(TestDisk):
+    def make(self) -> DiskTier:
+        tier = disk(self._root)
+        tier._probe = lambda: setattr(tier, "_direct", 0)  # type: ignore[method-assign]
+        return tier
+
+
+class TestInjected(TestDisk):
+    """What nothing is done to passes as it is."""
+
+    def make(self) -> Tier:
+        return make_tier(
+            parse_tier(f"inject+disk://{self._root}?bytes=64MiB&latency=0.0001&rate=1GiB", "disk"),
+            "here",
+        )
+
+
+def test_faults_come_as_often_as_asked_for(tmp_path: Path) -> None:
+    def errors(option: str) -> list[TierError | None]:
+        url = f"inject+disk://{tmp_path}/{option}?bytes=64MiB&{option}=0.5&seed=3"
+        tier = make_tier(parse_tier(url, "disk"), "here")
+        tier.open()
+        samples = [sample(number) for number in range(40)]
+        for one in samples:
+            while tier.put([one.putting()]) != [None]:
+                pass
+        told: list[TierError | None] = []
+        for one in samples:
+            try:
+                told.append(read(tier, one))
+            except AssertionError:
+                told.append(DamagedError("seen by whoever proves it"))
+        return told
+
+    for option, kind in (("fail", TierError), ("lose", MissingError), ("damage", DamagedError)):
+        told = errors(option)
+        assert 10 < sum(type(error) is kind for error in told) < 30
+        assert 10 < told.count(None) < 30
+
+
+def test_options_that_are_no_numbers_are_one_sentence(tmp_path: Path) -> None:
+    for option in ("latency=x", "fail=-1", "rate=fast"):
+        with pytest.raises(ConfigError, match=option.partition("=")[0]):
+            make_tier(parse_tier(f"inject+disk://{tmp_path}?{option}", "disk"), "here")
+
+
+def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[SampleObject, bytes]]:
+    """Records of one prompt's prefix, each with the tag of the one before."""
+    samples = [sample(start + 5 * n, part_bytes, namespace=b"n" * 32) for n in range(length)]
+    parents = [bytes(8), *(one.record.name.chunk_hash[:8] for one in samples[:-1])]
+    return list(zip(samples, parents, strict=True))
+
+
+def put(tier: DiskTier, records: list[tuple[SampleObject, bytes]]) -> list[TierError | None]:
+    return tier.put([one.putting()._replace(parent=parent) for one, parent in records])
+
+
+def test_the_bound_holds_for_what_the_files_really_take(tmp_path: Path, rng: random.Random) -> None:
+    tier = opened(tmp_path, size="1MiB")
+    for number in range(200):
+        assert tier.put([sample(number, rng.randrange(1, 60_000)).putting()]) == [None]
+        assert real_bytes(tmp_path) <= 1 << 20
+        tier.check()
+    assert tier.gauges()["bytes"] > 800 << 10
+
+
+def test_what_never_fits_is_refused(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="64KiB")
+    assert tier.put([sample(1).putting()]) == [None]
+    (error,) = tier.put([sample(2, 100_000).putting()])
+    assert isinstance(error, FullError)
+    assert read(tier, sample(1)) is None
+
+
+def test_a_lower_bound_holds_as_soon_as_the_next_one_opens(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="4MiB")
+    tier.put([sample(number, 100_000).putting() for number in range(15)])
+    assert real_bytes(tmp_path) > 1 << 20
+    again = opened(tmp_path, size="1MiB")
+    assert real_bytes(tmp_path) <= 1 << 20
+    again.check()
+    assert read(again, sample(14, 100_000)) is None, "the oldest go"
+
+
+def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> None:
+    records = chain(20)
+    for restart in (False, True):
+        root = tmp_path / str(restart)
+        tier = opened(root, size="480KiB")
+        assert put(tier, records) == [None] * 20
+        if restart:
+            tier = opened(root, size="480KiB")
+        put(tier, chain(8, start=1000))
+        there = tier.find([one.key for one, _ in records])
+        assert there[0]
+        assert sorted(there, reverse=True) == there, "what is left is a prefix"
+        assert not all(there)
+        tier.check()
+
+
+def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="64KiB")
+    one, other = (sample(number, namespace=b"n" * 32) for number in (0, 5))
+    put(tier, [(one, other.record.name.chunk_hash[:8]), (other, one.record.name.chunk_hash[:8])])
+    for number in range(20):
+        assert tier.put([sample(10 + number).putting()]) == [None]
+    tier.check()
+
+
+def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "objects/here/tmp/7/9").write_bytes(bytes(10_000))
+    opened(tmp_path)
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
+
+
+def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) -> None:
+    lost = opened(tmp_path, "lost")
+    samples = [sample(number, 100_000) for number in range(15)]
+    lost.put([one.putting() for one in samples])
+    tier = opened(tmp_path, size="1MiB")
+    assert all(tier.find([one.key for one in samples])), "others' files are read where they are"
+    tier.tend()
+    assert (tmp_path / "objects/lost").exists(), "it may still live"
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    tier._writers._look_at = 0
+    tier.tend()
+    assert not (tmp_path / "objects/lost").exists()
+    assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
+    tier.check()
+    tier._writers._look_at = 0
+    tier.tend()
+    kept = [
+        one
+        for one, there in zip(samples, tier.find([one.key for one in samples]), strict=True)
+        if there
+    ]
+    assert kept
+    assert [read(tier, one) for one in kept] == [None] * len(kept)
+    for one in samples:
+        assert isinstance(read(lost, one), MissingError | None)
+
+
+def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.tend()
+    opened(tmp_path).tend()
+    first._writers._alive_at = 0
+    with pytest.raises(TierError, match="another daemon"):
+        first.tend()
+
+
+def test_a_writer_that_has_just_come_is_not_taken_over(tmp_path: Path) -> None:
+    """It has made its directory, and had no time to say that it lives."""
+    tier = opened(tmp_path)
+    (tmp_path / "objects/new/tmp").mkdir(parents=True)
+    tier._writers._look_at = 0
+    tier.tend()
+    assert (tmp_path / "objects/new/tmp").exists()
+    os.utime(tmp_path / "objects/new", (1, 1))
+    tier._writers._look_at = 0
+    tier.tend()
+    assert not (tmp_path / "objects/new").exists(), "but not for ever"
+
+
+def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_path: Path) -> None:
+    opened(tmp_path, "back").put([sample(1).putting()])
+    os.utime(tmp_path / "objects/back/alive", (1, 1))
+    other, back = opened(tmp_path), disk(tmp_path, "back")
+    listdir = os.listdir
+
+    turns = iter([True])
+
+    def meanwhile(path: str | Path) -> list[str]:
+        if Path(path).parent.name == "back" and next(turns, False):
+            os.utime(tmp_path / "objects/back/alive", (1, 1))
+            other._writers._look_at = 0
+            other.tend()
+        return listdir(path)
+
+    with mock.patch("os.listdir", meanwhile):
+        back.open()
+    assert read(other, sample(1)) is None
+    assert back.put([sample(2).putting()]) == [None]
+
+
+def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
+    """As after a night in standby: the others have its objects, and it writes new ones."""
+    tier, other = opened(tmp_path), opened(tmp_path, "other")
+    tier.put([sample(1).putting()])
+    os.utime(tmp_path / "objects/here/alive", (1, 1))
+    other._writers._look_at = 0
+    other.tend()
+    assert isinstance(read(tier, sample(1)), MissingError)
+    tier.tend()
+    assert read(tier, sample(1)) is None, "it is the other's now"
+    assert tier.put([sample(2).putting()]) == [None]
+    assert read(tier, sample(2)) is None
+    tier.check()
+
+
+def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
+    guest, tier = (
+        DiskTier(parse_tier(f"disk://{tmp_path}", "disk"), "guest", adopts=False),
+        opened(tmp_path),
+    )
+    guest.open()
+    guest.put([sample(1).putting()])
+    tier._writers._look_at = 0
+    tier.tend()
+    assert (tmp_path / "objects/guest").exists()
+    opened(tmp_path, "lost")
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    guest.tend()
+    assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
+    guest.leave()
+    tier._writers._look_at = 0
+    tier.tend()
+    assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
+    assert read(tier, sample(1)) is None
+    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
+
+
+def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
+    """A file system that is read-only for a while: nothing is forgotten that is still there."""
+    tier = opened(tmp_path, size="256KiB")
+    samples = [sample(number, 9000) for number in range(9)]
+    assert tier.put([one.putting() for one in samples]) == [None] * 9
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with (
+        mock.patch("os.unlink", side_effect=read_only),
+        mock.patch("os.rename", side_effect=read_only),
+    ):
+        for number in range(9, 30):
+            (error,) = tier.put([sample(number, 9000).putting()])
+            assert isinstance(error, TierError)
+            assert real_bytes(tmp_path) <= 256 << 10
+        assert all(tier.find([one.key for one in samples])), "nothing was evicted in vain"
+        tier.discard([samples[0].key], damaged=True)
+        assert isinstance(read(tier, samples[0]), MissingError)
+        tier.check()
+    for number in range(40, 60):
+        assert tier.put([sample(number, 9000).putting()]) == [None]
+        tier.check()
+    tier.tend()
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
+    assert not [
+        path
+        for path in tmp_path.glob("objects/here/??/*")
+        if path.name.startswith(samples[0].key.hex())
+    ]
+    tier.check()
+
+
+def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
+    """Two threads put it at the same time, of two prompts: its prefix is told differently."""
+    tier = opened(tmp_path)
+    one = sample(1)
+    write = tier._write
+
+    def slowly(*args: Any) -> int:
+        tier._write = write  # type: ignore[method-assign]
+        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
+        return write(*args)
+
+    tier._write = slowly  # type: ignore[method-assign, assignment]
+    assert tier.put([one.putting()]) == [None]
+    assert len(list(tmp_path.glob("objects/here/??/*"))) == 1
+    assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("cut", range(0, 24_576, 512))
+def test_a_file_that_was_cut_is_damaged(tmp_path: Path, cut: int) -> None:
+    tier = opened(tmp_path)
+    one = sample(1)
+    tier.put([one.putting()])
+    (path,) = tmp_path.glob("objects/here/??/*")
+    if cut < path.stat().st_size:
+        os.truncate(path, cut)
+        assert isinstance(read(tier, one), DamagedError)
+
+
+def test_quarantine_keeps_a_few(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for number in range(QUARANTINE_MAX + 5):
+        tier.put([sample(number).putting()])
+        tier.discard([sample(number).key], damaged=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == QUARANTINE_MAX
+    assert tier.gauges()["bytes"] == 0
+
+
+def test_a_file_that_vanished_is_missing(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    (path,) = tmp_path.glob("objects/here/??/*")
+    path.unlink()
+    assert isinstance(read(tier, sample(1)), MissingError)
+    assert tier.find([sample(1).key]) == [False]
+    tier.check()
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENOSPC]
+)
+def test_an_error_of_the_file_system_is_the_items_own(tmp_path: Path, number: int) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    with mock.patch("os.pwritev", side_effect=OSError(number, os.strerror(number))):
+        (error,) = tier.put([sample(2).putting()])
+    assert isinstance(error, FullError) == (number == errno.ENOSPC)
+    assert isinstance(error, TierError)
+    with mock.patch("os.preadv", side_effect=OSError(number, os.strerror(number))):
+        assert isinstance(read(tier, sample(3)), MissingError)
+        if number != errno.ENOSPC:
+            assert isinstance(read(tier, sample(1)), TierError)
+    tier.check()
+    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
+    assert tier.put([sample(2).putting()]) == [None]
+
+
+def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_ALIGN, limits[1]))
+    try:
+        (error,) = tier.put([sample(1, 20_000).putting()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert isinstance(error, TierError)
+    assert not list(tmp_path.glob("objects/here/??/*"))
+    tier.check()
+
+
+def test_another_versions_directory_is_refused(tmp_path: Path) -> None:
+    opened(tmp_path)
+    (tmp_path / "hybridkv-tier").write_text("99\n")
+    with pytest.raises(ConfigError, match="a new directory works"):
+        opened(tmp_path)
+
+
+def test_a_directory_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a directory that you may write to works"):
+        opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize("writer", ["here", "other"])
+def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, writer: str) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    opened(tmp_path, writer).put([one.putting()])
+    tier.open()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if not next(turns, False):
+            return real(*args)
+        tier.discard([one.key])
+        try:
+            return real(*args)
+        finally:
+            assert tier.put([one.putting()]) == [None]
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    tier.check()
+    assert read(tier, one) is None
+
+
+def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    (tmp_path / "quarantine").rmdir()
+    tier.discard([sample(1).key], damaged=True)
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(1).putting()])
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with mock.patch("os.rename", side_effect=missing):
+        tier.discard([sample(1).key], damaged=True)
+    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
+    tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool) -> None:
+    """Whoever puts meanwhile must not be given its room."""
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(3)])
+    name = "rename" if damaged else "unlink"
+    real, spare = getattr(os, name), []
+
+    def watched(*args: Any) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        real(*args)
+
+    with mock.patch(f"os.{name}", watched):
+        tier.discard([sample(number).key for number in range(3)], damaged)
+    assert spare == [0, 0, 0]
+    assert tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    write, unlink, spare = tier._write, os.unlink, []
+
+    def slowly(*args: Any) -> int:
+        tier._write = write  # type: ignore[method-assign]
+        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
+        return write(*args)
+
+    def watched(path: str) -> None:
+        spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
+        unlink(path)
+
+    tier._write = slowly  # type: ignore[method-assign, assignment]
+    with mock.patch("os.unlink", watched):
+        assert tier.put([one.putting()]) == [None]
+    assert [bytes_ >= 0 for bytes_ in spare] == [True]
+    tier.check()
+
+
+def failing(*paths: str) -> Any:
+    """os.unlink fails of these files, or of all."""
+    unlink = os.unlink
+
+    def fails(path: str) -> None:
+        if not paths or path in paths:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        unlink(path)
+
+    return mock.patch("os.unlink", fails)
+
+
+def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+    tier.check()
+    assert tier.put([one.putting()]) == [None]
+    assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
+    tier.check()
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    tier.put([sample(number).putting() for number in range(5)])
+    first = tier._index.ours[sample(0).key].path
+    with failing():
+        tier.discard([sample(number).key for number in range(5)])
+    with failing(first):
+        tier.tend()
+        assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
+        assert tier.gauges()["bytes"] == real_bytes(tmp_path)
+        tier.check()
+    tier.tend()
+    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
+    tier.check()
+
+
+def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    records = [sample(number, 9000) for number in range(12)]
+    tier.put([one.putting() for one in records])
+    bad = [tier._index.ours[one.key].path for one in records if one.key in tier._index.ours][
+        : STUCK_MAX + 2
+    ]
+    with failing(*bad):
+        tier.put([sample(20, 9000).putting()])
+        tier.tend()
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert all(map(os.path.exists, bad))
+    tier.tend()
+    assert not any(map(os.path.exists, bad))
+    tier.check()
+
+
+def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="256KiB")
+    samples = [sample(number, 9000) for number in range(9)]
+    tier.put([one.putting() for one in samples])
+    with failing():
+        for number in range(20, 40):
+            tier.put([sample(number, 9000).putting()])
+        assert isinstance(tier.put([sample(50, 9000).putting()])[0], TierError)
+        assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
+        tier.check()
+    assert tier.put([sample(50, 9000).putting()]) == [None]
+    tier.check()
+
+
+def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path) -> None:
+    """As after a night in standby, in which others took over what was there."""
+    tier = opened(tmp_path)
+    shutil.rmtree(tmp_path / "objects/here")
+
+    def listed(home: Path) -> Iterator[tuple[str, FileName]]:
+        yield from records(home)
+        if not tier._index.lock.locked():
+            assert tier.put([sample(1).putting()]) == [None]
+
+    with mock.patch("hybridkv.tiers.disk.index.records", listed):
+        tier.tend()
+    tier.check()
+    assert tier.put([sample(1).putting()]) == [None]
+    assert read(tier, sample(1)) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("remover", ["others", "we", "reader"])
+def test_what_two_others_have_is_known_when_one_has_removed_it(
+    tmp_path: Path, remover: str
+) -> None:
+    one, tier = sample(1), opened(tmp_path)
+    others = [opened(tmp_path, name) for name in ("a", "b")]
+    for other in others:
+        other.put([one.putting()])
+    for shard in tmp_path.glob("objects/?/??"):
+        os.utime(shard, (1, 1))
+    for _ in range(4):
+        tier._writers.look()
+    (home,) = [
+        other
+        for other in others
+        if tier._index.others[one.key].startswith(str(other._writers.home))
+    ]
+    if remover == "we":
+        tier.discard([one.key])
+    else:
+        home.discard([one.key])
+    if remover == "reader":
+        assert isinstance(read(tier, one), MissingError)
+    tier._writers.look()
+    tier._writers.look()
+    assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
+    """`first`: the other's was seen before ours was written."""
+    one, tier, other = sample(1), opened(tmp_path), opened(tmp_path, "other")
+    write = tier._write
+
+    def slowly(*args: Any) -> int:
+        other.put([one.putting()])
+        for shard in tmp_path.glob("objects/other/??"):
+            os.utime(shard, (1, 1))
+        for _ in range(4 * first):
+            tier._writers.look()
+        return write(*args)
+
+    with mock.patch.object(tier, "_write", slowly):
+        tier.put([one.putting()])
+    for _ in range(4 * (not first)):
+        tier._writers.look()
+    tier.discard([one.key])
+    tier._writers.look()
+    assert read(tier, one) is None
+    tier.check()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
+    tmp_path: Path, elsewhere: bool
+) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    other, third = opened(tmp_path, "other"), opened(tmp_path, "third")
+    other.put([one.putting()])
+    tier._writers.look()
+    real, turns = os.open, iter([True])
+
+    def meanwhile(*args: Any) -> int:
+        if next(turns, False):
+            other.discard([one.key])
+            if elsewhere:
+                third.put([one.putting()])
+                os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
+                tier._writers.look()
+        return real(*args)
+
+    with mock.patch("os.open", meanwhile):
+        assert isinstance(read(tier, one), MissingError)
+    assert tier.find([one.key]) == [elsewhere]
+    tier.check()
+
+
+def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
+    tier, one = opened(tmp_path), sample(1)
+    tier.put([one.putting()])
+    with failing():
+        tier.discard([one.key])
+
+    class Listed(dict[str, int]):
+        def __iter__(self) -> Iterator[str]:
+            yield from list(super().__iter__())
+            assert tier.put([one.putting()]) == [None]
+
+    tier._index._strays = Listed(tier._index._strays)
+    tier.tend()
+    assert read(tier, one) is None
+    tier.check()
+
+
+def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
+    tier = opened(tmp_path, size="384KiB")
+    samples = [sample(number, 9000) for number in range(4 * STUCK_MAX)]
+    tier.put([one.putting() for one in samples])
+    bad = [tier._index.ours[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
+    with failing(*bad):
+        for number in range(30, 60):
+            assert tier.put([sample(number, 9000).putting()]) == [None]
+            tier.check()
+        assert len(tier._index._strays) == len(bad)
+
+
+def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    enter = tier._writers.enter
+
+    def then() -> None:
+        enter()
+        with (
+            failing(),
+            mock.patch("os.rename", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))),
+        ):
+            assert isinstance(tier.put([sample(1).putting()])[0], TierError)
+
+    with mock.patch.object(tier._writers, "enter", then):
+        tier.open()
+    assert list(tmp_path.glob("objects/here/tmp/*/*"))
+    tier.check()
+    tier.open()
+    assert tier.gauges()["bytes"] == 0
+    tier.check()

@@ -1,0 +1,436 @@
+"""The exact bytes of one example of every message: a change of the format by accident is seen.
+
+Examples name their fields, so that another order of fields is seen too.
+"""
+
+from typing import get_args
+
+import pytest
+
+from hybridkv.core.geometry import GroupKind
+from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Clear,
+    Commit,
+    Decline,
+    Done,
+    Drained,
+    Engines,
+    Error,
+    Explain,
+    Explained,
+    Found,
+    Free,
+    GroupPresence,
+    Hello,
+    Identify,
+    IdentityDifference,
+    ListEngines,
+    Lookup,
+    OtherIdentity,
+    Pending,
+    Release,
+    Removed,
+    Reply,
+    Report,
+    ReportCorrupt,
+    ReportIdentity,
+    ReportRequest,
+    Request,
+    RequestExplanation,
+    Reserve,
+    Reserved,
+    Stats,
+    Subscribe,
+    Welcome,
+    WireEngine,
+    WireGeometry,
+    WireGroup,
+    WireModel,
+)
+from hybridkv.wire.status import (
+    DecisionStatus,
+    GroupStatus,
+    MemoryVerdict,
+    Outcome,
+    Problem,
+    SessionStatus,
+    Status,
+    StatusHistory,
+    TierStatus,
+    WindowStatus,
+)
+
+NAME = bytes(range(32))
+OFFSETS = bytes(range(16))
+GENERATIONS = bytes(range(16, 32))
+GEOMETRY = WireGeometry(
+    groups=[
+        WireGroup(
+            gid=0,
+            kind=GroupKind.FULL,
+            tokens_per_block=16,
+            block_bytes=4096,
+            window_tokens=0,
+            extra_retained_tokens=0,
+            replicated=True,
+        ),
+        WireGroup(
+            gid=1,
+            kind=GroupKind.SLIDING,
+            tokens_per_block=32,
+            block_bytes=1 << 33,
+            window_tokens=1024,
+            extra_retained_tokens=7,
+            replicated=False,
+        ),
+    ],
+    chunk_tokens=128,
+    alignment_tokens=32,
+    hash_tokens=16,
+    ranks=2,
+)
+MODEL = WireModel(
+    name="model",
+    max_model_len=4096,
+    kv_dtype="auto (bfloat16)",
+    layers=[4, 28],
+    retention_tokens=None,
+    step_tokens=2048,
+)
+EXPLANATION = RequestExplanation(
+    prompt_tokens=600,
+    stored_objects=2,
+    chunk_tokens=128,
+    asked_chunks=4,
+    first_chunk=NAME,
+    hit_chunks=3,
+    looked_chunks=4,
+    groups=[
+        GroupPresence(gid=0, kind=GroupKind.FULL, objects=4, lacks=None),
+        GroupPresence(gid=1, kind=GroupKind.SLIDING, objects=3, lacks=3),
+    ],
+    tiers={"disk": 2},
+    not_read="it was not read in time",
+    local_tokens=128,
+    loaded_tokens=256,
+    loaded_bytes=1 << 20,
+    declined=Decline.LOAD_FAILED,
+    detail="d",
+)
+TIER = TierStatus(
+    name="disk",
+    location="disk:///d",
+    write="through",
+    max_bytes=1 << 30,
+    is_open=True,
+    is_shut=False,
+    is_hung=False,
+    values={"bytes": 5.0},
+)
+WINDOW = WindowStatus(
+    seconds=60.0,
+    hit=0.5,
+    ceiling=None,
+    hit_tokens=2.0,
+    asked_tokens=4.0,
+    wait_seconds=None,
+    per_second={"lookups": 1.0},
+)
+PAST = StatusHistory(
+    step_seconds=10.0,
+    ages=[0.0],
+    hit=[None],
+    ceiling=[1.0],
+    lookups=[1.0],
+    wait_seconds=[None],
+    evicted=[0.0],
+    loaded=[0.0],
+    stored=[0.0],
+    sessions=[1.0],
+    bytes={"ram": [0.0]},
+    read={},
+    written={},
+)
+STATUS = Status(
+    version="0",
+    uptime_seconds=1.0,
+    values={"objects": 3.0},
+    minute=WINDOW,
+    recent=WINDOW,
+    health=[Problem(level="note", text="t")],
+    verdict=MemoryVerdict(hit=0.5, ceiling=None, text="v"),
+    tiers=[TIER],
+    groups=[GroupStatus(identity="i", model="m", gid=0, kind="full", objects=1, held_bytes=2)],
+    sessions=[
+        SessionStatus(
+            engine_id="e",
+            model="m",
+            identity="i",
+            chunk_tokens=128,
+            groups="0:full/16",
+            leases=1,
+            writing_bytes=2,
+            is_connected=True,
+            since=3.0,
+        )
+    ],
+    decisions=[
+        DecisionStatus(
+            request_id="r",
+            identity="i",
+            age=1.0,
+            prompt="600 tokens",
+            outcome=Outcome.LOADED,
+            text="x",
+            limit="y",
+            facts={"prompt": "600 tokens"},
+        )
+    ],
+    hour=PAST,
+    day=None,
+)
+
+REQUESTS: list[tuple[Request, str]] = [
+    (
+        Hello(
+            id=1,
+            version=1,
+            role="engine",
+            engine_id="engine-0",
+            namespace=NAME,
+            geometry=GEOMETRY,
+            model=MODEL,
+            session=3,
+        ),
+        "8b00000099a568656c6c6f0101a6656e67696e65a8656e67696e652d30c420000102030405060708090a"
+        "0b0c0d0e0f101112131415161718191a1b1c1d1e1f95929700a466756c6c10cd10000000c39701a7736c"
+        "6964696e6720cf0000000200000000cd040007c2cc8020100296a56d6f64656ccd1000af6175746f2028"
+        "62666c6f617431362992041cc0cd080003",
+    ),
+    (
+        Hello(id=1, version=1, role="worker", engine_id="engine-0"),
+        "1d00000099a568656c6c6f0101a6776f726b6572a8656e67696e652d30c0c0c000",
+    ),
+    (
+        Hello(id=1, version=1, role="control"),
+        "1600000099a568656c6c6f0101a7636f6e74726f6ca0c0c0c000",
+    ),
+    (Drained(session=3), "0a00000092a7647261696e656403"),
+    (
+        Identify(id=2, namespace=NAME),
+        "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718"
+        "191a1b1c1d1e1f",
+    ),
+    (Subscribe(), "0b00000091a9737562736372696265"),
+    (
+        Lookup(id=3, lease=9, hashes=NAME + NAME, wait_ms=2000, tokens_per_second=10_000),
+        "5200000096a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
+        "2710",
+    ),
+    (
+        Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
+        "1300000095a772656c6561736509cd0100ce00100000c3",
+    ),
+    (Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"),
+    (
+        Commit(
+            offsets=OFFSETS,
+            generations=GENERATIONS,
+            groups=bytes(16),
+            hashes=NAME + NAME,
+            tokens=256,
+            parents=bytes(32) + NAME,
+            interior=b"\1\0",
+            tenants=OFFSETS,
+        ),
+        "db00000099a6636f6d6d6974c410000102030405060708090a0b0c0d0e0fc41010111213141516171819"
+        "1a1b1c1d1e1fc41000000000000000000000000000000000c440000102030405060708090a0b0c0d0e0f"
+        "101112131415161718191a1b1c1d1e1f000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1fcd0100c44000000000000000000000000000000000000000000000000000000000000000"
+        "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020100c410000102"
+        "030405060708090a0b0c0d0e0f",
+    ),
+    (
+        Free(offsets=OFFSETS, generations=GENERATIONS),
+        "2a00000093a466726565c410000102030405060708090a0b0c0d0e0fc410101112131415161718191a1b"
+        "1c1d1e1f",
+    ),
+    (
+        ReportCorrupt(offsets=OFFSETS, generations=GENERATIONS),
+        "3400000093ae7265706f72745f636f7272757074c410000102030405060708090a0b0c0d0e0fc4101011"
+        "12131415161718191a1b1c1d1e1f",
+    ),
+    (
+        ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
+        "9100000093ae7265706f72745f72657175657374a6636d706c2d319fcd025802cc8004c4200001020304"
+        "05060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7"
+        "736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80"
+        "cd0100ce00100000ac6c6f6164735f6661696c6564a164",
+    ),
+    (
+        ReportIdentity(facts={"dtype": "bfloat16"}),
+        "2100000092af7265706f72745f6964656e7469747981a56474797065a862666c6f61743136",
+    ),
+    (Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
+    (Stats(id=6), "0900000093a5737461747306c2"),
+    (ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
+    (Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
+]
+
+REPLIES: list[tuple[Reply, str]] = [
+    (
+        Welcome(
+            id=1,
+            version=1,
+            boot="b" * 32,
+            arena_path="/dev/shm/arena",
+            arena_bytes=1 << 30,
+            slots_bytes=1 << 29,
+            pid=4711,
+        ),
+        "4900000098a777656c636f6d650101d92062626262626262626262626262626262626262626262626262"
+        "62626262626262ae2f6465762f73686d2f6172656e61ce40000000ce20000000cd1267",
+    ),
+    (
+        Found(
+            id=3,
+            lease=9,
+            chunks=1,
+            masks=[b"\1\0", b"\1\1"],
+            offsets=OFFSETS,
+            generations=GENERATIONS,
+            tiers={"disk": 1},
+            why="w",
+        ),
+        "4000000099a5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
+        "10101112131415161718191a1b1c1d1e1f81a46469736b01a177",
+    ),
+    (
+        Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
+        "1800000096a770656e64696e670309cd07d00292c4020100c4020101",
+    ),
+    (
+        Reserved(
+            id=4,
+            part_bytes=8192,
+            parts=2,
+            offsets=OFFSETS,
+            generations=GENERATIONS,
+            reserved_bytes=1 << 28,
+        ),
+        "3800000097a8726573657276656404cd200002c410000102030405060708090a0b0c0d0e0fc410101112"
+        "131415161718191a1b1c1d1e1fce10000000",
+    ),
+    (
+        Removed(id=0, hashes=NAME + NAME, groups=b"\0\1", everything=True),
+        "5100000095a772656d6f76656400c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020001"
+        "c3",
+    ),
+    (
+        Report(id=6, values={"objects": 3.0}, tiers=[TIER], metrics_url="http://m", status=STATUS),
+        "9204000096a67265706f72740681a76f626a65637473cb40080000000000009188a46e616d65a4646973"
+        "6ba86c6f636174696f6ea96469736b3a2f2f2f64a57772697465a77468726f756768a96d61785f627974"
+        "6573ce40000000a769735f6f70656ec3a769735f73687574c2a769735f68756e67c2a676616c75657381"
+        "a56279746573cb4014000000000000a8687474703a2f2f6d8ca776657273696f6ea130ae757074696d65"
+        "5f7365636f6e6473cb3ff0000000000000a676616c75657381a76f626a65637473cb4008000000000000"
+        "a66d696e75746587a77365636f6e6473cb404e000000000000a3686974cb3fe0000000000000a7636569"
+        "6c696e67c0aa6869745f746f6b656e73cb4000000000000000ac61736b65645f746f6b656e73cb401000"
+        "0000000000ac776169745f7365636f6e6473c0aa7065725f7365636f6e6481a76c6f6f6b757073cb3ff0"
+        "000000000000a6726563656e7487a77365636f6e6473cb404e000000000000a3686974cb3fe000000000"
+        "0000a76365696c696e67c0aa6869745f746f6b656e73cb4000000000000000ac61736b65645f746f6b65"
+        "6e73cb4010000000000000ac776169745f7365636f6e6473c0aa7065725f7365636f6e6481a76c6f6f6b"
+        "757073cb3ff0000000000000a66865616c74689182a56c6576656ca46e6f7465a474657874a174a77665"
+        "726469637483a3686974cb3fe0000000000000a76365696c696e67c0a474657874a176a5746965727391"
+        "88a46e616d65a46469736ba86c6f636174696f6ea96469736b3a2f2f2f64a57772697465a77468726f75"
+        "6768a96d61785f6279746573ce40000000a769735f6f70656ec3a769735f73687574c2a769735f68756e"
+        "67c2a676616c75657381a56279746573cb4014000000000000a667726f7570739186a86964656e746974"
+        "79a169a56d6f64656ca16da367696400a46b696e64a466756c6ca76f626a6563747301aa68656c645f62"
+        "7974657302a873657373696f6e739189a9656e67696e655f6964a165a56d6f64656ca16da86964656e74"
+        "697479a169ac6368756e6b5f746f6b656e73cc80a667726f757073a9303a66756c6c2f3136a66c656173"
+        "657301ad77726974696e675f627974657302ac69735f636f6e6e6563746564c3a573696e6365cb400800"
+        "0000000000a96465636973696f6e739188aa726571756573745f6964a172a86964656e74697479a169a3"
+        "616765cb3ff0000000000000a670726f6d7074aa36303020746f6b656e73a76f7574636f6d65a66c6f61"
+        "646564a474657874a178a56c696d6974a179a5666163747381a670726f6d7074aa36303020746f6b656e"
+        "73a4686f75728dac737465705f7365636f6e6473cb4024000000000000a46167657391cb000000000000"
+        "0000a368697491c0a76365696c696e6791cb3ff0000000000000a76c6f6f6b75707391cb3ff000000000"
+        "0000ac776169745f7365636f6e647391c0a76576696374656491cb0000000000000000a66c6f61646564"
+        "91cb0000000000000000a673746f72656491cb0000000000000000a873657373696f6e7391cb3ff00000"
+        "00000000a5627974657381a372616d91cb0000000000000000a47265616480a77772697474656e80",
+    ),
+    (
+        Engines(
+            id=7,
+            engines=[
+                WireEngine(engine_id="engine-0", namespace=NAME, geometry=GEOMETRY, model=MODEL),
+                WireEngine(engine_id="engine-1", namespace=NAME, geometry=GEOMETRY, model=None),
+            ],
+        ),
+        "e100000093a7656e67696e6573079294a8656e67696e652d30c420000102030405060708090a0b0c0d0e"
+        "0f101112131415161718191a1b1c1d1e1f95929700a466756c6c10cd10000000c39701a7736c6964696e"
+        "6720cf0000000200000000cd040007c2cc8020100296a56d6f64656ccd1000af6175746f202862666c6f"
+        "617431362992041cc0cd080094a8656e67696e652d31c420000102030405060708090a0b0c0d0e0f1011"
+        "12131415161718191a1b1c1d1e1f95929700a466756c6c10cd10000000c39701a7736c6964696e6720cf"
+        "0000000200000000cd040007c2cc80201002c0",
+    ),
+    (Done(id=8, count=12), "0800000093a4646f6e65080c"),
+    (
+        Explained(
+            id=5,
+            latest=["cmpl-1", "cmpl-0"],
+            identity=NAME,
+            explanation=EXPLANATION,
+            others=[
+                OtherIdentity(
+                    identity=NAME,
+                    differences=[IdentityDifference(name="dtype", here="a", there="b")],
+                )
+            ],
+        ),
+        "e700000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
+        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f9fcd025802cc8004c420000102030405060708"
+        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7736c6964"
+        "696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80cd0100ce"
+        "00100000ac6c6f6164735f6661696c6564a1649192c420000102030405060708090a0b0c0d0e0f101112"
+        "131415161718191a1b1c1d1e1f9193a56474797065a161a162",
+    ),
+    (
+        Error(id=3, code="lease", message="lease 9 is taken"),
+        "1f00000094a56572726f7203a56c65617365b06c6561736520392069732074616b656e",
+    ),
+]
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
+    assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
+    assert PROTOCOL_VERSION == 6, "another version has other examples"
+
+
+@pytest.mark.parametrize(
+    ("message", "frame"), [*REQUESTS, *REPLIES], ids=lambda value: type(value).__name__
+)
+def test_the_bytes_on_the_wire_do_not_change_by_accident(
+    message: Request | Reply, frame: str
+) -> None:
+    assert encode(message).hex() == frame
+
+
+@pytest.mark.parametrize(("message", "frame"), REQUESTS, ids=lambda value: type(value).__name__)
+def test_the_bytes_are_read_as_the_same_request(message: Request, frame: str) -> None:
+    (body,) = Frames().feed(bytes.fromhex(frame))
+    assert decode_request(body) == message
+
+
+@pytest.mark.parametrize(("message", "frame"), REPLIES, ids=lambda value: type(value).__name__)
+def test_the_bytes_are_read_as_the_same_reply(message: Reply, frame: str) -> None:
+    (body,) = Frames().feed(bytes.fromhex(frame))
+    assert decode_reply(body) == message
+
+
+def test_stats_of_an_older_client_is_read() -> None:
+    (body,) = Frames().feed(bytes.fromhex("0800000092a5737461747306"))
+    assert decode_request(body) == Stats(id=6, status=False)

@@ -1,0 +1,25 @@
+"""Waiting for events, with a deadline that is generous on any machine."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DEADLINE_SECONDS = 60.0
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    """Return when `happened()`; fails with `what` after DEADLINE_SECONDS."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of a process is stopped by a signal."""
+    return all(state_of(path) == "T" for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def state_of(path: Path) -> str:
+    """The state of a process or thread, one letter, from its `stat` file."""
+    return path.read_text().rpartition(")")[2].split()[0]
