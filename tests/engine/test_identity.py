@@ -101,9 +101,7 @@ def test_the_weights_files_are_part_of_the_identity(tmp_path: Path) -> None:
     assert len({first, second, third, weights_identity(config)}) == 4
 
 
-def test_one_changed_byte_of_a_large_file_is_another_identity(
-    tmp_path: Path,
-) -> None:
+def test_one_changed_byte_of_a_large_file_is_another_identity(tmp_path: Path) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=str(tmp_path), revision=None, seed=0),
         load_config=SimpleNamespace(load_format="auto"),

@@ -265,9 +265,6 @@ FAULTS: tuple[Mutation, ...] = (
         for group in geometry.groups
         """,
         ("A16", "A17"),
-        (
-            f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks",
-            GEMMA,
-        ),
+        (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks", GEMMA),
     ),
 )

@@ -105,8 +105,7 @@ class Settings:
     """The number of tokens in a chunk. It must be a common multiple of the block sizes of all
     groups. By default it is derived from the groups."""
     load_timeout_seconds: float = _setting(
-        LOAD_TIMEOUT_SECONDS_MAX,
-        options.number(0.001, LOAD_TIMEOUT_SECONDS_MAX, "10"),
+        LOAD_TIMEOUT_SECONDS_MAX, options.number(0.001, LOAD_TIMEOUT_SECONDS_MAX, "10")
     )
     """The longest time that a request waits for tiers below RAM, 0.001 to 30 seconds. It is also
     an upper bound of `lookup_timeout_ms` (requirements B39, D18)."""

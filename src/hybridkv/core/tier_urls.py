@@ -74,10 +74,7 @@ class TierSpec:
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {
     "write": ("write", options.choice(WritePolicy)),
-    "timeout": (
-        "timeout_seconds",
-        options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds"),
-    ),
+    "timeout": ("timeout_seconds", options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds")),
     "bytes": ("max_bytes", options.size),
     "hourly": ("hourly_bytes", options.size),
 }

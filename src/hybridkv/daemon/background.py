@@ -52,11 +52,7 @@ class TierRunner:
     """The tiers below RAM with their threads, and the outcomes of jobs for the loop to take."""
 
     def __init__(
-        self,
-        specs: Iterable[TierSpec],
-        node: str,
-        memory: memoryview,
-        wake: Callable[[], None],
+        self, specs: Iterable[TierSpec], node: str, memory: memoryview, wake: Callable[[], None]
     ) -> None:
         """`memory` has the slots. Raises ConfigError."""
         self.tiers: list[TierState] = []

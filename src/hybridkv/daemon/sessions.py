@@ -232,13 +232,7 @@ class Sessions:
             raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
         namespace = self._namespace(hello.namespace, geometry)
         session = Session(
-            hello.engine_id,
-            geometry,
-            namespace,
-            connection.number,
-            hello.session,
-            hello.model,
-            now,
+            hello.engine_id, geometry, namespace, connection.number, hello.session, hello.model, now
         )
         self._describe(session)
         self.all.append(session)

@@ -39,7 +39,7 @@ NOT_SERVED_TEXTS = {
     NotServed.PREFIX_CACHING_OFF_IN_VLLM: (
         "vLLM itself switches prefix caching off for this model on this machine, and hybridkv "
         "serves no engine without prefix caching"
-    ),
+    )
 }
 
 

@@ -105,9 +105,7 @@ def _interpreted_triton() -> None:
 
 def _tile_schedules() -> None:
     """Keys that the CPU's builder leaves out of a dictionary that its caller reads."""
-    from vllm.models.deepseek_v4.cpu.cpu_mla import (  # noqa: PLC0415
-        DeepseekV4CPUSparseSWAMetadataBuilder as Builder,
-    )
+    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder  # noqa: PLC0415
 
     build = Builder.build_tile_scheduler
     Builder.build_tile_scheduler = lambda self, tokens: {

@@ -15,14 +15,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from hybridkv import __version__
-from hybridkv.observe.catalog import (
-    MADE,
-    NOT_ALONE,
-    PREFIX,
-    VALUES,
-    MetricDescription,
-    MetricType,
-)
+from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES, MetricDescription, MetricType
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.wire.status import GroupStatus, SessionStatus
 

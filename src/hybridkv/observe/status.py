@@ -33,10 +33,7 @@ TIER_NOTES = {
 }
 NEWS = {
     "loads_failed": ("bad", "loads failed; the engines computed instead"),
-    "deadlines_missed": (
-        "warn",
-        "lookups waited for tiers and were answered before all had come",
-    ),
+    "deadlines_missed": ("warn", "lookups waited for tiers and were answered before all had come"),
     "slots_short": (
         "note",
         "write slots were wanted and not there; what would have been in them is not stored",

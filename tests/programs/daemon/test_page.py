@@ -91,11 +91,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elements]:
                 lambda: stats(socket_path)["ceiling_lookups"] == 4, "the ceiling is not worked off"
             )
             url = hostile.stats().metrics_url.removesuffix("metrics")
-            until(
-                lambda: has_past(hostile.stats(status=True)),
-                "no samples",
-                40,
-            )
+            until(lambda: has_past(hostile.stats(status=True)), "no samples", 40)
             yield Elements(Browser(browser).elements(url))
 
 

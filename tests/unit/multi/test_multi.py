@@ -38,14 +38,7 @@ from tests.unit.multi.multiengine import (  # noqa: E402
     multi_config,
     single,
 )
-from tests.unit.multi.scripted import (  # noqa: E402
-    SCRIPTS,
-    Note,
-    Plan,
-    Script,
-    ScriptedError,
-    ScriptedStats,
-)
+from tests.unit.multi.scripted import SCRIPTS, Note, Plan, Script, ScriptedError, ScriptedStats  # noqa: E402
 
 HIT = 96
 MOST = 512

@@ -53,7 +53,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     },
     slot_requests: {
         "SESSION_SHARE": "the share of the arena, 1 / this, that a session may hold in unwritten "
-        "slots; all sessions: 1 / 2",
+        "slots; all sessions: 1 / 2"
     },
     history: {
         "REQUESTS_MAX": "requests that are remembered for `explain`; the oldest is forgotten",
@@ -72,9 +72,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "IDLE_SECONDS": "seconds of arithmetic for the hit-rate ceiling at a time, while nobody "
         "sends anything",
     },
-    view: {
-        "STATUS_SECONDS": "seconds that the `status` of a `report` may be old",
-    },
+    view: {"STATUS_SECONDS": "seconds that the `status` of a `report` may be old"},
     clients: {
         "CONNECTIONS_MAX": "connections of a daemon",
         "LISTEN_AGAIN_SECONDS": "seconds after which a daemon that had no descriptor left listens "

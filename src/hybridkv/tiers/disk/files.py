@@ -11,14 +11,7 @@ from typing import IO, NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
-from hybridkv.tiers.record import (
-    KEY_BYTES,
-    Record,
-    head_bytes,
-    is_whole,
-    parts_of,
-    read_head,
-)
+from hybridkv.tiers.record import KEY_BYTES, Record, head_bytes, is_whole, parts_of, read_head
 
 QUARANTINE_MAX = 16
 """Damaged files that are kept."""
