@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +15,7 @@ import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.avx2 import choose_cpu
-
-DEADLINE_SECONDS = 20.0
-ENDING_SECONDS = 3.0
+from tests.waiting import DEADLINE_SECONDS, until
 
 # Before a test module imports torch.
 choose_cpu()
@@ -52,7 +49,7 @@ def _ends(pid: int) -> bool:
     except ProcessLookupError:
         return True
     with open(fd) as process:
-        return bool(select.select([process], [], [], ENDING_SECONDS)[0])
+        return bool(select.select([process], [], [], DEADLINE_SECONDS)[0])
 
 
 def _daemons_in(directory: Path) -> list[int]:
@@ -88,10 +85,9 @@ def other_users_socket() -> Iterator[str]:
     )
     process = subprocess.Popen([sys.executable, "-c", code, f"{place}/daemon.sock"])
     try:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not (place / "daemon.sock").is_socket():
-            assert time.monotonic() < deadline
-            assert process.poll() is None, "the other user's daemon ended"
+        is_there = (place / "daemon.sock").is_socket
+        until(lambda: is_there() or process.poll() is not None, "the other user's daemon")
+        assert process.poll() is None, "the other user's daemon ended"
         yield f"{place}/daemon.sock"
     finally:
         process.send_signal(signal.SIGINT)

@@ -20,8 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
-from tests.conftest import DEADLINE_SECONDS
-from tests.engine.support import until
+from tests.waiting import DEADLINE_SECONDS, until
 
 START_SECONDS = 300.0
 STARTED = b"Application startup complete"

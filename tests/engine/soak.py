@@ -33,9 +33,9 @@ from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, one_deviation
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.observe.history import REQUESTS_MAX
 from hybridkv.wire.messages import ReportRequest
-from tests.conftest import DEADLINE_SECONDS
 from tests.engine.support import arguments_of, engine
 from tests.programs.daemon.holder import engine_hello
+from tests.waiting import DEADLINE_SECONDS
 
 RAM_BYTES = 32 << 20
 SETTINGS = (

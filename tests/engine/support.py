@@ -2,15 +2,12 @@
 
 import json
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
-from tests.conftest import DEADLINE_SECONDS
 
 VOCABULARY = 2048
 
@@ -65,9 +62,3 @@ def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
 def stats(socket_path: str) -> dict[str, float]:
     with ControlClient(socket_path) as control:
         return control.stats().values
-
-
-def until(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, what

@@ -12,7 +12,8 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_environment
 from tests.engine.server import Server, Subscriber
-from tests.engine.support import arguments_of, prompt, stats, until
+from tests.engine.support import arguments_of, prompt, stats
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -11,8 +11,9 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineError, EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from tests.engine.server import Server
-from tests.engine.support import answer, prompt, stats, until
+from tests.engine.support import answer, prompt, stats
 from tests.engine.test_tiers import is_written, serve
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -17,7 +17,8 @@ from hybridkv.core.capacity import stored_shapes
 from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, preview_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
-from tests.engine.support import engine, prompt, stats, until
+from tests.engine.support import engine, prompt, stats
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

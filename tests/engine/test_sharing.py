@@ -11,7 +11,9 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.engine.support import answer, engine, prompt, stats, until
+from hybridkv.lab.engine_process import EngineProcess
+from tests.engine.support import answer, engine, prompt, stats
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -167,32 +169,40 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
         with ControlClient(socket_path) as control:
             return control.welcome.pid
 
+    def is_stored() -> bool:
+        """Whether the daemon has the prompt; it starts beside the engine's first requests."""
+        running.reset()
+        computed.extend(running.run(text, max_tokens=6))
+        return Path(socket_path).exists() and stats(socket_path)["objects"] == 3
+
+    def is_hit() -> bool:
+        running.reset()
+        (result,) = running.run(text, max_tokens=6)
+        assert result["tokens"] == computed[0]["tokens"]
+        return bool(result["cached_tokens"] == 3 * CHUNK)
+
     def is_back() -> bool:
         running.run(prompt(2, 10), max_tokens=1)
         return Path(socket_path).exists() and stats(socket_path)["sessions"] == 1
 
-    with engine(
-        "qwen3", tmp_path / "a.log", "auto", extra={"ram": "128MiB"}, environment=environment
-    ) as running:
-        (computed,) = running.run(text, max_tokens=6)
+    def started(log: str) -> EngineProcess:
+        extra: dict[str, object] = {"ram": "128MiB"}
+        return engine("qwen3", tmp_path / log, "auto", extra=extra, environment=environment)
+
+    computed: list[dict[str, Any]] = []
+    with started("a.log") as running:
+        until(is_stored, "the engine's daemon has the prompt")
     first = pid()
-    with engine(
-        "qwen3", tmp_path / "b.log", "auto", extra={"ram": "128MiB"}, environment=environment
-    ) as running:
+    with started("b.log") as running:
         assert pid() == first, "the second engine found the first one's daemon"
-        (hit,) = running.run(text, max_tokens=6)
-        assert hit["cached_tokens"] == 3 * CHUNK
-        assert hit["tokens"] == computed["tokens"]
+        until(is_hit, "the second engine hits what the first one stored")
         os.kill(first, signal.SIGKILL)
         Path(socket_path).unlink()
         until(is_back, "the engine started a new daemon")
         assert pid() != first
-        running.reset()
-        (result,) = running.run(text, max_tokens=6)
-        assert result["cached_tokens"] == 3 * CHUNK, (
-            "it goes on with the cache of the one that was killed"
-        )
-        assert result["tokens"] == computed["tokens"]
+        assert stats(socket_path)["objects"] == 3, "it has the cache of the one that was killed"
+        until(is_hit, "the engine hits again")
+        assert stats(socket_path)["objects"] == 3, "nothing was stored under another identity"
     os.kill(pid(), signal.SIGINT)
     until(lambda: not Path(socket_path).exists(), "the daemon ends")
 

@@ -9,8 +9,9 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
-from tests.engine.support import answer, engine, prompt, stats, until
+from tests.engine.support import answer, engine, prompt, stats
 from tests.programs.tiers.master import Master, needs_mooncake
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -40,8 +40,8 @@ from hybridkv.wire.messages import (
     Reserved,
     geometry_to_wire,
 )
-from tests.conftest import DEADLINE_SECONDS
 from tests.fault.killing import command
+from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = Geometry(
     tuple(Group(gid, GroupKind.FULL, 128, (size,)) for gid, size in enumerate((3000, 5000, 9000))),

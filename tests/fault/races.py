@@ -57,9 +57,9 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from tests.layouts import K, make, wide
+from tests.waiting import DEADLINE_SECONDS
 
 RAM = "1MiB"
-DEADLINE_SECONDS = 20.0
 PROMPTS = 8
 CHUNKS = 4
 BLOCKS = 32

@@ -26,8 +26,8 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
 )
-from tests.conftest import DEADLINE_SECONDS
 from tests.programs.daemon.holder import HASHES, OBJECTS, PART, SLOTS, engine_hello, take
+from tests.waiting import DEADLINE_SECONDS
 
 WARM_UP = 300
 CYCLES = 1000

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,8 @@ from hybridkv.daemon.loop import DaemonServer, ServeOptions
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.codec import Frames, decode_reply
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reserve, Reserved
-from tests.conftest import DEADLINE_SECONDS
 from tests.programs.daemon.holder import PART, SLOTS, engine_hello
+from tests.waiting import DEADLINE_SECONDS, until
 
 BUSY_SHARE = 0.25
 """Of a processor; a loop that spins takes all of one."""
@@ -63,12 +63,6 @@ def allowed(pid: int, more: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def until(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, what
 
 
 def greeted(socket_path: str) -> bool:

@@ -31,8 +31,8 @@ from hybridkv.wire.messages import (
     Reserved,
     Stats,
 )
-from tests.conftest import DEADLINE_SECONDS
 from tests.programs.daemon.holder import HASHES, OBJECTS, PART, SLOTS, engine_hello
+from tests.waiting import DEADLINE_SECONDS
 
 SLOWEST_SECONDS = 5.0
 """A lookup's generous bound on a busy machine; alone it takes about a tenth of a millisecond."""

@@ -28,7 +28,6 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import payload_offset
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.record import RecordName
-from tests.conftest import DEADLINE_SECONDS
 from tests.fault.fuse import FaultyFs, Op, mounted
 from tests.fault.test_shortage import pid_of
 from tests.unit.daemon.tierclient import (
@@ -43,6 +42,7 @@ from tests.unit.daemon.tierclient import (
     stats,
     until,
 )
+from tests.waiting import DEADLINE_SECONDS
 
 CHUNKS = 3
 PROMPTS = 20

@@ -24,9 +24,9 @@ from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.writers import LOST_SECONDS
-from tests.conftest import DEADLINE_SECONDS
 from tests.fault.killing import command
 from tests.unit.daemon.tierclient import DISK, Client, object_files, real_bytes, until
+from tests.waiting import DEADLINE_SECONDS
 
 BOUND_BYTES = 1 << 20
 RAM = "1MiB"

@@ -31,9 +31,9 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from hybridkv.wire.protocol import closes
-from tests.conftest import DEADLINE_SECONDS
 from tests.fuzz.liar import KINDS, Liar, Peer
 from tests.layouts import LAYOUTS
+from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = LAYOUTS["qwen3"]
 PART = GEOMETRY.groups[0].block_bytes

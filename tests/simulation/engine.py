@@ -36,11 +36,11 @@ from hybridkv.lab.models import bundled_models
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.layout import group_geometry
 from hybridkv.wire.messages import Report, Stats
-from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.layouts import WORD, Layout
 from tests.simulation.node import Clock, Node, wait_readable
 from tests.simulation.oracle import Content, GroupWords, Oracle, read_by
 from tests.simulation.router import Dashboard, Router
+from tests.waiting import DEADLINE_SECONDS
 
 POISON = -0x5151515151515151
 BARRIER_ID = 1 << 40

@@ -13,7 +13,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import checksum_offset, payload_offset
-from tests.conftest import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10
 DISK_BACK = "disk://{directory}/back?bytes=16MiB&write=back"

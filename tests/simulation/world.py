@@ -25,11 +25,11 @@ from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset, short_hash, slot_bytes
-from tests.conftest import DEADLINE_SECONDS
 from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node
 from tests.simulation.oracle import Content, GroupWords
+from tests.waiting import DEADLINE_SECONDS
 
 STEPS_MAX = 4000
 FAULTS_UNTIL = STEPS_MAX // 2

@@ -35,9 +35,9 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from hybridkv.wire.status import Status
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.daemon.harness import commit, engine, grant, lookup, make_daemon
 from tests.unit.observe.test_metrics import PART, SMALL
+from tests.waiting import DEADLINE_SECONDS
 
 HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
 LEAVE = b"\x1b[?1049l"

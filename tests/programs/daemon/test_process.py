@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,8 +48,8 @@ from hybridkv.wire.messages import (
     Stats,
     geometry_to_wire,
 )
-from tests.conftest import DEADLINE_SECONDS
 from tests.layouts import LAYOUTS
+from tests.waiting import DEADLINE_SECONDS, until
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
@@ -111,12 +110,6 @@ def granted_slots(engine: ControlClient, count: int) -> Reserved:
 
 def names(count: int) -> bytes:
     return b"".join(bytes([number]) * 32 for number in range(count))
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not happened():
-        assert time.monotonic() < deadline
 
 
 def test_an_interrupted_daemon_takes_its_arena_with_it(daemon: DaemonProcess) -> None:
@@ -251,7 +244,7 @@ def test_what_a_process_said_last_is_heard(daemon: DaemonProcess) -> None:
         finally:
             daemon.process.send_signal(signal.SIGCONT)
     with ControlClient(daemon.socket_path) as control:
-        until(lambda: control.stats().values["sessions"] == 0)
+        until(lambda: control.stats().values["sessions"] == 0, "the session ends")
         assert control.stats().values["objects"] == 5
 
 
@@ -334,7 +327,7 @@ def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess
                 assert control.stats().values["bytes_writing"] > 0
                 worker.kill()
                 ask = control.stats
-                until(lambda ask=ask: ask().values["bytes_writing"] == 0)  # type: ignore[misc]
+                until(lambda ask=ask: ask().values["bytes_writing"] == 0, "no slot is written")  # type: ignore[misc]
                 assert control.stats().values["sessions"] == 0
 
 
@@ -486,7 +479,7 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             commit = Commit(mine.offsets, mine.generations, pack_u64([0]), names(2)[32:])
             said = encode(Identify(4, b"o" * 32)) + encode(Lookup(5, 1, names(1))) + encode(commit)
             raw.sendall(encode(Stats(3)) * unread + said)
-            until(lambda: "refused_identify" in engine.stats().values)
+            until(lambda: "refused_identify" in engine.stats().values, "it is refused")
             received = b""
             while piece := raw.recv(1 << 16):
                 received += piece
@@ -494,7 +487,7 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             assert len(reports) == unread
             assert isinstance(refused, Error)
             assert (refused.id, refused.code) == (4, "identify")
-            until(lambda: engine.stats().values["sessions"] == 2)
+            until(lambda: engine.stats().values["sessions"] == 2, "two sessions")
             found = engine.call(Lookup(6, 1, names(2)))
             assert isinstance(found, Found)
             assert found.chunks == 1, "nothing was stored under the old identity"
@@ -503,28 +496,26 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
                 SLOT,
             )
             engine.tell(Free(slots.offsets, slots.generations))
-        until(lambda: other.stats().values["sessions"] == 1)
+        until(lambda: other.stats().values["sessions"] == 1, "one session is left")
 
 
 def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
     losses: list[str] = []
     link = Link(daemon.socket_path, HELLO, losses.append)
 
-    def until(condition: str, connected: bool) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while (link.welcome is not None) != connected:
-            assert time.monotonic() < deadline, condition
-            link.poll(time.monotonic())
+    def is_connected() -> bool:
+        link.poll(time.monotonic())
+        return link.welcome is not None
 
-    until("connected", True)
+    until(is_connected, "the connection")
     assert link.welcome is not None
     boot = link.welcome.boot
     daemon.kill()
-    until("loss noticed", False)
+    until(lambda: not is_connected(), "the loss is noticed")
     assert losses
     assert not link.send(Release(1), time.monotonic())
     daemon.start()
-    until("connected again", True)
+    until(is_connected, "the connection is there again")
     assert link.welcome is not None
     assert link.welcome.boot != boot
     link.close()
@@ -561,9 +552,7 @@ def test_auto_starts_a_daemon_that_outlives_the_caller(tmp_path: Path) -> None:
     with ControlClient(socket_path) as control:
         assert control.welcome.pid == pid
     os.kill(pid, signal.SIGINT)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while Path(socket_path).exists():
-        assert time.monotonic() < deadline
+    until(lambda: not Path(socket_path).exists(), "the daemon ends")
 
 
 def test_auto_says_why_a_daemon_cannot_start(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import web
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.daemon.harness import make_daemon
 from tests.unit.daemon.tierclient import until
+from tests.waiting import DEADLINE_SECONDS
 
 ALL = (*PAGES, "/status.json", "/metrics")
 PAGES_FOLDER = Path(__file__).parents[3] / "src" / "hybridkv" / "observe" / "pages"

@@ -23,7 +23,7 @@ from hybridkv.wire.messages import (
     Reserved,
     Welcome,
 )
-from tests.conftest import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
 NEW = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32)

@@ -9,9 +9,9 @@ import pytest
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
-from tests.conftest import DEADLINE_SECONDS
 from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
+from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.engine
 

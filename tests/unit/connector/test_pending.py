@@ -11,9 +11,9 @@ import pytest
 from hybridkv.client.control import ControlClient
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
+from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.engine
 

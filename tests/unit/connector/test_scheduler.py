@@ -16,9 +16,9 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats, until
+from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.engine
 

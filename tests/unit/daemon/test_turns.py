@@ -30,8 +30,8 @@ from hybridkv.wire.messages import (
     Stats,
     geometry_to_wire,
 )
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.daemon.harness import engine, grant, make_daemon
+from tests.waiting import DEADLINE_SECONDS
 
 PART = 256
 SMALL = Geometry((Group(0, GroupKind.FULL, 16, (PART,)),), 16, 16, 16)

@@ -33,7 +33,7 @@ from hybridkv.wire.messages import (
     Stats,
     geometry_to_wire,
 )
-from tests.conftest import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = Geometry(
     (

@@ -38,10 +38,10 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from hybridkv.wire.status import SessionStatus
-from tests.conftest import DEADLINE_SECONDS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.daemon.tierclient import Client, is_written, until
 from tests.unit.observe.describe_metrics import DOCUMENT, document
+from tests.waiting import DEADLINE_SECONDS
 
 PART = 256
 SMALL = Geometry(

@@ -8,7 +8,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from hybridkv.vllm.adapters import RECHECK_SECONDS, Adapter, Adapters
-from tests.conftest import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS
 
 LATER = 2**62
 
