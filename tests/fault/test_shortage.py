@@ -1,6 +1,7 @@
 """Clients that are served stay served when descriptors or connections run out."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import resource
@@ -18,12 +19,14 @@ import pytest
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.core.packed import unpack_u64
+from hybridkv.daemon.background import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.daemon.loop import DaemonServer, ServeOptions
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.daemon_process import engine_hello as bench_hello
 from hybridkv.wire.codec import Frames, decode_reply
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reserve, Reserved
-from tests.programs.daemon.holder import PART, SLOTS, engine_hello
+from tests.programs.daemon.holder import GEOMETRY, PART, SLOTS, engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
 
 BUSY_SHARE = 0.25
@@ -207,3 +210,46 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(small: str) -> 
         until(lambda: greeted(small), "the place of one who left is free")
     with ControlClient(small, hello=Hello(1, PROTOCOL_VERSION, "control")) as control:
         assert control.stats().values["connections"] == 1
+
+
+@pytest.fixture
+def own_memory(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """(the socket of a daemon that has shared memory of its own, that memory's directory)."""
+    mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    socket_path = str(tmp_path / "own.sock")
+    serve = f"{sys.executable} -m hybridkv serve --socket {socket_path} --metrics-port -1"
+    script = f"mount -t tmpfs -o size=1200m none /dev/shm && exec {serve} --ram 1000MiB"
+    with subprocess.Popen(["unshare", "-m", "sh", "-c", script]) as process:
+        try:
+            until(lambda: Path(socket_path).is_socket() and greeted(socket_path), "it serves")
+            yield socket_path, Path(f"/proc/{process.pid}/root/dev/shm")
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(DEADLINE_SECONDS)
+
+
+def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path]) -> None:
+    """Somebody else fills /dev/shm while the arena grows, and leaves."""
+    socket_path, directory = own_memory
+    part_bytes = 1 << 20
+    group = dataclasses.replace(GEOMETRY.groups[0], layer_bytes=(part_bytes,))
+    hello = bench_hello(dataclasses.replace(GEOMETRY, groups=(group,)))
+    with ControlClient(socket_path, hello=hello) as engine:
+
+        def pages(slots: int) -> int:
+            granted = engine.call(Reserve(3, part_bytes, 1, slots))
+            assert isinstance(granted, Reserved)
+            return granted.reserved_bytes
+
+        until(lambda: pages(1) > RESERVE_AHEAD_BYTES, "what is reserved ahead")
+        other = directory / "other"
+        with other.open("wb") as file, contextlib.suppress(OSError):
+            for at in range(0, 1 << 30, 1 << 20):
+                os.posix_fallocate(file.fileno(), at, 1 << 20)
+        before = pages(256)
+        until(lambda: engine.stats().values.get("reserves_failed", 0) > 1, "it looks for memory")
+        assert pages(1) <= before + RESERVE_STEP_BYTES, "there is no more"
+        other.unlink()
+        until(lambda: pages(1) > before + (128 << 20), "the arena grows")

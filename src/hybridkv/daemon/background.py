@@ -21,6 +21,8 @@ logger = logging.getLogger("hybridkv.daemon")
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist so far ahead of the used part of the arena."""
+RESERVE_RETRY_SECONDS = 1.0
+"""How often more memory is asked for while there is none."""
 
 
 class Waker:
@@ -82,14 +84,18 @@ class TierRunner:
 class ArenaReserver:
     """Makes pages of the arena exist in a thread, since zeroing them takes milliseconds."""
 
-    def __init__(self, arena: Arena, store: Store, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, arena: Arena, store: Store, wake: Callable[[], None], counters: Counter[str]
+    ) -> None:
         self._arena = arena
         self._store = store
         self._wake = wake
+        self._counters = counters
         self.reserved_bytes = store.extents.limit_bytes
         """Pages below this exist."""
         self._goal = min(self.reserved_bytes + RESERVE_AHEAD_BYTES, arena.slots_bytes)
-        self._failed = False
+        self._has_failed = False
+        """Whether there was no memory the last time; the store grows no more meanwhile."""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
@@ -100,8 +106,8 @@ class ArenaReserver:
         extents = self._store.extents
         if self.reserved_bytes > extents.limit_bytes:
             self._store.grow(self.reserved_bytes)
-        if self._failed:
-            self._store.bound_bytes = extents.limit_bytes
+        full = self._has_failed
+        self._store.bound_bytes = extents.limit_bytes if full else self._arena.slots_bytes
         used = extents.limit_bytes - extents.free_bytes
         goal = min(used + RESERVE_AHEAD_BYTES, self._arena.slots_bytes)
         if goal > self._goal:
@@ -117,19 +123,25 @@ class ArenaReserver:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed:
-            with self._changed:
-                self._changed.wait_for(lambda: self.reserved_bytes < self._goal or self._closed)
-            if self._closed:
-                return
+        while self._may_go_on():
             stop = min(self.reserved_bytes + RESERVE_STEP_BYTES, self._arena.slots_bytes)
             try:
                 self._arena.reserve(self.reserved_bytes, stop)
             except OSError as error:
                 kind = "shared memory is used up" if is_no_space(error) else str(error)
-                logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
-                self._failed = True
-                self._wake()
-                return
-            self.reserved_bytes = stop
+                if not self._has_failed:
+                    logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
+                self._has_failed = True
+                self._counters["reserves_failed"] += 1
+            else:
+                self.reserved_bytes, self._has_failed = stop, False
             self._wake()
+
+    def _may_go_on(self) -> bool:
+        """Wait for the next thing to do; False where the thread is to end."""
+        with self._changed:
+            if self._has_failed:
+                self._changed.wait_for(lambda: self._closed, RESERVE_RETRY_SECONDS)
+            else:
+                self._changed.wait_for(lambda: self.reserved_bytes < self._goal or self._closed)
+        return not self._closed

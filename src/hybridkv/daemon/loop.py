@@ -90,7 +90,9 @@ class DaemonServer:
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
-        self._reserver = ArenaReserver(self._arena, self.daemon.store, self._waker.wake)
+        self._reserver = ArenaReserver(
+            self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
+        )
         state = self.daemon.state
         if options.metrics_port >= 0:
             state.metrics_url = serve_web(self._ask, options.metrics_port)

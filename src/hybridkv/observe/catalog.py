@@ -68,6 +68,7 @@ PLAIN: Mapping[str, MetricDescription] = {
     "bytes_stored": _counter("Bytes of the payload of those objects."),
     "objects_recovered": _counter("Objects taken over from an earlier daemon's arena."),
     "recoveries_failed": _counter("Arenas of an earlier daemon that could not be taken over."),
+    "reserves_failed": _counter("Times that the arena could not grow for want of shared memory."),
     "objects_condemned": _counter("Objects whose bytes an engine proved wrong; they were dropped."),
     "commits_unknown": _counter("Committed slots that the session did not hold; they are ignored."),
     "duplicates": _counter("Stored objects that were there already; their slot was freed."),
