@@ -463,10 +463,4 @@ HANDLERS = (
         "The daemon is still starting, and is asked again.",
         NO + "a daemon that never answers raises HybridKVError",
     ),
-    Listed(
-        "TierSuite.test_many_threads_never_see_half_a_record.work",
-        "except BaseException",
-        "A thread hands its error to the test, which fails with it.",
-        NO + "the test fails",
-    ),
 )

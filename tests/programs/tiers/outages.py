@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hybridkv.lab.tier_suite import pages, read, sample
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError
 from tests.programs.tiers.servers import DEADLINE_SECONDS, Server
+from tests.tier_suite import pages, read, sample
 
 SLACK_SECONDS = 4.0
 

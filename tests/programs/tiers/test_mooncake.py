@@ -17,7 +17,6 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import SampleObject, TierSuite, pages, read, sample
 from hybridkv.tiers.contract import (
     DamagedError,
     FullError,
@@ -36,6 +35,7 @@ from tests.programs.tiers.master import (
     free_port,
     needs_mooncake,
 )
+from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import is_stopped, state_of, until
 
 LATE_SECONDS = 4.0

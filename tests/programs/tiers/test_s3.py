@@ -15,7 +15,6 @@ from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import SampleObject, TierSuite, pages, read, sample
 from hybridkv.tiers import s3 as module
 from hybridkv.tiers.contract import (
     DamagedError,
@@ -41,6 +40,7 @@ from tests.programs.tiers.servers import (
     S3Server,
     free_port,
 )
+from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 
 ASKED_MAX = 20
 Make = Callable[[str], S3Tier]

@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import TierSuite, pages, read, sample
 from hybridkv.tiers.contract import (
     DamagedError,
     FullError,
@@ -43,6 +42,7 @@ from tests.programs.tiers.outages import (
     calls,
 )
 from tests.programs.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
+from tests.tier_suite import TierSuite, pages, read, sample
 from tests.waiting import until
 
 Make = Callable[[str], ValkeyTier]
