@@ -65,9 +65,9 @@ class Tier(ABC):
         Raises ConfigError for settings that can never work, else TierError; `peek` always works.
         """
 
-    @abstractmethod
     def peek(self, key: bytes) -> bool | None:
         """Whether the record is there, as known without I/O; None: `find` must be asked."""
+        return None
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[bool]:

@@ -41,8 +41,8 @@ def parse_address(spec: TierSpec) -> ServerAddress:
     """The server of a tier's URL; raises ConfigError, whose message has no password."""
     is_unix = spec.kind == "valkey+unix"
     rest = "/run/valkey.sock?db=0" if is_unix else f"127.0.0.1:{PORT}/0"
-    example = f'"{spec.kind}://{rest}"'
-    parts = _split(spec, example)
+    works = f'"{spec.kind}://{rest}" works'
+    parts = _split(spec, works)
     # The last @ ends the login, so nothing secret is behind it.
     place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     options = replace(spec, location=place).known_options("prefix", "db" if is_unix else "ca")
@@ -51,10 +51,11 @@ def parse_address(spec: TierSpec) -> ServerAddress:
     else:
         host, path, database = parts.hostname or "", "", parts.path.strip("/") or "0"
     prefix = options.get("prefix", PREFIX)
-    if spec.kind not in _SCHEMES or not (host or path):
-        raise ConfigError(f"tier {place} names no server", f"{example} works")
+    user, password = (unquote(word or "") for word in (parts.username, parts.password))
+    if not (host or path):
+        raise ConfigError(f"tier {place} names no server", works)
     if not (database.isascii() and database.isdigit()):
-        raise ConfigError(f"tier {place}: database {database!r} is no number", f"{example} works")
+        raise ConfigError(f"tier {place}: database {database!r} is no number", works)
     if not prefix:
         raise ConfigError(f"tier {place}: prefix is empty", f"prefix={PREFIX} works")
     server = ServerAddress(
@@ -66,10 +67,10 @@ def parse_address(spec: TierSpec) -> ServerAddress:
         tls=_SCHEMES[spec.kind],
         authority=options.get("ca"),
         database=int(database),
-        user=_unquoted(parts.username),
-        password=_unquoted(parts.password),
+        user=user,
+        password=password,
     )
-    if server.user and not server.password:
+    if user and not password:
         raise ConfigError(
             f"tier {place}: there is a user without a password",
             f"{server.works('USER:PASSWORD@')} works",
@@ -77,7 +78,7 @@ def parse_address(spec: TierSpec) -> ServerAddress:
     return server
 
 
-def _split(spec: TierSpec, example: str) -> SplitResult:
+def _split(spec: TierSpec, works: str) -> SplitResult:
     """The URL's parts; the errors print none of it, since any of it may be a password."""
     try:
         parts = urlsplit(spec.location)
@@ -88,12 +89,8 @@ def _split(spec: TierSpec, example: str) -> SplitResult:
     if at and not (is_sound and parts.netloc.endswith("@" + host.partition("/")[0])):
         raise ConfigError(
             f"tier {spec.kind}: in the URL's user and password / ? # @ are written %2F %3F %23 %40",
-            f"{example.replace('://', '://USER:PASSWORD@')} works",
+            works.replace("://", "://USER:PASSWORD@"),
         )
     if not is_sound:
-        raise ConfigError(f"tier {spec.kind}: the URL names no server", f"{example} works")
+        raise ConfigError(f"tier {spec.kind}: the URL names no server", works)
     return parts
-
-
-def _unquoted(text: str | None) -> str:
-    return unquote(text or "")

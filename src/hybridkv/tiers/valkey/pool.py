@@ -1,10 +1,11 @@
 """Connections to a Valkey or Redis server, kept for the next call, and what their errors mean."""
 
+import contextlib
 import socket
 import ssl
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.tiers.contract import TierError
@@ -17,13 +18,12 @@ IDLE_MAX = 16
 IDLE_SECONDS_MAX = 30.0
 """The network may forget a connection that is idle for longer without telling either end."""
 _NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
+_RESETS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""How a connection ends that the server, or something between, has closed."""
 
 
-class IdleConnection(NamedTuple):
-    """A connection that no call uses, and since when by the monotonic clock."""
-
-    connection: RespConnection
-    since: float
+class LostConnectionError(TierError):
+    """A connection was closed that had been logged in; another one may work."""
 
 
 class ConnectionPool:
@@ -36,62 +36,82 @@ class ConnectionPool:
         self._lock = threading.Lock()
         self._closed = False
         self._tls: ssl.SSLContext | None = None
-        self._idle: list[IdleConnection] = []
+        self._idle: list[RespConnection] = []
         """The one used last is at the end, and is used next."""
         self._live: set[RespConnection] = set()
         """All connections, idle or in use."""
 
     def open(self, deadline: Deadline) -> None:
         """Log in anew; raises ConfigError where the server will never let us, or TierError."""
+        server = self._server
+        if server.tls:
+            try:
+                self._tls = ssl.create_default_context(cafile=server.authority)
+            except OSError:
+                raise ConfigError(
+                    f"{server.place}: ca={server.authority!r} is no readable file of certificates",
+                    "ca=/etc/ssl/certs/ca-certificates.crt works",
+                ) from None
+        self.drop_idle()
         try:
-            if self._server.tls:
-                self._tls = self._context()
-            self.drop_idle()
-            self.give(self._connect(deadline))
+            self._keep(self._connect(deadline))
         except ProtocolError:
             raise ConfigError(
-                f"{self._server.place}: "
-                "what answers there is no Valkey or Redis server without TLS",
-                f"{self._server.works()} of one works, or valkeys:// for one with TLS",
+                f"{server.place}: what answers there is no Valkey or Redis server without TLS",
+                f"{server.works()} of one works, or valkeys:// for one with TLS",
             ) from None
         except OSError as error:
-            raise self.failed(error) from None
+            raise self._failed(error) from None
 
-    def take(self, deadline: Deadline) -> RespConnection:
-        """A connection for a call, which gives or drops it; raises TierError, ConfigError."""
+    @contextlib.contextmanager
+    def connection(self, deadline: Deadline) -> Iterator[RespConnection]:
+        """A connection for a call, kept for the next one if this one ends well.
+
+        Raises TierError and ConfigError, also for what goes wrong on the connection meanwhile.
+        """
         with self._lock:
             if self._closed:
                 raise TierError("closed")
-            if self._idle:
-                return self._idle.pop().connection
+            connection = self._idle.pop() if self._idle else None
         try:
-            return self._connect(deadline)
+            connection = connection or self._connect(deadline)
         except (OSError, ProtocolError) as error:
-            raise self.failed(error) from None
+            raise self._failed(error) from None
+        connection.deadline = deadline
+        try:
+            yield connection
+        except BaseException as error:
+            # Nothing that follows on it can be trusted.
+            self._drop(connection)
+            if isinstance(error, _RESETS):
+                self.drop_idle()  # those are as old, and most likely as dead
+                raise LostConnectionError(str(self._failed(error))) from None
+            if isinstance(error, OSError | ProtocolError | ValueError):
+                raise self._failed(error) from None
+            raise
+        self._keep(connection)
 
-    def give(self, connection: RespConnection) -> None:
-        """Keep it for the next call."""
+    def _keep(self, connection: RespConnection) -> None:
+        connection.used_at = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_MAX:
-                self._idle.append(IdleConnection(connection, time.monotonic()))
+                self._idle.append(connection)
                 return
-        self.drop(connection)
+        self._drop(connection)
 
-    def drop(self, connection: RespConnection) -> None:
-        """Close it: nothing that follows on it can be trusted."""
+    def _drop(self, *connections: RespConnection) -> None:
         with self._lock:
-            self._live.discard(connection)
-        connection.close()
+            self._live.difference_update(connections)
+        for connection in connections:
+            connection.close()
 
     def drop_idle(self, seconds: float = 0.0) -> None:
         """Close all that have been idle for so long."""
         until = time.monotonic() - seconds
         with self._lock:
-            stale = [idle.connection for idle in self._idle if idle.since <= until]
-            self._idle = [idle for idle in self._idle if idle.since > until]
-            self._live.difference_update(stale)
-        for connection in stale:
-            connection.close()
+            stale = [idle for idle in self._idle if idle.used_at <= until]
+            self._idle = [idle for idle in self._idle if idle.used_at > until]
+        self._drop(*stale)
 
     def close(self) -> None:
         """Close all connections; a call that uses one fails."""
@@ -99,11 +119,10 @@ class ConnectionPool:
             self._closed = True
         self.drop_idle()
         with self._lock:
-            used = list(self._live)
-        for connection in used:
-            connection.abort()
+            for connection in self._live:
+                connection.abort()
 
-    def failed(self, error: Exception) -> TierError:
+    def _failed(self, error: Exception) -> TierError:
         """What an error of a connection means."""
         # The system's texts have no secrets: addresses and the names of files at most.
         place = self._server.place
@@ -140,57 +159,44 @@ class ConnectionPool:
     def _connect(self, deadline: Deadline) -> RespConnection:
         """A connection that is logged in; raises OSError, ProtocolError, ConfigError, TierError."""
         server = self._server
-        connection = RespConnection(self._dial(deadline))
+        connection = RespConnection(self._dial(deadline), deadline)
         with self._lock:
             closed = self._closed
             self._live.add(connection)
         try:
             if closed:
                 raise TierError("closed")
-            login = [server.user.encode()] if server.user else []
             steps = {"SELECT": command(b"SELECT", b"%d" % server.database)}
             if server.password:
+                login = [server.user.encode()] if server.user else []
                 steps = {"AUTH": command(b"AUTH", *login, server.password.encode())} | steps
-            connection.send(steps.values(), deadline)
-            answers = [connection.reply(deadline) for _ in steps]
-            for step, answer in zip(steps, answers, strict=True):
-                if isinstance(answer, RefusedCommand):
+            for buffers in steps.values():
+                connection.send(buffers)
+            for step in steps:
+                if isinstance(answer := connection.reply(), RefusedCommand):
                     raise self.refused(answer, step)
         except BaseException:
-            self.drop(connection)
+            self._drop(connection)
             raise
         return connection
 
     def _dial(self, deadline: Deadline) -> socket.socket:
         server = self._server
-        if not server.path:
-            sock = dial(server.host, server.port, deadline)
-        else:
+        if server.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            sock = dial(server.host, server.port, deadline)
         try:
             sock.settimeout(deadline.left())
             if server.path:
                 sock.connect(server.path)
             return self._tls.wrap_socket(sock, server_hostname=server.host) if self._tls else sock
-        except ssl.SSLError as error:
+        except BaseException as error:
             sock.close()
-            if error.reason == "CERTIFICATE_VERIFY_FAILED":
+            if isinstance(error, ssl.SSLCertVerificationError):
                 raise ConfigError(
                     f"{server.place}: no authority that is known here"
                     " signed the server's certificate for this name",
                     "ca=/path/to/authority.pem works",
                 ) from None
             raise
-        except BaseException:
-            sock.close()
-            raise
-
-    def _context(self) -> ssl.SSLContext:
-        try:
-            return ssl.create_default_context(cafile=self._server.authority)
-        except OSError:
-            raise ConfigError(
-                f"{self._server.place}: "
-                f"ca={self._server.authority!r} is no readable file of certificates",
-                "ca=/etc/ssl/certs/ca-certificates.crt works",
-            ) from None
