@@ -24,7 +24,6 @@ from hybridkv.tiers.byte_ledger import WriteBudget
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, batches, sizes_of
-from hybridkv.tiers.valkey.address import parse_address
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
@@ -55,11 +54,10 @@ class ValkeyTier(Tier):
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
         self.name = spec.name
-        server = parse_address(spec)
-        self._place, self._prefix = server.place, server.prefix
+        self._pool = ConnectionPool(spec)
+        self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
-        self._pool = ConnectionPool(server, spec.timeout_seconds)
         self._budget = spec.max_bytes and WriteBudget(spec.max_bytes, spec.timeout_seconds)
         self._lock = threading.Lock()
         """For the budget."""
