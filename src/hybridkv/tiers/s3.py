@@ -42,6 +42,7 @@ FLIGHT_REQUESTS_MAX = 16
 WAVE_FIRST = 4
 WAVE_MAX = 32
 DELETE_MAX = 1000
+ASIDE = "quarantine/"
 QUARANTINE_MAX = 16
 """Damaged objects that are put aside in a tier's life."""
 LIST_SECONDS = 600.0
@@ -54,6 +55,7 @@ _E = TypeVar("_E", bound=Exception)
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
+_OURS = re.compile(rf"(..)/(?=\1)({KEY_DIGITS})")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge")
@@ -68,31 +70,44 @@ class S3Tier(Tier):
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
         parts = urlsplit(spec.location)
-        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._bucket, prefix = parts.netloc, parts.path.strip("/")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self._bucket):
             raise ConfigError(
                 "tier s3: the URL names no bucket, and nothing else belongs before the first slash",
                 '"s3://BUCKET/PREFIX" works,'
                 " with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             )
-        self._place = f"s3://{self._bucket}/{self._prefix}"
+        self._place = f"s3://{self._bucket}/{prefix}"
         options = replace(spec, location=self._place).known_options("endpoint", "region")
-        if self._prefix and not _PREFIX.fullmatch(self._prefix):
+        if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
                 '"kv/1" works',
             )
-        self._endpoint = options.get("endpoint", "")
-        address = urlsplit(self._endpoint)
-        is_http = address.scheme in ("http", "https") and address.hostname
-        if self._endpoint and (not is_http or "@" in address.netloc):
-            raise ConfigError(
-                f"tier {self._place}: endpoint is no address of a server",
-                "endpoint=https://s3.example.com works",
-            )
-        self._region = options.get("region", "")
-        self._root = self._prefix and f"{self._prefix}/"
-        self._ours = re.compile(rf"{re.escape(self._root)}(..)/(?=\1)({KEY_DIGITS})")
+        self._settings: dict[str, Any] = {name: value for name, value in options.items() if value}
+        endpoint = self._settings.get("endpoint", "")
+        if endpoint:
+            address = urlsplit(endpoint)
+            is_http = address.scheme in ("http", "https") and address.hostname
+            if not is_http or "@" in address.netloc:
+                raise ConfigError(
+                    f"tier {self._place}: endpoint is no address of a server",
+                    "endpoint=https://s3.example.com works",
+                )
+            # This one would otherwise come from the environment, and go before the other.
+            self._settings["aws_endpoint_url_s3"] = endpoint
+        limit = timedelta(seconds=spec.timeout_seconds)
+        backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
+        is_plain = endpoint.startswith("http://")
+        self._settings |= {
+            "prefix": prefix or None,
+            "client_options": {"allow_http": is_plain, "timeout": limit, "connect_timeout": limit},
+            "retry_config": {
+                "max_retries": RETRIES_MAX,
+                "retry_timeout": limit,
+                "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
+            },
+        }
         self._timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
         self._ledger = ByteLedger(spec.max_bytes) if spec.max_bytes else None
@@ -112,24 +127,8 @@ class S3Tier(Tier):
 
     def open(self) -> None:
         """See whether the bucket is there and ours; a bounded tier lists it all."""
-        limit = timedelta(seconds=self._timeout_seconds)
-        where: dict[str, Any] = {"region": self._region} if self._region else {}
-        if self._endpoint:
-            # The second one would otherwise come from the environment, and go before the first.
-            where |= {"endpoint": self._endpoint, "aws_endpoint_url_s3": self._endpoint}
-        is_plain = self._endpoint.startswith("http://")
-        backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
         try:
-            self._opened = S3Store(
-                self._bucket,
-                **where,
-                client_options={"allow_http": is_plain, "timeout": limit, "connect_timeout": limit},
-                retry_config={
-                    "max_retries": RETRIES_MAX,
-                    "retry_timeout": limit,
-                    "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
-                },
-            )
+            self._opened = S3Store(self._bucket, **self._settings)
         except (*_FAULTS, TypeError) as error:
             raise ConfigError(
                 f"{self._place}: not usable ({type(error).__name__})", "region=us-east-1 works"
@@ -195,16 +194,14 @@ class S3Tier(Tier):
                 room = QUARANTINE_MAX - self._aside
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
-            names = [
-                (self._path(key), f"{self._root}quarantine/{key.hex()}") for key in keys[:room]
-            ]
+            names = [(self._path(key), ASIDE + key.hex()) for key in keys[:room]]
             self._each([partial(copy, *name) for name in names], deadline, self._wrong)
         self._delete([self._path(key) for key in keys], deadline)
 
     def keys(self) -> Iterator[bytes]:
         for page in self._pages(self._wrong):
             for name, _, _ in page:
-                if ours := self._ours.fullmatch(name):
+                if ours := _OURS.fullmatch(name):
                     yield bytes.fromhex(ours[2])
 
     def tend(self) -> None:
@@ -285,12 +282,12 @@ class S3Tier(Tier):
             self._listed_at = time.monotonic()
             with self._lock:
                 ledger.begin()
-            aside = f"{self._root}quarantine/"  # nothing else that is not ours may be removed
+            # Nothing else that is below the prefix may be removed.
             found = [
                 one
                 for page in self._pages(wrong)
                 for one in page
-                if self._ours.fullmatch(one[0]) or one[0].startswith(aside)
+                if _OURS.fullmatch(one[0]) or one[0].startswith(ASIDE)
             ]
             found.sort(key=lambda one: one[2])
             with self._room:
@@ -333,7 +330,7 @@ class S3Tier(Tier):
         self, wrong: Callable[[Exception], Exception]
     ) -> Iterator[list[tuple[str, int, float]]]:
         """What is below the prefix, a page at a time: name, size, and when it was put."""
-        stream = obstore.list(self._store, self._prefix or None, chunk_size=1000)
+        stream = obstore.list(self._store, chunk_size=1000)
         following = partial(anext, stream, None)
         while True:
             (page,) = self._each([following], Deadline(self._timeout_seconds), wrong)
@@ -421,7 +418,7 @@ class S3Tier(Tier):
 
     def _path(self, key: bytes) -> str:
         digits = key.hex()
-        return f"{self._root}{digits[:2]}/{digits}"
+        return f"{digits[:2]}/{digits}"
 
 
 async def _do(request: Callable[[], Awaitable[_T]]) -> _T:
