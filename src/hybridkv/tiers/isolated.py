@@ -40,15 +40,9 @@ LAST_WORDS_SECONDS = 0.5
 """For the end of a process that has hung up."""
 
 
-class CallResult(msgspec.Struct, frozen=True):
-    """A code for each item; `error` says in words that the call as a whole failed."""
-
-    codes: list[int] = []
-    error: str = ""
-
-
 _calls = msgspec.msgpack.Decoder(tuple[str, list[Any]])
-_results = msgspec.msgpack.Decoder(CallResult)
+_results = msgspec.msgpack.Decoder(tuple[list[int], str])
+"""A code for each item; the text, where it is not empty, says that the call as a whole failed."""
 
 
 class DeadChildError(TierError):
@@ -67,12 +61,12 @@ class Lane:
 
     def call(self, deadline: float, method: str, *arguments: object) -> list[int]:
         """A code for each of the call's items; raises TierError, and kills a child that is late."""
-        result = self.hear(deadline, msgspec.msgpack.encode((method, arguments)))
-        if result.error:
-            raise TierError(f"{self.child.name} failed: {result.error}")
-        return result.codes
+        codes, error = self.hear(deadline, msgspec.msgpack.encode((method, arguments)))
+        if error:
+            raise TierError(f"{self.child.name} failed: {error}")
+        return codes
 
-    def hear(self, deadline: float, call: bytes = b"") -> CallResult:
+    def hear(self, deadline: float, call: bytes = b"") -> tuple[list[int], str]:
         """What the child says, after a call if there is one; raises and kills as `call` does."""
         what = ""
         try:
@@ -155,7 +149,7 @@ class IsolatedProcess:
         """
         try:
             with self.lane(time.monotonic() + START_SECONDS) as lane:
-                missing = lane.hear(time.monotonic() + START_SECONDS).error
+                _, missing = lane.hear(time.monotonic() + START_SECONDS)
                 if missing:
                     raise ImportError(missing)
                 seconds = max(seconds, SETUP_SECONDS_MIN)
@@ -229,9 +223,9 @@ def answer_calls(lane: socket.socket, library: object) -> None:
     while method != "close" and (packet := lane.recv(PACKET_BYTES_MAX)):
         method, arguments = _calls.decode(packet)
         try:
-            result = CallResult(getattr(library, method)(*arguments))
+            result = getattr(library, method)(*arguments), ""
         except Exception as error:  # noqa: BLE001  # the parent raises it
-            result = CallResult(error=f"{type(error).__name__}: {error}")
+            result = [], f"{type(error).__name__}: {error}"
         lane.send(msgspec.msgpack.encode(result))
     os._exit(0)
 
@@ -257,9 +251,9 @@ def main(name: str, *descriptors: str) -> None:
     try:
         make = getattr(importlib.import_module(module), made)
     except ImportError as error:
-        first.send(msgspec.msgpack.encode(CallResult(error=str(error))))
+        first.send(msgspec.msgpack.encode(([], str(error))))
         return
-    first.send(msgspec.msgpack.encode(CallResult()))
+    first.send(msgspec.msgpack.encode(([], "")))
     library = make(mmap.mmap(memory_fd, os.fstat(memory_fd).st_size))
     for lane in others:
         threading.Thread(target=answer_calls, args=(lane, library), daemon=True).start()

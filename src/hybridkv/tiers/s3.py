@@ -138,17 +138,13 @@ class S3Tier(Tier):
                 raise TierError("closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name="hybridkv-s3", daemon=True
-                )
+                serve = partial(_serve, self._loop)
+                self._thread = threading.Thread(target=serve, name="hybridkv-s3", daemon=True)
                 self._thread.start()
         if self._ledger is None:
-            next(self._pages(self._list_error), None)
+            next(self._listed(self._list_error), None)
         else:
             self._count(self._ledger, self._list_error)
-
-    def peek(self, key: bytes) -> bool | None:
-        return None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
@@ -160,8 +156,8 @@ class S3Tier(Tier):
         wave = WAVE_FIRST
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + wave]
-            head = partial(obstore.head_async, self._store)
-            answers = self._sound([partial(head, self._path(key)) for key in asked], deadline)
+            requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
+            answers = self._sound(requests, deadline)
             found += [not isinstance(answer, TierError) for answer in answers]
             if not any(found[-len(asked) :]):
                 break
@@ -194,15 +190,14 @@ class S3Tier(Tier):
                 room = QUARANTINE_MAX - self._aside
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
-            names = [(self._path(key), ASIDE + key.hex()) for key in keys[:room]]
-            self._each([partial(copy, *name) for name in names], deadline, self._wrong)
-        self._delete([self._path(key) for key in keys], deadline)
+            copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
+            self._each(copies, deadline, self._wrong)
+        self._delete([_path(key) for key in keys], deadline)
 
     def keys(self) -> Iterator[bytes]:
-        for page in self._pages(self._wrong):
-            for name, _, _ in page:
-                if ours := _OURS.fullmatch(name):
-                    yield bytes.fromhex(ours[2])
+        for name, _, _ in self._listed(self._wrong):
+            if ours := _OURS.fullmatch(name):
+                yield bytes.fromhex(ours[2])
 
     def tend(self) -> None:
         """Now and then, in a bounded tier, see what others have put and removed."""
@@ -229,7 +224,7 @@ class S3Tier(Tier):
     def _put_batch(
         self, deadline: Deadline, items: Sequence[WriteRequest], sizes: Sequence[int]
     ) -> list[TierError | None]:
-        names = [self._path(item.key) for item in items]
+        names = [_path(item.key) for item in items]
         results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
         admitted = [at for at, error in enumerate(results) if error is None]
         # Each object once: some servers do not take the same one twice at a time.
@@ -283,12 +278,8 @@ class S3Tier(Tier):
             with self._lock:
                 ledger.begin()
             # Nothing else that is below the prefix may be removed.
-            found = [
-                one
-                for page in self._pages(wrong)
-                for one in page
-                if _OURS.fullmatch(one[0]) or one[0].startswith(ASIDE)
-            ]
+            listed = self._listed(wrong)
+            found = [one for one in listed if _OURS.fullmatch(one[0]) or one[0].startswith(ASIDE)]
             found.sort(key=lambda one: one[2])
             with self._room:
                 with self._lock:
@@ -313,7 +304,7 @@ class S3Tier(Tier):
         return self._opened
 
     async def _fetch(self, item: ReadRequest, size: int) -> memoryview:
-        found = await obstore.get_async(self._store, self._path(item.key))
+        found = await obstore.get_async(self._store, _path(item.key))
         if found.meta["size"] != size:
             raise contract.DamagedError(f"it has {found.meta['size']} bytes instead of {size}")
         body = memoryview(await found.bytes_async())
@@ -326,10 +317,8 @@ class S3Tier(Tier):
         # what came with the signature of what was to come, and takes nothing else.
         await obstore.put_async(self._store, name, pieces, use_multipart=False)
 
-    def _pages(
-        self, wrong: Callable[[Exception], Exception]
-    ) -> Iterator[list[tuple[str, int, float]]]:
-        """What is below the prefix, a page at a time: name, size, and when it was put."""
+    def _listed(self, wrong: Callable[[Exception], Exception]) -> Iterator[tuple[str, int, float]]:
+        """What is below the prefix: name, size, and when it was put."""
         stream = obstore.list(self._store, chunk_size=1000)
         following = partial(anext, stream, None)
         while True:
@@ -338,7 +327,8 @@ class S3Tier(Tier):
                 raise page
             if not page:
                 return
-            yield [(one["path"], one["size"], one["last_modified"].timestamp()) for one in page]
+            for one in page:
+                yield one["path"], one["size"], one["last_modified"].timestamp()
 
     def _sound(
         self, requests: Sequence[Callable[[], Awaitable[_T]]], deadline: Deadline
@@ -416,9 +406,9 @@ class S3Tier(Tier):
         wrong = self._wrong(error)
         return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
 
-    def _path(self, key: bytes) -> str:
-        digits = key.hex()
-        return f"{digits[:2]}/{digits}"
+
+def _path(key: bytes) -> str:
+    return f"{key[:1].hex()}/{key.hex()}"
 
 
 async def _do(request: Callable[[], Awaitable[_T]]) -> _T:
