@@ -4,16 +4,7 @@
 
     mooncake://MASTER:50051?bytes=64GiB&local_hostname=10.0.0.7
 
-| option | default | |
-|---|---|---|
-| `bytes` | none | memory that this node gives to the store, from 16MiB; without it none |
-| `local_hostname` | 127.0.0.1 | this node's address for the others: needed with `bytes` |
-| `protocol` | tcp | or rdma |
-| `device` | | RDMA devices, separated by commas |
-| `metadata` | P2PHANDSHAKE | Mooncake's metadata server, if there is one |
-| `admin` | 9003 | PORT or HOST:PORT of the master's HTTP server (`--metrics_port`), for `keys` |
-| `buffer` | 512MiB | memory shared with the client; a quarter of it is the largest record |
-| `log` | | a file for what Mooncake's library prints |
+docs/tiers.md has all options.
 
 A record is the object `hybridkv-1-<hex of its key>`.  It lives in the memory that some node gave.
 It goes with that node, with the master, which remembers nothing, or when the master makes room.  So
@@ -144,7 +135,11 @@ class MooncakeTier(Tier):
         with self._opening:
             if self._closed:
                 raise TierError("the tier is closed")
-            self._reach_master()
+            try:  # where no master listens, no process need be started
+                dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
+            except OSError as error:
+                where = "{}:{}".format(*self._master)
+                raise TierError(f"no Mooncake master at {where}: {error}") from error
             if self._segment_bytes and not (self._keeper and self._keeper.alive):
                 self._keeper = self._started((1, SLOT_ALIGN), self._segment_bytes)
             if self._is_sick and self._client:
@@ -164,15 +159,8 @@ class MooncakeTier(Tier):
         return False if key in self._discarded else None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the master."""
-        deadline, found = self._deadline(), list[bool]()
-        for start in range(0, len(keys), ITEMS_MAX):
-            group = keys[start : start + ITEMS_MAX]
-            with self._lane(deadline) as lane:
-                codes = self._call(lane, deadline, "find", [_name(key) for key in group])
-            present = zip(group, codes, strict=True)
-            found += [code == 1 and key not in self._discarded for key, code in present]
-        return found
+        codes = self._codes(self._deadline(), "find", keys)
+        return [code == 1 and key not in self._discarded for key, code in codes]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         """Read from whichever nodes have the records."""
@@ -248,14 +236,6 @@ class MooncakeTier(Tier):
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
 
-    def _reach_master(self) -> None:
-        """Raise TierError where no master listens: then no process need be started."""
-        try:
-            dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
-        except OSError as error:
-            where = "{}:{}".format(*self._master)
-            raise TierError(f"no Mooncake master at {where}: {error}") from error
-
     def _started(self, lanes: tuple[int, int], segment_bytes: int) -> IsolatedProcess:
         patience = self._timeout_seconds * PATIENCE
         milliseconds, seconds = str(max(1, int(1000 * patience))), str(math.ceil(patience))
@@ -306,6 +286,16 @@ class MooncakeTier(Tier):
             raise self._error(codes[0])
         return codes
 
+    def _codes(
+        self, deadline: float, method: str, keys: Sequence[bytes], *arguments: object
+    ) -> Iterator[tuple[bytes, int]]:
+        """Each key and the code that `method` has for it."""
+        for start in range(0, len(keys), ITEMS_MAX):
+            group = keys[start : start + ITEMS_MAX]
+            with self._lane(deadline) as lane:
+                codes = self._call(lane, deadline, method, [*map(_name, group)], *arguments)
+            yield from zip(group, codes, strict=True)
+
     def _transfer(
         self, method: str, items: Sequence[Item], refused: Mapping[bytes, TierError]
     ) -> list[TierError | None]:
@@ -352,15 +342,10 @@ class MooncakeTier(Tier):
         for force in (False, True):
             with self._discarded_lock:
                 chosen = [key for key in dict.fromkeys(keys) if self._discarded.get(key) is force]
-            for start in range(0, len(chosen), ITEMS_MAX):
-                group = chosen[start : start + ITEMS_MAX]
-                names = [_name(key) for key in group]
-                with self._lane(deadline) as lane:
-                    codes = self._call(lane, deadline, "remove", names, force)
-                with self._discarded_lock:
-                    for key, code in zip(group, codes, strict=True):
-                        if code in (0, _NOT_FOUND):
-                            self._discarded.pop(key, None)
+            for key, code in self._codes(deadline, "remove", chosen, force):
+                if code in (0, _NOT_FOUND):
+                    with self._discarded_lock:
+                        self._discarded.pop(key, None)
 
     def _error(self, code: int, size: int = 0) -> TierError:
         if code >= 0:
@@ -373,10 +358,10 @@ class MooncakeTier(Tier):
         return contract.FullError(words) if code == _FULL else TierError(words)
 
     def _listing(self) -> str:
-        deadline, where = self._deadline(), "{}:{}".format(*self._admin)
-        connection = http.client.HTTPConnection(*self._admin, timeout=self._timeout_seconds)
+        deadline, body = Deadline(self._timeout_seconds), bytearray()
+        connection = http.client.HTTPConnection(*self._admin)
         try:
-            connection.sock = dial(*self._admin, Deadline(self._timeout_seconds))
+            connection.sock = dial(*self._admin, deadline)
             connection.request("GET", "/get_all_keys")
             response = connection.getresponse()
             if response.status != http.client.OK:
@@ -384,18 +369,17 @@ class MooncakeTier(Tier):
                     f"Mooncake's master answers {response.status} where its keys should be"
                     " (option admin)"
                 )
-            body = bytearray()
-            while piece := response.read1(1 << 20):
+            while (piece := response.read1(1 << 20)) and deadline.left():
                 body += piece
-                if len(body) > LISTING_BYTES_MAX or time.monotonic() > deadline:
+                if len(body) > LISTING_BYTES_MAX:
                     raise TierError("the list of Mooncake's keys is too long")
-            return body.decode("ascii", "replace")
         except (OSError, http.client.HTTPException) as error:
-            raise TierError(
-                f"Mooncake's master does not list its keys at {where}: {error!r}"
-            ) from error
+            where = "{}:{}".format(*self._admin)
+            what = f"Mooncake's master does not list its keys at {where}: {error!r}"
+            raise TierError(what) from error
         finally:
             connection.close()
+        return body.decode("ascii", "replace")
 
 
 def _name(key: bytes) -> str:
