@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -51,7 +51,9 @@ GRACE_SECONDS = 0.5
 RETRIES_MAX = 1
 
 _T = TypeVar("_T")
-_E = TypeVar("_E", bound=Exception)
+_Request: TypeAlias = Callable[[], Awaitable[_T]]
+_Meaning: TypeAlias = Callable[[Exception], Exception]
+"""What an error means for the caller."""
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
@@ -169,7 +171,7 @@ class S3Tier(Tier):
 
         def read(some: Sequence[ReadRequest], sizes: Sequence[int]) -> list[TierError | None]:
             requests = [partial(self._fetch, *one) for one in zip(some, sizes, strict=True)]
-            answers = self._each(requests, deadline, self._wrong)
+            answers = self._each(requests, deadline)
             for item, answer in zip(some, answers, strict=True):
                 if isinstance(answer, memoryview):
                     for part, came in copy_steps(item.pieces, answer):
@@ -191,7 +193,7 @@ class S3Tier(Tier):
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
-            self._each(copies, deadline, self._wrong)
+            self._each(copies, deadline)
         self._delete([_path(key) for key in keys], deadline)
 
     def keys(self) -> Iterator[bytes]:
@@ -231,12 +233,12 @@ class S3Tier(Tier):
         once = {names[at]: items[at].pieces for at in admitted}
         try:
             requests = [partial(self._send, *one) for one in once.items()]
-            answers = dict(zip(once, self._each(requests, deadline, self._wrong), strict=True))
+            answers = dict(zip(once, self._each(requests, deadline), strict=True))
             for at in admitted:
                 answer = answers[names[at]]
                 if isinstance(answer, contract.MissingError):
                     answer = TierError(f"{self._place}: the bucket is gone")
-                results[at] = answer
+                results[at] = answer if isinstance(answer, TierError) else None
         finally:
             if self._ledger is not None:
                 with self._lock:
@@ -271,7 +273,7 @@ class S3Tier(Tier):
             self._room.release()
         return results
 
-    def _count(self, ledger: ByteLedger, wrong: Callable[[Exception], Exception]) -> None:
+    def _count(self, ledger: ByteLedger, wrong: _Meaning) -> None:
         """List what is there, and remove what is more than the bound."""
         with self._listing:
             self._listed_at = time.monotonic()
@@ -317,7 +319,7 @@ class S3Tier(Tier):
         # what came with the signature of what was to come, and takes nothing else.
         await obstore.put_async(self._store, name, pieces, use_multipart=False)
 
-    def _listed(self, wrong: Callable[[Exception], Exception]) -> Iterator[tuple[str, int, float]]:
+    def _listed(self, wrong: _Meaning) -> Iterator[tuple[str, int, float]]:
         """What is below the prefix: name, size, and when it was put."""
         stream = obstore.list(self._store, chunk_size=1000)
         following = partial(anext, stream, None)
@@ -330,23 +332,19 @@ class S3Tier(Tier):
             for one in page:
                 yield one["path"], one["size"], one["last_modified"].timestamp()
 
-    def _sound(
-        self, requests: Sequence[Callable[[], Awaitable[_T]]], deadline: Deadline
-    ) -> list[_T | TierError]:
+    def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
         """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
-        answers = self._each(requests, deadline, self._wrong)
+        answers = self._each(requests, deadline)
         for answer in answers:
             if isinstance(answer, TierError) and not isinstance(answer, contract.MissingError):
                 raise answer
         return answers
 
     def _each(
-        self,
-        requests: Sequence[Callable[[], Awaitable[_T]]],
-        deadline: Deadline,
-        wrong: Callable[[Exception], _E],
-    ) -> list[_T | _E]:
+        self, requests: Sequence[_Request[_T]], deadline: Deadline, wrong: _Meaning | None = None
+    ) -> list[_T | Exception]:
         """Do all at once; for each what came of it, or what was `wrong`. Never raises."""
+        wrong = wrong or self._wrong
         try:
             seconds = deadline.left()
             with self._lock:
@@ -358,15 +356,16 @@ class S3Tier(Tier):
         except (TierError, TimeoutError) as error:
             return [wrong(error) for _ in requests]
         concurrent.futures.wait(futures, seconds)
-        results: list[_T | _E] = []
+        results: list[_T | Exception] = []
         for future in futures:
             try:
-                results.append(future.result(0))
+                answer = future.result(0)
             except concurrent.futures.CancelledError:
-                results.append(wrong(TierError("closed")))
-            except (TierError, *_FAULTS) as error:
-                future.cancel()  # where it is late
-                results.append(wrong(error))
+                answer = TierError("closed")
+            except TimeoutError as error:
+                future.cancel()
+                answer = error
+            results.append(wrong(answer) if isinstance(answer, Exception) else answer)
         return results
 
     def _wrong(self, error: Exception) -> TierError:
@@ -411,8 +410,12 @@ def _path(key: bytes) -> str:
     return f"{key[:1].hex()}/{key.hex()}"
 
 
-async def _do(request: Callable[[], Awaitable[_T]]) -> _T:
-    return await request()
+async def _do(request: _Request[_T]) -> _T | Exception:
+    # An error is returned: asyncio would log the text of one that came too late for anybody.
+    try:
+        return await request()
+    except (TierError, *_FAULTS) as error:
+        return error
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
