@@ -13,7 +13,6 @@ import pytest
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import pages
 from hybridkv.shm.arena import SHM_DIR
 from hybridkv.shm.signature import is_signed
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
@@ -24,6 +23,7 @@ from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName, head_bytes, read_head, write_head
+from tests.tier_suite import pages
 
 SEED = 99
 """Of the slot that takes what is read."""

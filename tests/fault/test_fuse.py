@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import TierSuite, read, sample
 from hybridkv.tiers.contract import Tier, TierError
 from hybridkv.tiers.disk.tier import DiskTier
 from tests.fault.fuse import FaultyFs, Op
+from tests.tier_suite import TierSuite, read, sample
 from tests.unit.daemon.tierclient import until
 
 

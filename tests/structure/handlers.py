@@ -292,12 +292,6 @@ HANDLERS = (
         "failures",
     ),
     Listed(
-        "IsolatedProcess._end",
-        "suppress(subprocess.TimeoutExpired)",
-        "A killed process may take longer to end than the caller can wait.",
-        NO + "the constructor's own error is raised",
-    ),
-    Listed(
         "IsolatedProcess.connect",
         "except BaseException",
         "The process is killed whatever went wrong.",
@@ -329,7 +323,7 @@ HANDLERS = (
         NO + "the wanted state is reached",
     ),
     Listed(
-        "ValkeyTier._round",
+        "ConnectionPool.connection",
         "except BaseException",
         "A connection in the middle of a reply cannot be used again.",
         RAISED,
@@ -462,11 +456,5 @@ HANDLERS = (
         "suppress(subprocess.TimeoutExpired)",
         "The daemon is still starting, and is asked again.",
         NO + "a daemon that never answers raises HybridKVError",
-    ),
-    Listed(
-        "TierSuite.test_many_threads_never_see_half_a_record.work",
-        "except BaseException",
-        "A thread hands its error to the test, which fails with it.",
-        NO + "the test fails",
     ),
 )

@@ -1,1 +1,1 @@
-"""Proofs, previews and measurements: real engines, bundled models, and the suite of every tier."""
+"""Proofs, previews and measurements: real engines, bundled models, and replay of traces."""

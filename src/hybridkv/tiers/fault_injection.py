@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridkv.core.errors import ConfigError
+from hybridkv.core.options import number
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.remote import sizes_of
 
 OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
 
@@ -28,7 +29,8 @@ class InjectedTier(Tier):
         rate = spec.options.get("rate")
         self._rate = parse_size(rate, "tier: rate") if rate is not None else None
         self._latency, self._fail, self._lose, self._damage = (
-            _number(spec, name) for name in ("latency", "fail", "lose", "damage")
+            number(0, 3600, "0.1")(spec.options.get(name, 0), f"tier: {name}")
+            for name in ("latency", "fail", "lose", "damage")
         )
         self._rng = random.Random(spec.options.get("seed"))
         self._lock = threading.Lock()
@@ -46,7 +48,7 @@ class InjectedTier(Tier):
         return self._tier.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        self._pass(sum(len(piece) for item in items for piece in item.pieces))
+        self._pass(sum(sizes_of(items)))
         errors = self._tier.get(items)
         for at, item in enumerate(items):
             if errors[at] is None and self._happens(self._lose):
@@ -59,7 +61,7 @@ class InjectedTier(Tier):
         return errors
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        self._pass(sum(len(piece) for item in items for piece in item.pieces))
+        self._pass(sum(sizes_of(items)))
         if self._happens(self._fail):
             return [TierError("failed on purpose")] * len(items)
         return self._tier.put(items)
@@ -92,16 +94,3 @@ class InjectedTier(Tier):
                 wait += self._free_at - now
         if wait:
             time.sleep(wait)
-
-
-def _number(spec: TierSpec, name: str) -> float:
-    text = spec.options.get(name, "0")
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 3600:
-        raise ConfigError(
-            f"tier: {name}={text!r} must be a number that is not negative", "0.1 works"
-        )
-    return number

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -39,55 +40,49 @@ LAST_WORDS_SECONDS = 0.5
 """For the end of a process that has hung up."""
 
 
-class CallResult(msgspec.Struct, frozen=True):
-    """A code for each item; `error` says in words that the call as a whole failed."""
-
-    codes: list[int] = []
-    error: str = ""
-
-
 _calls = msgspec.msgpack.Decoder(tuple[str, list[Any]])
-_results = msgspec.msgpack.Decoder(CallResult)
+_results = msgspec.msgpack.Decoder(tuple[list[int], str])
+"""A code for each item; the text, where it is not empty, says that the call as a whole failed."""
 
 
 class DeadChildError(TierError):
     """The child is gone, or was killed because it did not answer."""
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """Calls to the child, by one thread at a time, with a part of the shared memory."""
 
-    def __init__(
-        self, child: "IsolatedProcess", sock: socket.socket, start: int, memory: memoryview
-    ) -> None:
-        self._child = child
-        self.sock = sock
-        self.start = start
-        """Where `memory` starts in the shared memory."""
-        self.memory = memory
+    child: "IsolatedProcess"
+    sock: socket.socket
+    start: int
+    """Where `memory` starts in the shared memory."""
+    memory: memoryview
 
     def call(self, deadline: float, method: str, *arguments: object) -> list[int]:
         """A code for each of the call's items; raises TierError, and kills a child that is late."""
-        name = self._child.name
+        codes, error = self.hear(deadline, msgspec.msgpack.encode((method, arguments)))
+        if error:
+            raise TierError(f"{self.child.name} failed: {error}")
+        return codes
+
+    def hear(self, deadline: float, call: bytes = b"") -> tuple[list[int], str]:
+        """What the child says, after a call if there is one; raises and kills as `call` does."""
+        what = ""
         try:
             self.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            self.sock.send(msgspec.msgpack.encode((method, arguments)))
-            packet = self.sock.recv(PACKET_BYTES_MAX)
-            result = _results.decode(packet) if packet else None
+            if call:
+                self.sock.send(call)
+            if packet := self.sock.recv(PACKET_BYTES_MAX):
+                return _results.decode(packet)
         except TimeoutError:
             what = "did not answer in time and was ended"
         except OSError as error:
             what = f"is gone: {error.strerror}"
         except msgspec.MsgspecError as error:
             what = f"answered with no result: {error}"
-        else:
-            if result is not None and result.error:
-                raise TierError(f"{name} failed: {result.error}")
-            if result is not None:
-                return result.codes
-            what = ""
-        self._child.kill()
-        raise DeadChildError(f"{name} {what or 'is gone' + self._child.epitaph()}")
+        self.child.kill()
+        raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.epitaph()}")
 
 
 class IsolatedProcess:
@@ -108,8 +103,7 @@ class IsolatedProcess:
         self.name = name
         """For messages."""
         self._changed = threading.Condition()
-        self._free: list[Lane] = []
-        self._busy: set[Lane] = set()
+        self._lanes: list[Lane] = []
         self._dead = False
         lanes_max, lane_bytes = lanes
         size = lanes_max * lane_bytes
@@ -128,8 +122,9 @@ class IsolatedProcess:
                 ours.callback(sock.close)
                 passed.append(other.fileno())
                 part = ours.enter_context(memory[start : start + lane_bytes])
-                self._free.append(Lane(self, sock, start, part))
-            self._free.reverse()  # the first lane, which has the greeting, is the first one taken
+                self._lanes.append(Lane(self, sock, start, part))
+            # The first lane, which has the greeting, is the first one taken.
+            self._free = self._lanes[::-1]
             output = theirs.enter_context(open(log or os.devnull, "ab"))
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hybridkv.tiers.isolated", library, *map(str, passed)],
@@ -141,16 +136,11 @@ class IsolatedProcess:
                 cwd="/",
                 process_group=0,
             )
-            ours.callback(self._end)
+            ours.callback(self.epitaph)
+            ours.callback(self.process.kill)
             reaper = threading.Thread(target=self.process.wait, name="hybridkv-reaper", daemon=True)
             reaper.start()
             ours.pop_all()
-
-    def _end(self) -> None:
-        """End a process that no thread waits for yet."""
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORDS_SECONDS)
 
     def connect(self, seconds: float, *arguments: object) -> list[int]:
         """Load the library and call its `setup`; returns the codes.
@@ -159,24 +149,14 @@ class IsolatedProcess:
         """
         try:
             with self.lane(time.monotonic() + START_SECONDS) as lane:
-                self._hear_greeting(lane)
+                _, missing = lane.hear(time.monotonic() + START_SECONDS)
+                if missing:
+                    raise ImportError(missing)
                 seconds = max(seconds, SETUP_SECONDS_MIN)
                 return lane.call(time.monotonic() + seconds, "setup", *arguments)
         except BaseException:
             self.kill()
             raise
-
-    def _hear_greeting(self, lane: Lane) -> None:
-        lane.sock.settimeout(START_SECONDS)
-        try:
-            packet = lane.sock.recv(PACKET_BYTES_MAX)
-        except OSError as error:
-            raise DeadChildError(f"{self.name} does not start: {error}") from error
-        if not packet:
-            raise DeadChildError(f"{self.name} does not start{self.epitaph()}")
-        missing = _results.decode(packet).error
-        if missing:
-            raise ImportError(missing)
 
     @property
     def alive(self) -> bool:
@@ -196,12 +176,10 @@ class IsolatedProcess:
             if not self._free:
                 raise TierError(f"{self.name} was busy for too long")
             lane = self._free.pop()
-            self._busy.add(lane)
         try:
             yield lane
         finally:
             with self._changed:
-                self._busy.discard(lane)
                 if self._dead:
                     lane.sock.close()
                 else:
@@ -229,11 +207,11 @@ class IsolatedProcess:
                 return
             self._dead = True
             self.process.kill()
-            for lane in self._free:
-                lane.sock.close()
-            for lane in self._busy:  # their threads wake up, and close them
+            for lane in self._lanes:  # threads that wait in those in use wake up, and close them
                 with contextlib.suppress(OSError):
                     lane.sock.shutdown(socket.SHUT_RDWR)
+                if lane in self._free:
+                    lane.sock.close()
             self._free.clear()
             os.close(self._life)
             self._changed.notify_all()
@@ -245,9 +223,9 @@ def answer_calls(lane: socket.socket, library: object) -> None:
     while method != "close" and (packet := lane.recv(PACKET_BYTES_MAX)):
         method, arguments = _calls.decode(packet)
         try:
-            result = CallResult(getattr(library, method)(*arguments))
+            result = getattr(library, method)(*arguments), ""
         except Exception as error:  # noqa: BLE001  # the parent raises it
-            result = CallResult(error=f"{type(error).__name__}: {error}")
+            result = [], f"{type(error).__name__}: {error}"
         lane.send(msgspec.msgpack.encode(result))
     os._exit(0)
 
@@ -273,9 +251,9 @@ def main(name: str, *descriptors: str) -> None:
     try:
         make = getattr(importlib.import_module(module), made)
     except ImportError as error:
-        first.send(msgspec.msgpack.encode(CallResult(error=str(error))))
+        first.send(msgspec.msgpack.encode(([], str(error))))
         return
-    first.send(msgspec.msgpack.encode(CallResult()))
+    first.send(msgspec.msgpack.encode(([], "")))
     library = make(mmap.mmap(memory_fd, os.fstat(memory_fd).st_size))
     for lane in others:
         threading.Thread(target=answer_calls, args=(lane, library), daemon=True).start()

@@ -1,14 +1,23 @@
 """What the tiers behind a network share: deadlines of calls, batches, copies, connections."""
 
-import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from hybridkv.tiers.contract import ReadRequest, TierError, WriteRequest
+from hybridkv.tiers.record import KEY_BYTES
 
 NAME_LOOKUPS_MAX = 4
 COPY_STEP_BYTES = 1 << 20
 """One copy is of so much, since other threads wait for the interpreter's lock meanwhile."""
+KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
+"""A pattern for a key in hexadecimal digits."""
+
+Item = TypeVar("Item", ReadRequest, WriteRequest)
 
 _lookups = threading.BoundedSemaphore(NAME_LOOKUPS_MAX)
 
@@ -25,6 +34,11 @@ class Deadline:
         if left <= 0:
             raise TimeoutError("the time for this call is over")
         return left
+
+
+def sizes_of(items: Sequence[ReadRequest | WriteRequest]) -> list[int]:
+    """The bytes of each record."""
+    return [sum(map(len, item.pieces)) for item in items]
 
 
 def batches(sizes: Sequence[int], bytes_max: int, count_max: int) -> Iterator[tuple[int, int]]:
@@ -45,21 +59,42 @@ def batches(sizes: Sequence[int], bytes_max: int, count_max: int) -> Iterator[tu
         yield start, len(sizes)
 
 
-def copy_steps(pieces: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """(offset, part): the parts of the pieces in order, at most COPY_STEP_BYTES each."""
-    offset = 0
+def in_batches(
+    items: Sequence[Item],
+    bytes_max: int,
+    count_max: int,
+    act: Callable[[Sequence[Item], Sequence[int]], Sequence[TierError | None]],
+) -> list[TierError | None]:
+    """What `act` says of each item; it is given some and their sizes at a time.
+
+    Where it raises TierError, the items that are left have that error, and are not tried.
+    """
+    sizes = sizes_of(items)
+    results: list[TierError | None] = []
+    for start, end in batches(sizes, bytes_max, count_max):
+        try:
+            results += act(items[start:end], sizes[start:end])
+        except TierError as error:
+            return results + [error] * (len(items) - len(results))
+    return results
+
+
+def copy_steps(
+    pieces: Sequence[memoryview], memory: memoryview, offset: int = 0
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """The pieces in parts of at most COPY_STEP_BYTES, with those of `memory` from `offset` on."""
     for piece in pieces:
         for start in range(0, len(piece), COPY_STEP_BYTES):
             part = piece[start : start + COPY_STEP_BYTES]
-            yield offset, part
+            yield part, memory[offset : offset + len(part)]
             offset += len(part)
 
 
 def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     """A connection to the first address of `host` that answers; raises OSError."""
     error: OSError = ConnectionError("the name has no address")
-    for family, address in _addresses(host, port, deadline):
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in _addresses(host, port, deadline):
+        sock = socket.socket(family, kind, protocol)
         try:
             sock.settimeout(deadline.left())
             sock.connect(address)
@@ -72,25 +107,28 @@ def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     raise error
 
 
-def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[int, tuple[str, int]]]:
-    """What `host` resolves to.
+def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]]:
+    """What `host` resolves to, as getaddrinfo says it.
 
     The system's resolver knows no timeout, so a thread asks it, which is left behind where that
     takes too long; there are no more than NAME_LOOKUPS_MAX of them.
     """
+    resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        return _ask_resolver(host, port, socket.AI_NUMERICHOST)
+        return resolve(flags=socket.AI_NUMERICHOST)
+    except UnicodeError:
+        raise ConnectionError("this can be no name of a host") from None
     except socket.gaierror:
         pass
     if not _lookups.acquire(timeout=deadline.left()):
         raise TimeoutError("the resolver does not answer")
-    answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]] | OSError] = queue.SimpleQueue()
+    answer: Future[list[tuple[Any, ...]]] = Future()
 
     def ask() -> None:
         try:
-            answers.put(_ask_resolver(host, port, 0))
+            answer.set_result(resolve())
         except OSError as error:
-            answers.put(error)
+            answer.set_exception(error)
         finally:
             _lookups.release()
 
@@ -100,17 +138,6 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[int, tupl
         _lookups.release()
         raise OSError(f"the resolver cannot be asked: {error}") from None
     try:
-        answer = answers.get(timeout=deadline.left())
-    except queue.Empty:
+        return answer.result(deadline.left())
+    except TimeoutError:
         raise TimeoutError("the resolver does not answer") from None
-    if isinstance(answer, OSError):
-        raise answer
-    return answer
-
-
-def _ask_resolver(host: str, port: int, flags: int) -> list[tuple[int, tuple[str, int]]]:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-    except UnicodeError:
-        raise ConnectionError("this can be no name of a host") from None
-    return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]

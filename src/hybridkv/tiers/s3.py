@@ -18,11 +18,11 @@ import concurrent.futures
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -34,8 +34,7 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.byte_ledger import ByteLedger
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
-from hybridkv.tiers.record import KEY_BYTES
-from hybridkv.tiers.remote import Deadline, batches, copy_steps
+from hybridkv.tiers.remote import KEY_DIGITS, Deadline, copy_steps, in_batches
 
 FLIGHT_BYTES_MAX = 64 << 20
 """Bytes of objects that are on their way at once, where it is more than one."""
@@ -43,6 +42,7 @@ FLIGHT_REQUESTS_MAX = 16
 WAVE_FIRST = 4
 WAVE_MAX = 32
 DELETE_MAX = 1000
+ASIDE = "quarantine/"
 QUARANTINE_MAX = 16
 """Damaged objects that are put aside in a tier's life."""
 LIST_SECONDS = 600.0
@@ -51,9 +51,13 @@ GRACE_SECONDS = 0.5
 RETRIES_MAX = 1
 
 _T = TypeVar("_T")
+_Request: TypeAlias = Callable[[], Awaitable[_T]]
+_Meaning: TypeAlias = Callable[[Exception], Exception]
+"""What an error means for the caller."""
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
+_OURS = re.compile(rf"(..)/(?=\1)({KEY_DIGITS})")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge")
@@ -68,29 +72,44 @@ class S3Tier(Tier):
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
         parts = urlsplit(spec.location)
-        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._bucket, prefix = parts.netloc, parts.path.strip("/")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self._bucket):
             raise ConfigError(
                 "tier s3: the URL names no bucket, and nothing else belongs before the first slash",
                 '"s3://BUCKET/PREFIX" works,'
                 " with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             )
-        self._place = f"s3://{self._bucket}/{self._prefix}"
+        self._place = f"s3://{self._bucket}/{prefix}"
         options = replace(spec, location=self._place).known_options("endpoint", "region")
-        if self._prefix and not _PREFIX.fullmatch(self._prefix):
+        if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
                 '"kv/1" works',
             )
-        self._endpoint = options.get("endpoint", "")
-        address = urlsplit(self._endpoint)
-        is_http = address.scheme in ("http", "https") and address.hostname
-        if self._endpoint and (not is_http or "@" in address.netloc):
-            raise ConfigError(
-                f"tier {self._place}: endpoint is no address of a server",
-                "endpoint=https://s3.example.com works",
-            )
-        self._region = options.get("region", "")
+        self._settings: dict[str, Any] = {name: value for name, value in options.items() if value}
+        endpoint = self._settings.get("endpoint", "")
+        if endpoint:
+            address = urlsplit(endpoint)
+            is_http = address.scheme in ("http", "https") and address.hostname
+            if not is_http or "@" in address.netloc:
+                raise ConfigError(
+                    f"tier {self._place}: endpoint is no address of a server",
+                    "endpoint=https://s3.example.com works",
+                )
+            # This one would otherwise come from the environment, and go before the other.
+            self._settings["aws_endpoint_url_s3"] = endpoint
+        limit = timedelta(seconds=spec.timeout_seconds)
+        backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
+        is_plain = endpoint.startswith("http://")
+        self._settings |= {
+            "prefix": prefix or None,
+            "client_options": {"allow_http": is_plain, "timeout": limit, "connect_timeout": limit},
+            "retry_config": {
+                "max_retries": RETRIES_MAX,
+                "retry_timeout": limit,
+                "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
+            },
+        }
         self._timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
         self._ledger = ByteLedger(spec.max_bytes) if spec.max_bytes else None
@@ -100,7 +119,8 @@ class S3Tier(Tier):
         self._lock = threading.Lock()
         """For the ledger, the loop and what follows here."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread
+        """Serves the loop, where there is one."""
         self._closed = False
         self._listed_at = 0.0
         self._aside = 0
@@ -110,7 +130,7 @@ class S3Tier(Tier):
     def open(self) -> None:
         """See whether the bucket is there and ours; a bounded tier lists it all."""
         try:
-            self._opened = self._connect()
+            self._opened = S3Store(self._bucket, **self._settings)
         except (*_FAULTS, TypeError) as error:
             raise ConfigError(
                 f"{self._place}: not usable ({type(error).__name__})", "region=us-east-1 works"
@@ -120,17 +140,13 @@ class S3Tier(Tier):
                 raise TierError("closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._loop,), name="hybridkv-s3", daemon=True
-                )
+                serve = partial(_serve, self._loop)
+                self._thread = threading.Thread(target=serve, name="hybridkv-s3", daemon=True)
                 self._thread.start()
         if self._ledger is None:
-            next(self._pages(self._list_error), None)
+            next(self._listed(self._list_error), None)
         else:
             self._count(self._ledger, self._list_error)
-
-    def peek(self, key: bytes) -> bool | None:
-        return None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
@@ -142,9 +158,8 @@ class S3Tier(Tier):
         wave = WAVE_FIRST
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + wave]
-            head = partial(obstore.head_async, self._store)
-            answers = self._each([partial(head, self._path(key)) for key in asked], deadline)
-            _raise_failures(answers)
+            requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
+            answers = self._sound(requests, deadline)
             found += [not isinstance(answer, TierError) for answer in answers]
             if not any(found[-len(asked) :]):
                 break
@@ -153,27 +168,21 @@ class S3Tier(Tier):
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         deadline = Deadline(self._timeout_seconds)
-        sizes = [sum(map(len, item.pieces)) for item in items]
-        results: list[TierError | None] = []
-        requests = [partial(self._fetch, *one) for one in zip(items, sizes, strict=True)]
-        for start, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX):
-            answers = self._each(requests[start:end], deadline)
-            for item, answer in zip(items[start:end], answers, strict=True):
+
+        def read(some: Sequence[ReadRequest], sizes: Sequence[int]) -> list[TierError | None]:
+            requests = [partial(self._fetch, *one) for one in zip(some, sizes, strict=True)]
+            answers = self._each(requests, deadline)
+            for item, answer in zip(some, answers, strict=True):
                 if isinstance(answer, memoryview):
-                    for at, part in copy_steps(item.pieces):
-                        part[:] = answer[at : at + len(part)]
-                    results.append(None)
-                else:
-                    results.append(answer)
-        return results
+                    for part, came in copy_steps(item.pieces, answer):
+                        part[:] = came
+            return [answer if isinstance(answer, TierError) else None for answer in answers]
+
+        return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, read)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        deadline = Deadline(self._timeout_seconds)
-        sizes = [sum(map(len, item.pieces)) for item in items]
-        results: list[TierError | None] = []
-        for start, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX):
-            results += self._put_batch(items[start:end], sizes[start:end], deadline)
-        return results
+        put = partial(self._put_batch, Deadline(self._timeout_seconds))
+        return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, put)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         deadline = Deadline(self._timeout_seconds)
@@ -183,13 +192,14 @@ class S3Tier(Tier):
                 room = QUARANTINE_MAX - self._aside
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
-            names = [(self._path(key), f"quarantine/{key.hex()}") for key in keys[:room]]
-            self._each([partial(copy, name, self._join(to)) for name, to in names], deadline)
-        self._delete([self._path(key) for key in keys], deadline)
+            copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
+            self._each(copies, deadline)
+        self._delete([_path(key) for key in keys], deadline)
 
     def keys(self) -> Iterator[bytes]:
-        for page in self._pages(self._wrong):
-            yield from filter(None, (self._key(name) for name, _, _ in page))
+        for name, _, _ in self._listed(self._wrong):
+            if ours := _OURS.fullmatch(name):
+                yield bytes.fromhex(ours[2])
 
     def tend(self) -> None:
         """Now and then, in a bounded tier, see what others have put and removed."""
@@ -207,30 +217,28 @@ class S3Tier(Tier):
         with self._lock:
             self._closed = True
             loop, self._loop = self._loop, None
-            thread, self._thread = self._thread, None
-        if loop is not None and thread is not None:
+        if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(GRACE_SECONDS)
+            self._thread.join(GRACE_SECONDS)
 
     # Room
 
     def _put_batch(
-        self, items: Sequence[WriteRequest], sizes: Sequence[int], deadline: Deadline
+        self, deadline: Deadline, items: Sequence[WriteRequest], sizes: Sequence[int]
     ) -> list[TierError | None]:
-        names = [self._path(item.key) for item in items]
+        names = [_path(item.key) for item in items]
         results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
         admitted = [at for at, error in enumerate(results) if error is None]
-        once = list({names[at]: at for at in admitted}.values())
-        """Each object once: some servers do not take the same one twice at a time."""
+        # Each object once: some servers do not take the same one twice at a time.
+        once = {names[at]: items[at].pieces for at in admitted}
         try:
-            requests = [partial(self._send, names[at], items[at].pieces) for at in once]
-            sent = zip(once, self._each(requests, deadline), strict=True)
-            answers = {names[at]: answer for at, answer in sent}
+            requests = [partial(self._send, *one) for one in once.items()]
+            answers = dict(zip(once, self._each(requests, deadline), strict=True))
             for at in admitted:
                 answer = answers[names[at]]
-                results[at] = answer if isinstance(answer, TierError) else None
                 if isinstance(answer, contract.MissingError):
-                    results[at] = TierError(f"{self._place}: the bucket is gone")
+                    answer = TierError(f"{self._place}: the bucket is gone")
+                results[at] = answer if isinstance(answer, TierError) else None
         finally:
             if self._ledger is not None:
                 with self._lock:
@@ -241,7 +249,7 @@ class S3Tier(Tier):
     def _make_room(
         self, wanted: Sequence[tuple[str, int]], deadline: Deadline
     ) -> list[TierError | None]:
-        """For each None, or why it is not put; the ledger counts the others as being written."""
+        """For each None, or that there is no room; the ledger counts others as being written."""
         results: list[TierError | None] = [None for _ in wanted]
         if self._ledger is None:
             return results
@@ -249,7 +257,7 @@ class S3Tier(Tier):
             if not self._room.acquire(timeout=deadline.left()):
                 raise TimeoutError
         except TimeoutError as error:
-            return [self._wrong(error) for _ in wanted]
+            raise self._wrong(error) from None
         try:
             with self._lock:
                 plan = self._ledger.plan(wanted)
@@ -259,22 +267,21 @@ class S3Tier(Tier):
                     if plan.admitted[at]:
                         self._ledger.admit(name, size)
                     else:
-                        results[at] = contract.FullError(
-                            f"{self._place} has no room for {size} bytes"
-                        )
-        except TierError as error:
-            return [error for _ in wanted]
+                        full = f"{self._place} has no room for {size} bytes"
+                        results[at] = contract.FullError(full)
         finally:
             self._room.release()
         return results
 
-    def _count(self, ledger: ByteLedger, wrong: Callable[[Exception], Exception]) -> None:
+    def _count(self, ledger: ByteLedger, wrong: _Meaning) -> None:
         """List what is there, and remove what is more than the bound."""
         with self._listing:
             self._listed_at = time.monotonic()
             with self._lock:
                 ledger.begin()
-            found = [one for page in self._pages(wrong) for one in page if self._is_ours(one[0])]
+            # Nothing else that is below the prefix may be removed.
+            listed = self._listed(wrong)
+            found = [one for one in listed if _OURS.fullmatch(one[0]) or one[0].startswith(ASIDE)]
             found.sort(key=lambda one: one[2])
             with self._room:
                 with self._lock:
@@ -285,8 +292,7 @@ class S3Tier(Tier):
     def _delete(self, names: Sequence[str], deadline: Deadline) -> None:
         for start in range(0, len(names), DELETE_MAX):
             some = names[start : start + DELETE_MAX]
-            delete = partial(obstore.delete_async, self._store, some)
-            _raise_failures(self._each([delete], deadline))
+            self._sound([partial(obstore.delete_async, self._store, some)], deadline)
             if self._ledger is not None:
                 with self._lock:
                     self._ledger.gone(some)
@@ -299,29 +305,8 @@ class S3Tier(Tier):
             raise TierError("not open yet")
         return self._opened
 
-    def _connect(self) -> S3Store:
-        limit = timedelta(seconds=self._timeout_seconds)
-        where: dict[str, Any] = {}
-        if self._endpoint:
-            # The second one would otherwise come from the environment, and go before the first.
-            where |= {"endpoint": self._endpoint, "aws_endpoint_url_s3": self._endpoint}
-        if self._region:
-            where["region"] = self._region
-        is_plain = self._endpoint.startswith("http://")
-        backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
-        return S3Store(
-            self._bucket,
-            **where,
-            client_options={"allow_http": is_plain, "timeout": limit, "connect_timeout": limit},
-            retry_config={
-                "max_retries": RETRIES_MAX,
-                "retry_timeout": limit,
-                "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
-            },
-        )
-
     async def _fetch(self, item: ReadRequest, size: int) -> memoryview:
-        found = await obstore.get_async(self._store, self._path(item.key))
+        found = await obstore.get_async(self._store, _path(item.key))
         if found.meta["size"] != size:
             raise contract.DamagedError(f"it has {found.meta['size']} bytes instead of {size}")
         body = memoryview(await found.bytes_async())
@@ -334,69 +319,54 @@ class S3Tier(Tier):
         # what came with the signature of what was to come, and takes nothing else.
         await obstore.put_async(self._store, name, pieces, use_multipart=False)
 
+    def _listed(self, wrong: _Meaning) -> Iterator[tuple[str, int, float]]:
+        """What is below the prefix: name, size, and when it was put."""
+        stream = obstore.list(self._store, chunk_size=1000)
+        following = partial(anext, stream, None)
+        while True:
+            (page,) = self._each([following], Deadline(self._timeout_seconds), wrong)
+            if isinstance(page, Exception):
+                raise page
+            if not page:
+                return
+            for one in page:
+                yield one["path"], one["size"], one["last_modified"].timestamp()
+
+    def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
+        """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
+        answers = self._each(requests, deadline)
+        for answer in answers:
+            if isinstance(answer, TierError) and not isinstance(answer, contract.MissingError):
+                raise answer
+        return answers
+
     def _each(
-        self, requests: Sequence[Callable[[], Awaitable[_T]]], deadline: Deadline
-    ) -> list[_T | TierError]:
-        """Do all at once; for each what came of it, or what was wrong. Never raises."""
-        if not requests:
-            return []
+        self, requests: Sequence[_Request[_T]], deadline: Deadline, wrong: _Meaning | None = None
+    ) -> list[_T | Exception]:
+        """Do all at once; for each what came of it, or what was `wrong`. Never raises."""
+        wrong = wrong or self._wrong
         try:
             seconds = deadline.left()
-            return self._run(self._gather(requests, seconds), seconds + GRACE_SECONDS)
+            with self._lock:
+                if self._loop is None:
+                    raise TierError("closed")
+                futures = [
+                    asyncio.run_coroutine_threadsafe(_do(one), self._loop) for one in requests
+                ]
         except (TierError, TimeoutError) as error:
-            return [self._wrong(error) for _ in requests]
-
-    async def _gather(
-        self, requests: Sequence[Callable[[], Awaitable[_T]]], seconds: float
-    ) -> list[_T | TierError]:
-        late = self._wrong(TimeoutError())
-        results: list[_T | TierError] = [late for _ in requests]
-
-        async def one(at: int) -> None:
+            return [wrong(error) for _ in requests]
+        concurrent.futures.wait(futures, seconds)
+        results: list[_T | Exception] = []
+        for future in futures:
             try:
-                results[at] = await requests[at]()
-            except (TierError, *_FAULTS) as error:
-                results[at] = self._wrong(error)
-
-        try:
-            async with asyncio.timeout(seconds):
-                await asyncio.gather(*map(one, range(len(requests))))
-        except TimeoutError:
-            pass  # whose time was over has that result already
+                answer = future.result(0)
+            except concurrent.futures.CancelledError:
+                answer = TierError("closed")
+            except TimeoutError as error:
+                future.cancel()
+                answer = error
+            results.append(wrong(answer) if isinstance(answer, Exception) else answer)
         return results
-
-    def _pages(
-        self, wrong: Callable[[Exception], Exception]
-    ) -> Iterator[list[tuple[str, int, float]]]:
-        """What is below the prefix, a page at a time: name, size, and when it was put."""
-        stream = obstore.list(self._store, self._prefix or None, chunk_size=1000)
-
-        async def following() -> list[tuple[str, int, float]]:
-            try:
-                async with asyncio.timeout(self._timeout_seconds):
-                    page = await anext(stream, None)
-            except _FAULTS as error:
-                raise wrong(error) from None
-            return [
-                (one["path"], one["size"], one["last_modified"].timestamp()) for one in page or ()
-            ]
-
-        while page := self._run(following(), self._timeout_seconds + GRACE_SECONDS):
-            yield page
-
-    def _run(self, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
-        with self._lock:
-            if self._loop is None:
-                work.close()
-                raise TierError("closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(seconds)
-        except concurrent.futures.CancelledError:
-            raise TierError("closed") from None
-        except TimeoutError as error:
-            future.cancel()
-            raise self._wrong(error) from None
 
     def _wrong(self, error: Exception) -> TierError:
         """The error for the caller. It never has the library's text, which may show credentials."""
@@ -435,38 +405,23 @@ class S3Tier(Tier):
         wrong = self._wrong(error)
         return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
 
-    # Names
 
-    def _path(self, key: bytes) -> str:
-        digits = key.hex()
-        return self._join(f"{digits[:2]}/{digits}")
+def _path(key: bytes) -> str:
+    return f"{key[:1].hex()}/{key.hex()}"
 
-    def _join(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _key(self, name: str) -> bytes | None:
-        digits = name.rpartition("/")[2]
-        try:
-            key = bytes.fromhex(digits)
-        except ValueError:
-            return None
-        return key if len(key) == KEY_BYTES and self._path(key) == name else None
-
-    def _is_ours(self, name: str) -> bool:
-        """Whether it counts, and may be removed for room; nothing else below the prefix does."""
-        return self._key(name) is not None or name.startswith(self._join("quarantine/"))
+async def _do(request: _Request[_T]) -> _T | Exception:
+    # An error is returned: asyncio would log the text of one that came too late for anybody.
+    try:
+        return await request()
+    except (TierError, *_FAULTS) as error:
+        return error
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
     """The thread of the loop, until the loop is stopped; what still waits then is cancelled."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.get_loop().run_forever()
-
-
-def _raise_failures(answers: Sequence[object]) -> None:
-    for answer in answers:
-        if isinstance(answer, TierError) and not isinstance(answer, contract.MissingError):
-            raise answer
 
 
 def _status(error: Exception) -> tuple[int | None, str]:

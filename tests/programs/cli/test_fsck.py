@@ -13,13 +13,13 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.tier_suite import read, sample
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.contract import MissingError
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
+from tests.tier_suite import read, sample
 from tests.unit.daemon.tierclient import Client, is_written, object_files, until
 
 OBJECTS = 12

@@ -1,14 +1,16 @@
 """What a tier on a server does while that server is gone, hung, or back again."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
-from hybridkv.lab.tier_suite import pages, read, sample
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError
 from tests.programs.tiers.servers import DEADLINE_SECONDS, Server
+from tests.tier_suite import SampleObject, pages, read, sample
 
 SLACK_SECONDS = 4.0
 
@@ -74,3 +76,49 @@ def assert_survives_a_kill(
     assert any(type(error) is TierError for error in seen)
     assert tier.put([one.putting() for one in samples]) == [None] * objects
     assert [read(tier, one) for one in samples] == [None] * objects
+
+
+def assert_closing_wakes(
+    tier: Tier, server: Server, sending: Callable[[threading.Event], AbstractContextManager[object]]
+) -> None:
+    """Close a tier of a stopped server while a put waits; `sending` sets the event when it does."""
+    one = sample(1)
+    tier.open()
+    server.send(signal.SIGSTOP)
+    started = threading.Event()
+    errors: list[TierError | None] = []
+
+    def work() -> None:
+        errors.extend(tier.put([one.putting()]))
+
+    with sending(started):
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert started.wait(DEADLINE_SECONDS)
+        tier.close()
+        thread.join(DEADLINE_SECONDS)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [TierError]
+    server.send(signal.SIGCONT)
+    tier.close()
+    assert [type(error) for error in tier.put([one.putting()])] == [TierError]
+    with pytest.raises(TierError):
+        tier.open()
+    with pytest.raises(TierError):
+        tier.find([one.key])
+
+
+def assert_keeps_nobody_waiting(
+    tier: Tier, server: Server, named: dict[str, Callable[[], object]], large: list[SampleObject]
+) -> SampleObject:
+    """Stop the server of a tier whose timeout is 0.3 s, and let it go on; returns what is there."""
+    one = sample(1)
+    assert tier.put([one.putting()]) == [None]
+    server.send(signal.SIGSTOP)
+    assert_each_fails(named, 0.3 + SLACK_SECONDS)
+    start = time.monotonic()
+    errors = tier.put([one.putting() for one in large])
+    assert [type(error) for error in errors] == [TierError] * len(large)
+    assert time.monotonic() - start < 0.3 + SLACK_SECONDS
+    server.send(signal.SIGCONT)
+    return one

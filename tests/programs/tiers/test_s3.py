@@ -1,10 +1,9 @@
 """Records in a real S3 server: rclone over a directory, which the tests read."""
 
+import contextlib
 import itertools
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,10 +14,8 @@ from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import SampleObject, TierSuite, pages, read, sample
 from hybridkv.tiers import s3 as module
 from hybridkv.tiers.contract import (
-    DamagedError,
     FullError,
     MissingError,
     ReadRequest,
@@ -30,17 +27,19 @@ from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.s3 import S3Tier
 from tests.programs.tiers.outages import (
     SLACK_SECONDS,
+    assert_closing_wakes,
     assert_each_fails,
+    assert_keeps_nobody_waiting,
     assert_survives_a_kill,
     calls,
 )
-from tests.programs.tiers.servers import (
-    ACCESS_KEY,
-    DEADLINE_SECONDS,
-    SECRET_KEY,
-    S3Server,
-    free_port,
+from tests.programs.tiers.records import (
+    assert_many_in_one_call,
+    assert_other_lengths_are_damaged,
+    each_opened,
 )
+from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
+from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 
 ASKED_MAX = 20
 Make = Callable[[str], S3Tier]
@@ -81,16 +80,7 @@ def tier_of(url: str) -> S3Tier:
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Open tiers, closed at the end."""
-    tiers: list[S3Tier] = []
-
-    def opened(url: str) -> S3Tier:
-        tiers.append(tier_of(url))
-        tiers[-1].open()
-        return tiers[-1]
-
-    yield opened
-    for tier in tiers:
-        tier.close()
+    yield from each_opened(tier_of)
 
 
 def files(server: S3Server, prefix: str) -> list[Path]:
@@ -174,25 +164,15 @@ def test_an_object_is_the_record(server: S3Server, prefix: str, make: Make) -> N
 
 
 def test_an_object_of_another_length_is_damaged(server: S3Server, prefix: str, make: Make) -> None:
-    tier = make(server.url(prefix))
-    samples = [sample(number) for number in range(5)]
-    assert tier.put([one.putting() for one in samples]) == [None] * 5
     other = raw(server)
-    obstore.put(other, name_of(prefix, samples[1]), samples[1].memory[:-1])
-    obstore.put(other, name_of(prefix, samples[2]), bytes(samples[2].memory) + bytes(300_000))
-    obstore.delete(other, name_of(prefix, samples[3]))
-    into = [pages(len(one.memory)) for one in samples]
-    errors = tier.get(
-        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
-    )
-    assert [type(error) for error in errors] == [
-        type(None),
-        DamagedError,
-        DamagedError,
-        MissingError,
-        type(None),
-    ]
-    assert (into[0], into[4]) == (samples[0].memory, samples[4].memory)
+
+    def change(one: SampleObject, value: bytes | None) -> None:
+        if value is None:
+            obstore.delete(other, name_of(prefix, one))
+        else:
+            obstore.put(other, name_of(prefix, one), value)
+
+    assert_other_lengths_are_damaged(make(server.url(prefix)), change)
 
 
 def test_damaged_objects_are_put_aside_and_what_is_not_ours_is_left_alone(
@@ -233,22 +213,7 @@ def test_many_in_one_call(
 ) -> None:
     monkeypatch.setattr(module, "FLIGHT_REQUESTS_MAX", 7)
     monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
-    tier = make(server.url(prefix))
-    samples = [sample(number, 1000 + 9000 * (number % 5), 2) for number in range(40)]
-    there = [one for number, one in enumerate(samples) if number % 3]
-    assert tier.put([one.putting() for one in there]) == [None] * len(there)
-    assert tier.find([one.key for one in samples]) == [one in there for one in samples]
-    into = [pages(len(one.memory)) for one in samples]
-    errors = tier.get(
-        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
-    )
-    assert [isinstance(error, MissingError) for error in errors] == [
-        one not in there for one in samples
-    ]
-    assert all(
-        space == one.memory for one, space in zip(samples, into, strict=True) if one in there
-    )
-    assert sorted(tier.keys()) == sorted(one.key for one in there)
+    assert_many_in_one_call(make(server.url(prefix)), 40)
 
 
 def test_a_prompt_that_nobody_stored_costs_a_few_requests(
@@ -379,19 +344,9 @@ def test_a_killed_server_is_an_error_until_it_is_back(
 def test_a_stopped_server_keeps_nobody_waiting(
     own_server: S3Server, make: Make, options: str
 ) -> None:
-    tier, one, big = (
-        make(own_server.url("kv", f"&timeout=0.3{options}")),
-        sample(1),
-        sample(3, 8 << 20, 2),
-    )
-    assert tier.put([one.putting()]) == [None]
-    own_server.send(signal.SIGSTOP)
-    assert_each_fails(calls(tier), 0.3 + SLACK_SECONDS)
-    start = time.monotonic()
-    errors = tier.put([big.putting(), *(sample(number).putting() for number in range(40))])
-    assert [type(error) for error in errors] == [TierError] * 41
-    assert time.monotonic() - start < 0.3 + SLACK_SECONDS
-    own_server.send(signal.SIGCONT)
+    tier = make(own_server.url("kv", f"&timeout=0.3{options}"))
+    large = [sample(3, 8 << 20, 2), *map(sample, range(40))]
+    one = assert_keeps_nobody_waiting(tier, own_server, calls(tier), large)
     patient = make(own_server.url("kv"))
     assert patient.put([one.putting()]) == [None]
     assert read(patient, one) is None
@@ -404,33 +359,20 @@ def test_a_server_killed_in_the_middle_of_a_call(own_server: S3Server, make: Mak
 
 
 def test_closing_wakes_who_waits(own_server: S3Server) -> None:
-    tier = tier_of(own_server.url("kv", "&timeout=60"))
-    tier.open()
-    own_server.send(signal.SIGSTOP)
-    started = threading.Event()
-    errors: list[TierError | None] = []
     put = obstore.put_async
 
-    async def putting(*arguments: object, **named: object) -> object:
-        started.set()
-        return await put(*arguments, **named)  # type: ignore[arg-type]
+    @contextlib.contextmanager
+    def sending(started: threading.Event) -> Iterator[None]:
+        async def putting(*arguments: object, **named: object) -> object:
+            started.set()
+            return await put(*arguments, **named)  # type: ignore[arg-type]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obstore, "put_async", putting)
-        thread = threading.Thread(target=lambda: errors.extend(tier.put([sample(1).putting()])))
-        thread.start()
-        assert started.wait(DEADLINE_SECONDS)
-        tier.close()
-        thread.join(DEADLINE_SECONDS)
-    assert not thread.is_alive()
-    assert [type(error) for error in errors] == [TierError]
-    own_server.send(signal.SIGCONT)
-    tier.close()
-    assert [type(error) for error in tier.put([sample(1).putting()])] == [TierError]
-    with pytest.raises(TierError):
-        tier.open()
-    with pytest.raises(TierError):
-        tier.find([sample(1).key])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(obstore, "put_async", putting)
+            yield
+
+    tier = tier_of(own_server.url("kv", "&timeout=60"))
+    assert_closing_wakes(tier, own_server, sending)
 
 
 def test_a_tier_that_is_not_open_yet_is_an_error() -> None:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import re
 import selectors
-import signal
 import socket
 import socketserver
 import ssl
@@ -23,26 +22,33 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import TierSuite, pages, read, sample
 from hybridkv.tiers.contract import (
     DamagedError,
     FullError,
     MissingError,
-    ReadRequest,
     Tier,
     TierError,
     WriteRequest,
 )
 from hybridkv.tiers.remote import Deadline
 from hybridkv.tiers.valkey import tier as module
+from hybridkv.tiers.valkey.resp import RespConnection
 from hybridkv.tiers.valkey.tier import ValkeyTier
 from tests.programs.tiers.outages import (
     SLACK_SECONDS,
+    assert_closing_wakes,
     assert_each_fails,
+    assert_keeps_nobody_waiting,
     assert_survives_a_kill,
     calls,
 )
+from tests.programs.tiers.records import (
+    assert_many_in_one_call,
+    assert_other_lengths_are_damaged,
+    each_opened,
+)
 from tests.programs.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
+from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import until
 
 Make = Callable[[str], ValkeyTier]
@@ -68,16 +74,7 @@ def tier_of(url: str) -> ValkeyTier:
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Open tiers, closed at the end."""
-    tiers: list[ValkeyTier] = []
-
-    def opened(url: str) -> ValkeyTier:
-        tiers.append(tier_of(url))
-        tiers[-1].open()
-        return tiers[-1]
-
-    yield opened
-    for tier in tiers:
-        tier.close()
+    yield from each_opened(tier_of)
 
 
 def raw(server: ValkeyServer) -> "library.Valkey":
@@ -121,24 +118,16 @@ def test_a_value_is_the_record_and_its_name_can_be_read(server: ValkeyServer, ma
 
 def test_a_value_of_another_length_is_damaged(server: ValkeyServer, make: Make) -> None:
     tier = make(f"{server.url}?prefix=length:")
-    samples = [sample(number) for number in range(5)]
-    assert tier.put([one.putting() for one in samples]) == [None] * 5
     with raw(server) as other:
-        other.set(f"length:{samples[1].key.hex()}", bytes(samples[1].memory[:-1]))
-        other.set(f"length:{samples[2].key.hex()}", bytes(samples[2].memory) + bytes(300_000))
-        other.delete(f"length:{samples[3].key.hex()}")
-    into = [pages(len(one.memory)) for one in samples]
-    errors = tier.get(
-        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
-    )
-    assert [type(error) for error in errors] == [
-        type(None),
-        DamagedError,
-        DamagedError,
-        MissingError,
-        type(None),
-    ]
-    assert (into[0], into[4]) == (samples[0].memory, samples[4].memory)
+
+        def change(one: SampleObject, value: bytes | None) -> None:
+            name = f"length:{one.key.hex()}"
+            if value is None:
+                other.delete(name)
+            else:
+                other.set(name, value)
+
+        samples = assert_other_lengths_are_damaged(tier, change)
     assert tier.find([one.key for one in samples]) == [True, True, True, False, True]
 
 
@@ -165,21 +154,7 @@ def test_many_in_one_call(
     monkeypatch.setattr(module, "FLIGHT_COMMANDS_MAX", 7)
     monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
     tier = make(f"{server.url}?prefix=many:")
-    samples = [sample(number, 1000 + 9000 * (number % 5), 2) for number in range(60)]
-    there = [one for number, one in enumerate(samples) if number % 3]
-    assert tier.put([one.putting() for one in there]) == [None] * len(there)
-    assert tier.find([one.key for one in samples]) == [one in there for one in samples]
-    into = [pages(len(one.memory)) for one in samples]
-    errors = tier.get(
-        [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
-    )
-    assert [isinstance(error, MissingError) for error in errors] == [
-        one not in there for one in samples
-    ]
-    assert all(
-        space == one.memory for one, space in zip(samples, into, strict=True) if one in there
-    )
-    assert sorted(tier.keys()) == sorted(one.key for one in there)
+    samples = assert_many_in_one_call(tier, 60)
     tier.discard([one.key for one in samples])
     assert list(tier.keys()) == []
 
@@ -356,16 +331,9 @@ def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make:
 
 
 def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
-    tier, one = make(f"{own_server.url}?timeout=0.3"), sample(1)
-    big = sample(3, 8 << 20, 2)
-    assert tier.put([one.putting()]) == [None]
-    own_server.send(signal.SIGSTOP)
-    assert_each_fails(all_calls(tier), 0.3 + SLACK_SECONDS)
-    start = time.monotonic()
-    (error,) = tier.put([big.putting()])  # more than fits into the socket
-    assert type(error) is TierError
-    assert time.monotonic() - start < 0.3 + SLACK_SECONDS
-    own_server.send(signal.SIGCONT)
+    tier = make(f"{own_server.url}?timeout=0.3")
+    big = sample(3, 8 << 20, 2)  # more than fits into the socket
+    one = assert_keeps_nobody_waiting(tier, own_server, all_calls(tier), [big])
     tier.open()
     assert tier.find([one.key]) == [True]
     assert read(tier, one) is None
@@ -398,27 +366,20 @@ def test_a_server_that_trickles_keeps_nobody_waiting(make: Make) -> None:
 
 
 def test_closing_wakes_who_waits(own_server: ValkeyServer) -> None:
+    @contextlib.contextmanager
+    def sending(started: threading.Event) -> Iterator[None]:
+        send = RespConnection.send
+
+        def sent(connection: RespConnection, *arguments: Any) -> None:
+            send(connection, *arguments)
+            started.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RespConnection, "send", sent)
+            yield
+
     tier = tier_of(f"{own_server.url}?timeout=60")
-    tier.open()
-    own_server.send(signal.SIGSTOP)
-    started = threading.Event()
-    errors: list[TierError | None] = []
-
-    def work() -> None:
-        started.set()
-        errors.extend(tier.put([sample(1).putting()]))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert started.wait(DEADLINE_SECONDS)
-    tier.close()
-    thread.join(DEADLINE_SECONDS)
-    assert not thread.is_alive()
-    assert [type(error) for error in errors] == [TierError]
-    tier.close()
-    assert [type(error) for error in tier.put([sample(1).putting()])] == [TierError]
-    with pytest.raises(TierError):
-        tier.open()
+    assert_closing_wakes(tier, own_server, sending)
 
 
 # Settings that can never work

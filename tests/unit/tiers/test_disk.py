@@ -15,13 +15,13 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.tier_suite import SampleObject, TierSuite, read, sample
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.tiers.disk.files import QUARANTINE_MAX, FileName, records
 from hybridkv.tiers.disk.index import STUCK_MAX
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.factory import make_tier
+from tests.tier_suite import SampleObject, TierSuite, read, sample
 
 
 def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:

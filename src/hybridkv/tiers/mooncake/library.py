@@ -6,6 +6,7 @@ import mmap
 from mooncake.store import MooncakeDistributedStore
 
 INVALID_PARAMS = -600
+EXISTS = -705
 
 
 class MooncakeLibrary:
@@ -28,8 +29,10 @@ class MooncakeLibrary:
         return list(self._store.batch_is_exist(names))
 
     def put(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
-        """Publish what the memory holds; 0 for each object."""
-        return list(self._store.batch_put_from(names, self._at(offsets), sizes))
+        """Publish what the memory holds; the size of each object that is there now."""
+        codes = self._store.batch_put_from(names, self._at(offsets), sizes)
+        there = (0, EXISTS)
+        return [size if code in there else code for size, code in zip(sizes, codes, strict=True)]
 
     def get(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
         """Read into the memory; the size of each object, whatever size was asked for."""

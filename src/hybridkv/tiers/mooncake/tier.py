@@ -4,16 +4,7 @@
 
     mooncake://MASTER:50051?bytes=64GiB&local_hostname=10.0.0.7
 
-| option | default | |
-|---|---|---|
-| `bytes` | none | memory that this node gives to the store, from 16MiB; without it none |
-| `local_hostname` | 127.0.0.1 | this node's address for the others: needed with `bytes` |
-| `protocol` | tcp | or rdma |
-| `device` | | RDMA devices, separated by commas |
-| `metadata` | P2PHANDSHAKE | Mooncake's metadata server, if there is one |
-| `admin` | 9003 | PORT or HOST:PORT of the master's HTTP server (`--metrics_port`), for `keys` |
-| `buffer` | 512MiB | memory shared with the client; a quarter of it is the largest record |
-| `log` | | a file for what Mooncake's library prints |
+docs/tiers.md has all options.
 
 A record is the object `hybridkv-1-<hex of its key>`.  It lives in the memory that some node gave.
 It goes with that node, with the master, which remembers nothing, or when the master makes room.  So
@@ -42,11 +33,12 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.options import choice
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
@@ -54,7 +46,7 @@ from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane
 from hybridkv.tiers.record import KEY_BYTES
-from hybridkv.tiers.remote import Deadline, batches, copy_steps, dial
+from hybridkv.tiers.remote import KEY_DIGITS, Deadline, Item, copy_steps, dial, in_batches, sizes_of
 
 LIBRARY = "hybridkv.tiers.mooncake.library:MooncakeLibrary"
 SEGMENT_BYTES_MIN = 16 << 20
@@ -72,16 +64,13 @@ STOP_SECONDS_MAX = 3.0
 PATIENCE = 0.4
 """The share of `timeout` after which the library is to give up, so that it need not be ended."""
 
-Item = TypeVar("Item", ReadRequest, WriteRequest)
-
 _PREFIX = "hybridkv-1-"
-_OURS = re.compile(rf"{_PREFIX}([0-9a-f]{{{2 * KEY_BYTES}}})")
+_OURS = re.compile(f"{_PREFIX}({KEY_DIGITS})")
 _PROTOCOLS = ("tcp", "rdma")
 _OPTIONS = ("local_hostname", "protocol", "device", "metadata", "admin", "buffer", "log")
 
 _FULL = -200
 _NOT_FOUND = -704
-_EXISTS = -705
 _LEASED = -706
 _ABSENT = {_NOT_FOUND, -703, -710, -712}  # not there, not whole yet, its bytes went
 _NOBODY = {-900, -901}  # the master is not there, does not answer
@@ -121,11 +110,7 @@ class MooncakeTier(Tier):
                 f"{where}: buffer={options['buffer']!r} is below 4MiB", "512MiB works"
             )
         self._lane_bytes = buffer // LANES // SLOT_ALIGN * SLOT_ALIGN
-        protocol = options.get("protocol", "tcp")
-        if protocol not in _PROTOCOLS:
-            raise ConfigError(
-                f"{where}: protocol={protocol!r} is none of {', '.join(_PROTOCOLS)}", "tcp works"
-            )
+        protocol = choice(_PROTOCOLS)(options.get("protocol", "tcp"), f"{where}: protocol")
         self._config = {
             "local_hostname": options.get("local_hostname", "127.0.0.1"),
             "metadata_server": options.get("metadata", "P2PHANDSHAKE"),
@@ -150,11 +135,18 @@ class MooncakeTier(Tier):
         with self._opening:
             if self._closed:
                 raise TierError("the tier is closed")
-            self._reach_master()
+            try:  # where no master listens, no process need be started
+                dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
+            except OSError as error:
+                where = "{}:{}".format(*self._master)
+                raise TierError(f"no Mooncake master at {where}: {error}") from error
             if self._segment_bytes and not (self._keeper and self._keeper.alive):
                 self._keeper = self._started((1, SLOT_ALIGN), self._segment_bytes)
-            if self._client and self._client.alive and not self._works(self._client):
-                self._client.kill()
+            if self._is_sick and self._client:
+                try:
+                    self.find([bytes(KEY_BYTES)])
+                except TierError:
+                    self._client.kill()
             if not (self._client and self._client.alive):
                 self._client = self._started((LANES, self._lane_bytes), segment_bytes=0)
             self._is_sick = False
@@ -167,26 +159,17 @@ class MooncakeTier(Tier):
         return False if key in self._discarded else None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the master."""
-        deadline, found = self._deadline(), list[bool]()
-        for start in range(0, len(keys), ITEMS_MAX):
-            group = keys[start : start + ITEMS_MAX]
-            codes = self._call(deadline, "find", [_name(key) for key in group])
-            self._raise_if_nobody(codes)
-            found += [
-                code == 1 and key not in self._discarded
-                for key, code in zip(group, codes, strict=True)
-            ]
-        return found
+        codes = self._codes(self._deadline(), "find", keys)
+        return [code == 1 and key not in self._discarded for key, code in codes]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         """Read from whichever nodes have the records."""
-        refused = {
+        refused: dict[bytes, TierError] = {
             item.key: contract.MissingError("it was discarded")
             for item in items
             if item.key in self._discarded
         }
-        return self._in_groups(items, self._get_group, refused)
+        return self._transfer("get", items, refused)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         """Write to a node of the master's choice; what is there already is kept."""
@@ -205,7 +188,7 @@ class MooncakeTier(Tier):
             for key in damaged
             if key in self._discarded
         }
-        return self._in_groups(items, self._put_group, refused)
+        return self._transfer("put", items, refused)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         """Remove; missing here at once in any case. Raises TierError where nobody answers."""
@@ -253,14 +236,6 @@ class MooncakeTier(Tier):
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
 
-    def _reach_master(self) -> None:
-        """Raise TierError where no master listens: then no process need be started."""
-        try:
-            dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
-        except OSError as error:
-            where = "{}:{}".format(*self._master)
-            raise TierError(f"no Mooncake master at {where}: {error}") from error
-
     def _started(self, lanes: tuple[int, int], segment_bytes: int) -> IsolatedProcess:
         patience = self._timeout_seconds * PATIENCE
         milliseconds, seconds = str(max(1, int(1000 * patience))), str(math.ceil(patience))
@@ -292,16 +267,6 @@ class MooncakeTier(Tier):
             )
         return child
 
-    def _works(self, client: IsolatedProcess) -> bool:
-        if not self._is_sick:
-            return True
-        deadline = self._deadline()
-        try:
-            with client.lane(deadline) as lane:
-                return lane.call(deadline, "find", [_name(bytes(KEY_BYTES))])[0] not in _NOBODY
-        except TierError:
-            return False
-
     @contextlib.contextmanager
     def _lane(self, deadline: float) -> Iterator[Lane]:
         client = self._client
@@ -314,99 +279,77 @@ class MooncakeTier(Tier):
             self._is_sick = True
             raise
 
-    def _call(self, deadline: float, method: str, *arguments: object) -> list[int]:
-        with self._lane(deadline) as lane:
-            return lane.call(deadline, method, *arguments)
+    def _call(self, lane: Lane, deadline: float, method: str, *arguments: object) -> list[int]:
+        """The code of each item; raises TierError where the master answered for none."""
+        codes = lane.call(deadline, method, *arguments)
+        if all(code in _NOBODY for code in codes):
+            raise self._error(codes[0])
+        return codes
 
-    def _in_groups(
-        self,
-        items: Sequence[Item],
-        act: Callable[[Sequence[Item], Sequence[int], float], list[TierError | None]],
-        refused: Mapping[bytes, TierError],
+    def _codes(
+        self, deadline: float, method: str, keys: Sequence[bytes], *arguments: object
+    ) -> Iterator[tuple[bytes, int]]:
+        """Each key and the code that `method` has for it."""
+        for start in range(0, len(keys), ITEMS_MAX):
+            group = keys[start : start + ITEMS_MAX]
+            with self._lane(deadline) as lane:
+                codes = self._call(lane, deadline, method, [*map(_name, group)], *arguments)
+            yield from zip(group, codes, strict=True)
+
+    def _transfer(
+        self, method: str, items: Sequence[Item], refused: Mapping[bytes, TierError]
     ) -> list[TierError | None]:
-        """What `act` says of the items, a few at a time; where it raises, the others fail too."""
-        deadline = self._deadline()
-        sizes = [sum(map(len, item.pieces)) for item in items]
-        errors = [
-            refused.get(item.key) or self._too_large(size)
-            for item, size in zip(items, sizes, strict=True)
+        """Get or put what is neither refused nor too large, a group of records at a time."""
+        errors = [refused.get(item.key) for item in items]
+        for at, size in enumerate(sizes_of(items)):
+            if errors[at] is None and size > self._lane_bytes:
+                errors[at] = TierError(
+                    f"a record of {size} bytes is over a quarter of the option buffer;"
+                    f" buffer={format_size(LANES * size)} works"
+                )
+        wanted = [item for item, error in zip(items, errors, strict=True) if error is None]
+        act = partial(self._transfer_group, method, self._deadline())
+        results = iter(in_batches(wanted, min(GROUP_BYTES, self._lane_bytes), ITEMS_MAX, act))
+        return [next(results) if error is None else error for error in errors]
+
+    def _transfer_group(
+        self, method: str, deadline: float, items: Sequence[Item], sizes: Sequence[int]
+    ) -> list[TierError | None]:
+        """Get or put records, which lie one behind the other in the memory of a lane."""
+        offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+        names = [_name(item.key) for item in items]
+        with self._lane(deadline) as lane:
+            copies = [
+                copy_steps(item.pieces, lane.memory, offset)
+                for item, offset in zip(items, offsets, strict=True)
+            ]
+            if method == "put":
+                for part, shared in itertools.chain.from_iterable(copies):
+                    shared[:] = part
+            starts = [lane.start + offset for offset in offsets]
+            codes = self._call(lane, deadline, method, names, starts, sizes)
+            for copy, size, code in zip(copies, sizes, codes, strict=True):
+                if method == "get" and code == size:
+                    for part, shared in copy:
+                        part[:] = shared
+        return [
+            None if code == size else self._error(code, size)
+            for size, code in zip(sizes, codes, strict=True)
         ]
-        wanted = [at for at, error in enumerate(errors) if error is None]
-        failure: TierError | None = None
-        group_bytes = min(GROUP_BYTES, self._lane_bytes)
-        for start, end in batches([sizes[at] for at in wanted], group_bytes, ITEMS_MAX):
-            group = wanted[start:end]
-            results: list[TierError | None] = [failure] * len(group)
-            if failure is None:
-                try:
-                    some = [items[at] for at in group]
-                    results = act(some, [sizes[at] for at in group], deadline)
-                except TierError as error:
-                    failure, results = error, [error] * len(group)
-            for at, result in zip(group, results, strict=True):
-                errors[at] = result
-        return errors
-
-    def _too_large(self, size: int) -> TierError | None:
-        if size <= self._lane_bytes:
-            return None
-        need = format_size(LANES * size)
-        return TierError(
-            f"a record of {size} bytes is over a quarter of the option buffer; buffer={need} works"
-        )
-
-    def _get_group(
-        self, items: Sequence[ReadRequest], sizes: Sequence[int], deadline: float
-    ) -> list[TierError | None]:
-        offsets, errors = _offsets(sizes), list[TierError | None]()
-        with self._lane(deadline) as lane:
-            at = [lane.start + offset for offset in offsets]
-            codes = lane.call(deadline, "get", [_name(item.key) for item in items], at, sizes)
-            for item, size, start, code in zip(items, sizes, offsets, codes, strict=True):
-                if code == size:
-                    for offset, part in copy_steps(item.pieces):
-                        part[:] = lane.memory[start + offset : start + offset + len(part)]
-                    errors.append(None)
-                elif code >= 0:
-                    errors.append(contract.DamagedError(f"it has {code} bytes, not {size}"))
-                else:
-                    errors.append(self._error(code))
-        self._raise_if_nobody(codes)
-        return errors
-
-    def _put_group(
-        self, items: Sequence[WriteRequest], sizes: Sequence[int], deadline: float
-    ) -> list[TierError | None]:
-        offsets = _offsets(sizes)
-        with self._lane(deadline) as lane:
-            for item, start in zip(items, offsets, strict=True):
-                for offset, part in copy_steps(item.pieces):
-                    lane.memory[start + offset : start + offset + len(part)] = part
-            at = [lane.start + offset for offset in offsets]
-            codes = lane.call(deadline, "put", [_name(item.key) for item in items], at, sizes)
-        self._raise_if_nobody(codes)
-        return [None if code in (0, _EXISTS) else self._error(code) for code in codes]
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> None:
         """Remove what is among the discarded, and forget about what is gone."""
         for force in (False, True):
             with self._discarded_lock:
                 chosen = [key for key in dict.fromkeys(keys) if self._discarded.get(key) is force]
-            for start in range(0, len(chosen), ITEMS_MAX):
-                group = chosen[start : start + ITEMS_MAX]
-                codes = self._call(deadline, "remove", [_name(key) for key in group], force)
-                with self._discarded_lock:
-                    for key, code in zip(group, codes, strict=True):
-                        if code in (0, _NOT_FOUND):
-                            self._discarded.pop(key, None)
-                self._raise_if_nobody(codes)
+            for key, code in self._codes(deadline, "remove", chosen, force):
+                if code in (0, _NOT_FOUND):
+                    with self._discarded_lock:
+                        self._discarded.pop(key, None)
 
-    def _raise_if_nobody(self, codes: Sequence[int]) -> None:
-        """Raise TierError where the master answered for no item."""
-        if all(code in _NOBODY for code in codes):
-            raise self._error(codes[0])
-
-    def _error(self, code: int) -> TierError:
+    def _error(self, code: int, size: int = 0) -> TierError:
+        if code >= 0:
+            return contract.DamagedError(f"it has {code} bytes, not {size}")
         if code in _NOBODY:
             self._is_sick = True
         words = f"Mooncake: {_WORDS.get(code, 'error')} ({code})"
@@ -415,10 +358,10 @@ class MooncakeTier(Tier):
         return contract.FullError(words) if code == _FULL else TierError(words)
 
     def _listing(self) -> str:
-        deadline, where = self._deadline(), "{}:{}".format(*self._admin)
-        connection = http.client.HTTPConnection(*self._admin, timeout=self._timeout_seconds)
+        deadline, body = Deadline(self._timeout_seconds), bytearray()
+        connection = http.client.HTTPConnection(*self._admin)
         try:
-            connection.sock = dial(*self._admin, Deadline(self._timeout_seconds))
+            connection.sock = dial(*self._admin, deadline)
             connection.request("GET", "/get_all_keys")
             response = connection.getresponse()
             if response.status != http.client.OK:
@@ -426,27 +369,21 @@ class MooncakeTier(Tier):
                     f"Mooncake's master answers {response.status} where its keys should be"
                     " (option admin)"
                 )
-            body = bytearray()
-            while piece := response.read1(1 << 20):
+            while (piece := response.read1(1 << 20)) and deadline.left():
                 body += piece
-                if len(body) > LISTING_BYTES_MAX or time.monotonic() > deadline:
+                if len(body) > LISTING_BYTES_MAX:
                     raise TierError("the list of Mooncake's keys is too long")
-            return body.decode("ascii", "replace")
         except (OSError, http.client.HTTPException) as error:
-            raise TierError(
-                f"Mooncake's master does not list its keys at {where}: {error!r}"
-            ) from error
+            where = "{}:{}".format(*self._admin)
+            what = f"Mooncake's master does not list its keys at {where}: {error!r}"
+            raise TierError(what) from error
         finally:
             connection.close()
+        return body.decode("ascii", "replace")
 
 
 def _name(key: bytes) -> str:
     return _PREFIX + key.hex()
-
-
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of the records begins in a lane's memory."""
-    return list(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def _address(location: str) -> tuple[str, int]:

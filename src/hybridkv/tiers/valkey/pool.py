@@ -1,97 +1,153 @@
 """Connections to a Valkey or Redis server, kept for the next call, and what their errors mean."""
 
+import contextlib
+import re
 import socket
 import ssl
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.remote import Deadline, dial
-from hybridkv.tiers.valkey.address import ServerAddress
 from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, RespConnection, command
 
+PREFIX = "hybridkv:1:"
+PORT = 6379
 IDLE_MAX = 16
 """Connections that are kept for the next call."""
 IDLE_SECONDS_MAX = 30.0
 """The network may forget a connection that is idle for longer without telling either end."""
 _NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
+_RESETS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""How a connection ends that the server, or something between, has closed."""
 
 
-class IdleConnection(NamedTuple):
-    """A connection that no call uses, and since when by the monotonic clock."""
-
-    connection: RespConnection
-    since: float
+class LostConnectionError(TierError):
+    """A connection was closed that had been logged in; another one may work."""
 
 
 class ConnectionPool:
     """Connections that are logged in, each for one thread at a time."""
 
-    def __init__(self, server: ServerAddress, timeout_seconds: float) -> None:
-        """`timeout_seconds` is for messages only."""
-        self._server = server
-        self._timeout_seconds = timeout_seconds
+    def __init__(self, spec: TierSpec) -> None:
+        """Raises ConfigError, which shows no password, where the URL names no server."""
+        is_unix = spec.kind == "valkey+unix"
+        rest, own = ("/run/valkey.sock?db=0", "db") if is_unix else (f"127.0.0.1:{PORT}/0", "ca")
+        works = f'"{spec.kind}://{rest}" works'
+        parts = _split(spec, works)
+        # The last @ ends the login, so nothing secret is behind it.
+        self.place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        """The URL for people: without user and password."""
+        options = replace(spec, location=self.place).known_options("prefix", own)
+        self.prefix = options.get("prefix", PREFIX)
+        """The beginning of the names of this tier's values."""
+        self._host, self._port = parts.hostname or "", parts.port or PORT
+        self._socket = unquote(parts.path) if is_unix else ""
+        self._authority = options.get("ca")
+        self._database = options.get("db", "0") if is_unix else parts.path.strip("/") or "0"
+        self._login = [unquote(word) for word in (parts.username, parts.password) if word]
+        self._timeout_seconds = spec.timeout_seconds
+        if not (self._socket if is_unix else self._host):
+            raise ConfigError(f"tier {self.place} names no server", works)
+        if not re.fullmatch("[0-9]+", self._database):
+            what = f"tier {self.place}: database {self._database!r} is no number"
+            raise ConfigError(what, works)
+        if not self.prefix:
+            raise ConfigError(f"tier {self.place}: prefix is empty", f"prefix={PREFIX} works")
+        if parts.username and not parts.password:
+            raise ConfigError(
+                f"tier {self.place}: there is a user without a password",
+                f"{self._works('USER:PASSWORD@')} works",
+            )
+        self._wants_tls = spec.kind in ("valkeys", "rediss")
+        self._tls: ssl.SSLContext | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._tls: ssl.SSLContext | None = None
-        self._idle: list[IdleConnection] = []
+        self._idle: list[RespConnection] = []
         """The one used last is at the end, and is used next."""
         self._live: set[RespConnection] = set()
         """All connections, idle or in use."""
 
+    def _works(self, login: str = "") -> str:
+        """A URL like this one, for a message."""
+        scheme, _, rest = self.place.partition("://")
+        return f'"{scheme}://{login}{rest}"'
+
     def open(self, deadline: Deadline) -> None:
         """Log in anew; raises ConfigError where the server will never let us, or TierError."""
+        if self._wants_tls:
+            try:
+                self._tls = ssl.create_default_context(cafile=self._authority)
+            except OSError:
+                raise ConfigError(
+                    f"{self.place}: ca={self._authority!r} is no readable file of certificates",
+                    "ca=/etc/ssl/certs/ca-certificates.crt works",
+                ) from None
+        self.drop_idle()
         try:
-            if self._server.tls:
-                self._tls = self._context()
-            self.drop_idle()
-            self.give(self._connect(deadline))
+            self._keep(self._connect(deadline))
         except ProtocolError:
             raise ConfigError(
-                f"{self._server.place}: "
-                "what answers there is no Valkey or Redis server without TLS",
-                f"{self._server.works()} of one works, or valkeys:// for one with TLS",
+                f"{self.place}: what answers there is no Valkey or Redis server without TLS",
+                f"{self._works()} of one works, or valkeys:// for one with TLS",
             ) from None
         except OSError as error:
-            raise self.failed(error) from None
+            raise self._failed(error) from None
 
-    def take(self, deadline: Deadline) -> RespConnection:
-        """A connection for a call, which gives or drops it; raises TierError, ConfigError."""
+    @contextlib.contextmanager
+    def connection(self, deadline: Deadline) -> Iterator[RespConnection]:
+        """A connection for a call, kept for the next one if this one ends well.
+
+        Raises TierError and ConfigError, also for what goes wrong on the connection meanwhile.
+        """
         with self._lock:
             if self._closed:
                 raise TierError("closed")
-            if self._idle:
-                return self._idle.pop().connection
+            connection = self._idle.pop() if self._idle else None
         try:
-            return self._connect(deadline)
+            connection = connection or self._connect(deadline)
         except (OSError, ProtocolError) as error:
-            raise self.failed(error) from None
+            raise self._failed(error) from None
+        connection.deadline = deadline
+        try:
+            yield connection
+        except BaseException as error:
+            # Nothing that follows on it can be trusted.
+            self._drop(connection)
+            if isinstance(error, _RESETS):
+                self.drop_idle()  # those are as old, and most likely as dead
+                raise LostConnectionError(str(self._failed(error))) from None
+            if isinstance(error, OSError | ProtocolError | ValueError):
+                raise self._failed(error) from None
+            raise
+        self._keep(connection)
 
-    def give(self, connection: RespConnection) -> None:
-        """Keep it for the next call."""
+    def _keep(self, connection: RespConnection) -> None:
+        connection.used_at = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_MAX:
-                self._idle.append(IdleConnection(connection, time.monotonic()))
+                self._idle.append(connection)
                 return
-        self.drop(connection)
+        self._drop(connection)
 
-    def drop(self, connection: RespConnection) -> None:
-        """Close it: nothing that follows on it can be trusted."""
+    def _drop(self, *connections: RespConnection) -> None:
         with self._lock:
-            self._live.discard(connection)
-        connection.close()
+            self._live.difference_update(connections)
+        for connection in connections:
+            connection.close()
 
     def drop_idle(self, seconds: float = 0.0) -> None:
         """Close all that have been idle for so long."""
         until = time.monotonic() - seconds
         with self._lock:
-            stale = [idle.connection for idle in self._idle if idle.since <= until]
-            self._idle = [idle for idle in self._idle if idle.since > until]
-            self._live.difference_update(stale)
-        for connection in stale:
-            connection.close()
+            stale = [idle for idle in self._idle if idle.used_at <= until]
+            self._idle = [idle for idle in self._idle if idle.used_at > until]
+        self._drop(*stale)
 
     def close(self) -> None:
         """Close all connections; a call that uses one fails."""
@@ -99,98 +155,98 @@ class ConnectionPool:
             self._closed = True
         self.drop_idle()
         with self._lock:
-            used = list(self._live)
-        for connection in used:
-            connection.abort()
+            for connection in self._live:
+                connection.abort()
 
-    def failed(self, error: Exception) -> TierError:
+    def _failed(self, error: Exception) -> TierError:
         """What an error of a connection means."""
         # The system's texts have no secrets: addresses and the names of files at most.
-        place = self._server.place
         if isinstance(error, TimeoutError):
-            how = " with TLS" if self._server.tls else ""
-            return TierError(f"{place} does not answer{how} within {self._timeout_seconds:g} s")
-        return TierError(f"{place}: {getattr(error, 'strerror', None) or error}")
+            how = " with TLS" if self._wants_tls else ""
+            seconds = f"{self._timeout_seconds:g} s"
+            return TierError(f"{self.place} does not answer{how} within {seconds}")
+        return TierError(f"{self.place}: {getattr(error, 'strerror', None) or error}")
 
     def refused(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
         """What a refusal at the start means; `step` is the command of the login, if it was one."""
-        server, code = self._server, refusal.code
         wrong_login = (
             "the server refuses this user or password",
-            f"{server.works('USER:PASSWORD@')} with those that it knows",
+            f"{self._works('USER:PASSWORD@')} with those that it knows",
         )
         meanings = {
-            "NOAUTH": ("the server wants a password", server.works(":PASSWORD@")),
+            "NOAUTH": ("the server wants a password", self._works(":PASSWORD@")),
             "WRONGPASS": wrong_login,
             "AUTH ERR": wrong_login,
             "NOPERM": (
                 "the user may not do what a cache needs",
-                f"one with {_NEEDED} on ~{server.prefix.decode()}*",
+                f"one with {_NEEDED} on ~{self.prefix}*",
             ),
             "DENIED": ("the server is in protected mode", "one with a password"),
             "MOVED": ("this is a node of a cluster", "a server of its own"),
-            "SELECT ERR": (f"the server refuses database {server.database}", "0"),
+            "SELECT ERR": (f"the server refuses database {self._database}", "0"),
         }
-        meaning = meanings.get(f"{step} {code}") or meanings.get(code)
+        meaning = meanings.get(f"{step} {refusal.code}") or meanings.get(refusal.code)
         if meaning is None:
-            return TierError(f"{server.place} refuses ({code})")
+            return TierError(f"{self.place} refuses ({refusal.code})")
         what, remedy = meaning
-        return ConfigError(f"{server.place}: {what}", f"{remedy} works")
+        return ConfigError(f"{self.place}: {what}", f"{remedy} works")
 
     def _connect(self, deadline: Deadline) -> RespConnection:
         """A connection that is logged in; raises OSError, ProtocolError, ConfigError, TierError."""
-        server = self._server
-        connection = RespConnection(self._dial(deadline))
+        connection = RespConnection(self._dial(deadline), deadline)
         with self._lock:
             closed = self._closed
             self._live.add(connection)
         try:
             if closed:
                 raise TierError("closed")
-            login = [server.user.encode()] if server.user else []
-            steps = {"SELECT": command(b"SELECT", b"%d" % server.database)}
-            if server.password:
-                steps = {"AUTH": command(b"AUTH", *login, server.password.encode())} | steps
-            connection.send(steps.values(), deadline)
-            answers = [connection.reply(deadline) for _ in steps]
-            for step, answer in zip(steps, answers, strict=True):
-                if isinstance(answer, RefusedCommand):
+            steps = {"SELECT": command(b"SELECT", b"%d" % int(self._database))}
+            if self._login:
+                steps = {"AUTH": command(b"AUTH", *(word.encode() for word in self._login))} | steps
+            for buffers in steps.values():
+                connection.send(buffers)
+            for step in steps:
+                if isinstance(answer := connection.reply(), RefusedCommand):
                     raise self.refused(answer, step)
         except BaseException:
-            self.drop(connection)
+            self._drop(connection)
             raise
         return connection
 
     def _dial(self, deadline: Deadline) -> socket.socket:
-        server = self._server
-        if not server.path:
-            sock = dial(server.host, server.port, deadline)
-        else:
+        if self._socket:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            sock = dial(self._host, self._port, deadline)
         try:
             sock.settimeout(deadline.left())
-            if server.path:
-                sock.connect(server.path)
-            return self._tls.wrap_socket(sock, server_hostname=server.host) if self._tls else sock
-        except ssl.SSLError as error:
+            if self._socket:
+                sock.connect(self._socket)
+            return self._tls.wrap_socket(sock, server_hostname=self._host) if self._tls else sock
+        except BaseException as error:
             sock.close()
-            if error.reason == "CERTIFICATE_VERIFY_FAILED":
+            if isinstance(error, ssl.SSLCertVerificationError):
                 raise ConfigError(
-                    f"{server.place}: no authority that is known here"
+                    f"{self.place}: no authority that is known here"
                     " signed the server's certificate for this name",
                     "ca=/path/to/authority.pem works",
                 ) from None
             raise
-        except BaseException:
-            sock.close()
-            raise
 
-    def _context(self) -> ssl.SSLContext:
-        try:
-            return ssl.create_default_context(cafile=self._server.authority)
-        except OSError:
-            raise ConfigError(
-                f"{self._server.place}: "
-                f"ca={self._server.authority!r} is no readable file of certificates",
-                "ca=/etc/ssl/certs/ca-certificates.crt works",
-            ) from None
+
+def _split(spec: TierSpec, works: str) -> SplitResult:
+    """The URL's parts; the errors print none of it, since any of it may be a password."""
+    try:
+        parts = urlsplit(spec.location)
+        is_sound = parts.port is None or parts.port > 0
+    except ValueError:
+        is_sound = False
+    _, at, host = spec.location.partition("://")[2].rpartition("@")
+    if at and not (is_sound and parts.netloc.endswith("@" + host.partition("/")[0])):
+        raise ConfigError(
+            f"tier {spec.kind}: in the URL's user and password / ? # @ are written %2F %3F %23 %40",
+            works.replace("://", "://USER:PASSWORD@"),
+        )
+    if not is_sound:
+        raise ConfigError(f"tier {spec.kind}: the URL names no server", works)
+    return parts

@@ -6,9 +6,10 @@ each, and every other thread of the daemon waits for the interpreter's lock mean
 """
 
 import contextlib
+import io
 import socket
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from hybridkv.tiers.remote import Deadline
 
@@ -35,75 +36,92 @@ class RefusedCommand(NamedTuple):
 Reply: TypeAlias = "int | bytes | RefusedCommand | list[Reply] | None"
 
 
-def command(*words: bytes) -> bytes:
-    """The bytes of a command."""
-    return b"*%d\r\n" % len(words) + b"".join(
-        b"$%d\r\n%b\r\n" % (len(word), word) for word in words
-    )
-
-
-def command_head(words: Sequence[bytes], last_bytes: int) -> bytes:
-    """The bytes of a command before its last argument of `last_bytes`, which CRLF follows."""
+def command(*words: bytes, value: Sequence[memoryview] | None = None) -> list[bytes | memoryview]:
+    """The buffers of a command; the pieces of `value` are its last argument."""
     head = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-    return b"*%d\r\n%b$%d\r\n" % (len(words) + 1, head, last_bytes)
+    if value is None:
+        return [b"*%d\r\n%b" % (len(words), head)]
+    return [b"*%d\r\n%b$%d\r\n" % (len(words) + 1, head, sum(map(len, value))), *value, _END]
 
 
-class RespConnection:
+class RespConnection(io.RawIOBase):
     """One connection, used by one thread at a time; `abort` may come from any other."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock = sock
-        self._buffer = bytearray(BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
-        """What was received and not yet taken is [start, end) of the buffer."""
+        self.deadline = deadline
+        """Of the call that uses it now."""
+        self.used_at = 0.0
+        """When the last call ended, by the monotonic clock."""
+        self._buffered = io.BufferedReader(self, BUFFER_BYTES)
 
-    def send(self, buffers: Iterable[bytes | memoryview], deadline: Deadline) -> None:
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        """Receive something; for the buffer, which lets what is larger go past it."""
+        self._sock.settimeout(self.deadline.left())
+        count = self._sock.recv_into(into)
+        if not count:
+            raise ConnectionResetError("the server has closed the connection")
+        return count
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Send everything; raises OSError."""
         for buffer in buffers:
             rest = memoryview(buffer)
             while rest:
-                self._sock.settimeout(deadline.left())
+                self._sock.settimeout(self.deadline.left())
                 rest = rest[self._sock.send(rest) :]
 
-    def reply(self, deadline: Deadline, depth: int = 0) -> Reply:
-        """The next answer; raises OSError and ProtocolError."""
-        kind, rest = self._head(deadline)
+    def reply(self, into: Sequence[memoryview] | None = None, depth: int = 0) -> Reply:
+        """The next answer; raises OSError and ProtocolError.
+
+        With `into` it is of GET. The value's bytes go there if that is as long, else nowhere, and
+        its length is returned.
+        """
+        line = self._buffered.readline(LINE_BYTES_MAX)
+        if not line.endswith(_END):
+            raise ProtocolError("a line without end")
+        kind, rest = line[:1], line[1 : -len(_END)]
+        if kind == b"-":
+            return _refusal(rest)
+        if into is not None and kind != b"$":
+            raise ProtocolError("an answer that is no value")
         if kind == b"+":
             return rest
-        if kind == b"-":
-            return _refusal(rest)
+        if kind not in (b":", b"$", b"*"):
+            raise ProtocolError("an answer of no known kind")
+        try:
+            number = int(rest)
+        except ValueError:
+            raise ProtocolError("no number") from None
         if kind == b":":
-            return _number(rest)
-        if kind == b"$" and (length := _number(rest)) <= BULK_BYTES_MAX:
-            if length < 0:
-                return None
-            bulk = bytearray(length)
-            self._land([memoryview(bulk)], deadline)
-            self._take_end(deadline)
-            return bytes(bulk)
-        if kind == b"*" and (count := _number(rest)) <= ELEMENTS_MAX and depth < DEPTH_MAX:
-            return None if count < 0 else [self.reply(deadline, depth + 1) for _ in range(count)]
-        raise ProtocolError("an answer of no known kind")
-
-    def value(self, into: Sequence[memoryview], deadline: Deadline) -> int | RefusedCommand | None:
-        """The length of the next answer, a value, or None where there is none.
-
-        Its bytes go to `into` if that is as long, else nowhere. Raises as `reply` does.
-        """
-        kind, rest = self._head(deadline)
-        if kind == b"-":
-            return _refusal(rest)
-        if kind != b"$":
-            raise ProtocolError("an answer that is no value")
-        if (length := _number(rest)) < 0:
+            return number
+        if number < 0:
             return None
-        if length == sum(map(len, into)):
-            self._land(into, deadline)
+        if kind == b"$":
+            return self._bulk(number, into)
+        if number > ELEMENTS_MAX or depth == DEPTH_MAX:
+            raise ProtocolError("a list that is too long or too deep")
+        return [self.reply(None, depth + 1) for _ in range(number)]
+
+    def _bulk(self, length: int, into: Sequence[memoryview] | None) -> bytes | int:
+        answer: bytes | int = length
+        if into is None:
+            if length > BULK_BYTES_MAX:
+                raise ProtocolError("a bulk string that is too long")
+            answer = self._buffered.read(length)
+        elif length == sum(map(len, into)):
+            for piece in into:
+                self._buffered.readinto(piece)
         else:
-            self._skip(length, deadline)
-        self._take_end(deadline)
-        return length
+            rest = length
+            while rest:
+                rest -= len(self._buffered.read1(min(rest, BUFFER_BYTES)))
+        if self._buffered.read(len(_END)) != _END:
+            raise ProtocolError("a bulk string without end")
+        return answer
 
     def abort(self) -> None:
         """End the connection now; a thread that waits for it is woken by an error."""
@@ -113,55 +131,8 @@ class RespConnection:
 
     def close(self) -> None:
         """Close the connection; only the thread that uses it may."""
+        super().close()
         self._sock.close()
-
-    def _head(self, deadline: Deadline) -> tuple[bytes, bytes]:
-        while (at := self._buffer.find(_END, self._start, self._end)) < 0:
-            if self._end - self._start >= LINE_BYTES_MAX:
-                raise ProtocolError("a line without end")
-            self._more(deadline)
-        line = bytes(self._view[self._start : at])
-        self._start = at + len(_END)
-        return line[:1], line[1:]
-
-    def _more(self, deadline: Deadline) -> None:
-        waiting = self._end - self._start
-        if self._start:
-            self._view[:waiting] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, waiting
-        self._end += self._receive(self._view[self._end :], deadline)
-
-    def _receive(self, into: memoryview, deadline: Deadline) -> int:
-        self._sock.settimeout(deadline.left())
-        count = self._sock.recv_into(into)
-        if not count:
-            raise ConnectionResetError("the server has closed the connection")
-        return count
-
-    def _land(self, into: Sequence[memoryview], deadline: Deadline) -> None:
-        for rest in into:
-            while rest:
-                if count := min(self._end - self._start, len(rest)):
-                    rest[:count] = self._view[self._start : self._start + count]
-                    self._start += count
-                else:
-                    count = self._receive(rest, deadline)
-                rest = rest[count:]
-
-    def _skip(self, length: int, deadline: Deadline) -> None:
-        while length:
-            if self._start == self._end:
-                self._start = self._end = 0
-                self._more(deadline)
-            count = min(self._end - self._start, length)
-            self._start += count
-            length -= count
-
-    def _take_end(self, deadline: Deadline) -> None:
-        end = bytearray(len(_END))
-        self._land([memoryview(end)], deadline)
-        if end != _END:
-            raise ProtocolError("a bulk string without end")
 
 
 def _refusal(line: bytes) -> RefusedCommand:
@@ -169,10 +140,3 @@ def _refusal(line: bytes) -> RefusedCommand:
         return RefusedCommand("MAXCLIENTS")  # the only general error that passes
     word = line.split(b" ", 1)[0].decode("ascii", "replace")
     return RefusedCommand(word if word.isalnum() else "ERR")
-
-
-def _number(text: bytes) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ProtocolError("no number") from None

@@ -11,13 +11,10 @@ makes a cache of it.  With `noeviction` puts are refused once it is full, and so
 `bytes` once the server uses as much.
 """
 
-import contextlib
 import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from ssl import SSLEOFError, SSLZeroReturnError
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.core.errors import ConfigError
@@ -26,10 +23,9 @@ from hybridkv.tiers import contract
 from hybridkv.tiers.byte_ledger import WriteBudget
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
-from hybridkv.tiers.remote import Deadline, batches
-from hybridkv.tiers.valkey.address import parse_address
-from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool
-from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, Reply, command, command_head
+from hybridkv.tiers.remote import KEY_DIGITS, Deadline, batches, sizes_of
+from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
+from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
 VALUE_BYTES_MAX = 512 << 20
 """The server's default of proto-max-bulk-len."""
@@ -37,8 +33,6 @@ FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
 FLIGHT_COMMANDS_MAX = 1000
 TRIES = 2
-_RESETS = (ConnectionError, SSLEOFError, SSLZeroReturnError)
-"""How a connection ends that the server, or something between, has closed."""
 
 
 class PendingCommand(NamedTuple):
@@ -60,10 +54,10 @@ class ValkeyTier(Tier):
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
         self.name = spec.name
-        server = parse_address(spec)
-        self._place, self._prefix = server.place, server.prefix
+        self._pool = ConnectionPool(spec)
+        self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
+        self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
-        self._pool = ConnectionPool(server, spec.timeout_seconds)
         self._budget = spec.max_bytes and WriteBudget(spec.max_bytes, spec.timeout_seconds)
         self._lock = threading.Lock()
         """For the budget."""
@@ -75,24 +69,21 @@ class ValkeyTier(Tier):
         """Log in anew and try what is needed; raises ConfigError where the server refuses us."""
         deadline = Deadline(self._timeout_seconds)
         self._pool.open(deadline)
-        probe = self._ask([_keyed(b"EXISTS", self._name(bytes(KEY_BYTES)))], deadline)
+        probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
         for answer in (*probe, *self._look(deadline)):
             if isinstance(answer, TierError):
                 raise answer
             if isinstance(answer, RefusedCommand):
                 raise self._pool.refused(answer)
 
-    def peek(self, key: bytes) -> bool | None:
-        return None
-
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        answers = map(self._sound, self._ask_each(b"EXISTS", keys))
-        return [isinstance(answer, int) and answer > 0 for answer in answers]
+        answers = self._ask_each(b"EXISTS", keys, Deadline(self._timeout_seconds))
+        return [self._sound(answer) == 1 for answer in answers]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        sizes = [sum(map(len, item.pieces)) for item in items]
+        sizes = sizes_of(items)
         asks = [
-            PendingCommand([command(b"GET", self._name(item.key))], size, item.pieces)
+            PendingCommand(command(b"GET", self._name(item.key)), size, item.pieces)
             for item, size in zip(items, sizes, strict=True)
         ]
         answers = self._ask(asks, Deadline(self._timeout_seconds))
@@ -100,20 +91,51 @@ class ValkeyTier(Tier):
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         deadline = Deadline(self._timeout_seconds)
-        sizes = [sum(map(len, item.pieces)) for item in items]
-        with self._admitted(sizes, deadline) as results:
-            admitted = [at for at, error in enumerate(results) if error is None]
-            asks = []
-            for at in admitted:
-                head = command_head([b"SET", self._name(items[at].key)], sizes[at])
-                asks.append(PendingCommand([head, *items[at].pieces, b"\r\n"], sizes[at]))
-            for at, answer in zip(admitted, self._ask(asks, deadline), strict=True):
+        sizes = sizes_of(items)
+        results = self._admit(sizes, deadline)
+        sent = [at for at, error in enumerate(results) if error is None]
+        asks = []
+        for at in sent:
+            name, pieces = self._name(items[at].key), items[at].pieces
+            asks.append(PendingCommand(command(b"SET", name, value=pieces), sizes[at]))
+        try:
+            for at, answer in zip(sent, self._ask(asks, deadline), strict=True):
                 results[at] = self._wrong(answer)
+        finally:
+            if self._budget:
+                ended = [at for at in sent if isinstance(results[at], contract.FullError | None)]
+                confirmed = sum(sizes[at] for at in ended)
+                with self._lock:
+                    self._budget.ended(confirmed, sum(sizes[at] for at in sent) - confirmed)
+        return results
+
+    def _admit(self, sizes: Sequence[int], deadline: Deadline) -> list[TierError | None]:
+        """For each value None or why it is not put; the budget counts the others from now on."""
+        results: list[TierError | None] = [None for _ in sizes]
+        for at, size in enumerate(sizes):
+            if size > VALUE_BYTES_MAX:
+                results[at] = contract.FullError(f"{self._place} takes no value of {size} bytes")
+        budget = self._budget
+        if not budget or not sizes:
+            return results
+        wanted = [at for at, error in enumerate(results) if error is None]
+        with self._lock:
+            question = budget.ask(time.monotonic())
+        try:
+            used = self._used_bytes(deadline)
+        except TierError as error:
+            return [error for _ in sizes]
+        with self._lock:
+            fits = budget.admit(question, used, [sizes[at] for at in wanted], time.monotonic())
+        for at, fit in zip(wanted, fits, strict=True):
+            if not fit:
+                full = f"{self._place} uses all of bytes={budget.bytes_max}"
+                results[at] = contract.FullError(full)
         return results
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         # A damaged value is not put aside: it would take the memory of sound ones.
-        for answer in self._ask_each(b"UNLINK", keys):
+        for answer in self._ask_each(b"UNLINK", keys, Deadline(self._timeout_seconds)):
             self._sound(answer)
 
     def keys(self) -> Iterator[bytes]:
@@ -121,11 +143,13 @@ class ValkeyTier(Tier):
         pattern = re.sub(rb"[*?\[\]^\\]", rb"\\\g<0>", self._prefix) + b"*"
         cursor = b"0"
         while True:
-            ask = PendingCommand([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")])
+            ask = PendingCommand(command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"))
             (answer,) = self._ask([ask], Deadline(self._timeout_seconds))
             match self._sound(answer):
                 case [bytes() as cursor, list() as names]:
-                    yield from filter(None, map(self._key, names))
+                    for name in names:
+                        if isinstance(name, bytes) and (ours := self._ours.fullmatch(name)):
+                            yield bytes.fromhex(ours[1].decode())
                 case _:
                     raise TierError(f"{self._place} answers SCAN with something else")
             if cursor == b"0":
@@ -144,53 +168,16 @@ class ValkeyTier(Tier):
     def close(self) -> None:
         self._pool.close()
 
-    # Room
-
-    @contextlib.contextmanager
-    def _admitted(
-        self, sizes: Sequence[int], deadline: Deadline
-    ) -> Iterator[list[TierError | None]]:
-        """For each value None or why it is not put; the caller replaces None by what came of it."""
-        results = [self._too_large(size) for size in sizes]
-        budget = self._budget
-        if not budget or not sizes:
-            yield results
-            return
-        with self._lock:
-            question = budget.ask(time.monotonic())
-        try:
-            used = self._used_bytes(deadline)
-        except TierError as error:
-            yield [error for _ in sizes]
-            return
-        wanted = [at for at, error in enumerate(results) if error is None]
-        with self._lock:
-            fits = budget.admit(question, used, [sizes[at] for at in wanted], time.monotonic())
-        sent = [at for at, fit in zip(wanted, fits, strict=True) if fit]
-        for at in {*wanted} - {*sent}:
-            results[at] = contract.FullError(f"{self._place} uses all of bytes={budget.bytes_max}")
-        try:
-            yield results
-        finally:
-            confirmed = sum(
-                sizes[at] for at in sent if isinstance(results[at], contract.FullError | None)
-            )
-            with self._lock:
-                budget.ended(confirmed, sum(sizes[at] for at in sent) - confirmed)
-
-    def _too_large(self, size: int) -> TierError | None:
-        if size <= VALUE_BYTES_MAX:
-            return None
-        return contract.FullError(f"{self._place} takes no value of {size} bytes")
+    # Asking
 
     def _used_bytes(self, deadline: Deadline) -> int:
-        (answer,) = self._ask([PendingCommand([command(b"INFO", b"memory")])], deadline)
+        (answer,) = self._ask([PendingCommand(command(b"INFO", b"memory"))], deadline)
         return _info(self._sound(answer)).get("used_memory", 0)
 
     def _look(self, deadline: Deadline) -> list[_Answer]:
         """Ask for what `gauges` says; returns the answers."""
         commands = (command(b"INFO", b"memory"), command(b"DBSIZE"))
-        answers = self._ask([PendingCommand([one]) for one in commands], deadline)
+        answers = self._ask([PendingCommand(one) for one in commands], deadline)
         memory, objects = answers
         if isinstance(memory, bytes) and isinstance(objects, int):
             info = _info(memory)
@@ -200,59 +187,34 @@ class ValkeyTier(Tier):
             self._gauges = gauges | ({"bytes_max": min(bounds)} if bounds else {})
         return answers
 
-    # Asking
-
-    def _ask_each(self, verb: bytes, keys: Sequence[bytes]) -> list[_Answer]:
-        asks = [_keyed(verb, self._name(key)) for key in keys]
-        return self._ask(asks, Deadline(self._timeout_seconds))
+    def _ask_each(self, verb: bytes, keys: Sequence[bytes], deadline: Deadline) -> list[_Answer]:
+        return self._ask([PendingCommand(command(verb, self._name(key))) for key in keys], deadline)
 
     def _ask(self, asks: Sequence[PendingCommand], deadline: Deadline) -> list[_Answer]:
-        """An answer or an error for each; never raises."""
-        answers: list[Reply | TierError] = []
+        """An answer or an error for each; never raises.
+
+        What a closed connection did not answer is asked again: it changes nothing the second time.
+        """
+        answers: list[_Answer] = []
+        error = TierError("not asked")
         sizes = [ask.value_bytes for ask in asks]
         for _, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_COMMANDS_MAX):
-            error = None
             for _ in range(TRIES):
+                pending = asks[len(answers) : end]
                 try:
-                    error = self._round(asks[:end], answers, deadline)
+                    with self._pool.connection(deadline) as connection:
+                        for ask in pending:
+                            connection.send(ask.send)
+                        for ask in pending:
+                            answers.append(connection.reply(ask.into))
+                    break
                 except (TierError, ConfigError) as failed:
                     error = TierError(str(failed))
-                    end = len(asks)  # nobody is there, or in time: the other batches need not try
-                    break
-                if error is None:
-                    break
-            answers += [error or TierError("not asked")] * (end - len(answers))
-            if end == len(asks):
-                break
+                    if not isinstance(failed, LostConnectionError):
+                        # Nobody is there, or in time: the other batches need not try.
+                        return answers + [error] * (len(asks) - len(answers))
+            answers += [error] * (end - len(answers))
         return answers
-
-    def _round(
-        self, asks: Sequence[PendingCommand], answers: list[_Answer], deadline: Deadline
-    ) -> TierError | None:
-        """One round trip for what has no answer yet; returns the error of a reset, which may pass.
-
-        Everything that is asked may be asked again: it changes nothing the second time.
-        """
-        connection = self._pool.take(deadline)
-        try:
-            connection.send(chain.from_iterable(ask.send for ask in asks[len(answers) :]), deadline)
-            for ask in asks[len(answers) :]:
-                answers.append(
-                    connection.reply(deadline)
-                    if ask.into is None
-                    else connection.value(ask.into, deadline)
-                )
-        except (OSError, ProtocolError, ValueError) as error:
-            self._pool.drop(connection)
-            if isinstance(error, _RESETS):
-                self._pool.drop_idle()  # those are as old, and most likely as dead
-                return self._pool.failed(error)
-            raise self._pool.failed(error) from None
-        except BaseException:
-            self._pool.drop(connection)
-            raise
-        self._pool.give(connection)
-        return None
 
     def _got(self, size: int, answer: _Answer) -> TierError | None:
         if answer is None:
@@ -278,24 +240,8 @@ class ValkeyTier(Tier):
         assert not isinstance(answer, TierError)
         return answer
 
-    # Names
-
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
-
-    def _key(self, name: object) -> bytes | None:
-        """The key of one of the server's names, or None."""
-        if not isinstance(name, bytes) or len(name) != len(self._prefix) + 2 * KEY_BYTES:
-            return None
-        try:
-            key = bytes.fromhex(name[len(self._prefix) :].decode("ascii"))
-        except ValueError:
-            return None
-        return key if self._name(key) == name else None
-
-
-def _keyed(verb: bytes, name: bytes) -> PendingCommand:
-    return PendingCommand([command(verb, name)])
 
 
 def _info(answer: Reply) -> dict[str, int]:
