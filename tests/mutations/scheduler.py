@@ -120,7 +120,7 @@ FAULTS: tuple[Mutation, ...] = (
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
         "RequestRegistry.release",
-        "self.session.send(Release(lease, tokens, loaded_bytes, failed), now)",
+        "self.session.send(wire.Release(lease, *(loaded or (0, 0)), loaded is None), now)",
         'self.counters["releases"] += 1',
         ("C18", "C25", "D9"),
         (
@@ -131,7 +131,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tables-by-place",
         "block tables are taken by the place of a group and not by its gid",
-        "LoadPlanner._runs",
+        "LoadPlanner.allocated",
         "[tables[group.gid] for group in geometry.groups]",
         "[tables[index] for index, _ in enumerate(geometry.groups)]",
         ("A9", "D7"),
@@ -259,7 +259,7 @@ FAULTS: tuple[Mutation, ...] = (
         "alike-groups-are-one",
         "groups of one kind and size share their objects",
         "StorePlanner.__init__",
-        "pack_u64([index]) for index in range(len(kinds))",
+        "pack_u64([index]) for index in range(len(geometry.groups))",
         """
         pack_u64([[each.layer_bytes for each in geometry.groups].index(group.layer_bytes)])
         for group in geometry.groups

@@ -186,9 +186,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "first-group-speaks-for-all",
         "what was found is told of the first group only",
-        "_presence",
-        "zip(geometry.groups, found.masks, strict=True)",
-        "zip(geometry.groups, found.masks[:1] * len(found.masks), strict=True)",
+        "explain_request",
+        "zip(geometry.groups, found.masks, strict=False)",
+        "zip(geometry.groups, found.masks[:1] * len(found.masks), strict=False)",
         ("A29", "B36", "C41"),
         (f"{EXPLAIN}::test_each_group_is_told_of_and_the_one_that_lacks_something_is_named",),
     ),

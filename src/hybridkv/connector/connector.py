@@ -27,10 +27,10 @@ from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnr
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.connector.engine_info import wire_model
 from hybridkv.connector.messages import StepPlan, StepReport
-from hybridkv.connector.scheduler.hit_sources import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.loads import RAM
+from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
-from hybridkv.connector.scheduler.tracked import block_tables
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.core.capacity import length_finding, state_findings

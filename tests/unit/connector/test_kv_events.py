@@ -29,7 +29,7 @@ def make_request(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from hybridkv.connector.scheduler.tracked import TrackedRequest
+    from hybridkv.connector.scheduler.requests import TrackedRequest
 
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)

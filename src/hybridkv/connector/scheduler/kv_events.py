@@ -21,8 +21,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
+from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.stores import StoredObjects
-from hybridkv.connector.scheduler.tracked import TrackedRequest
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import consecutive

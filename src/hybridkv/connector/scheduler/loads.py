@@ -1,18 +1,22 @@
 """Loads: their plans, their room in the engine's block pool, and how they end."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
-from hybridkv.connector.scheduler.hit_sources import tokens_by_tier
-from hybridkv.connector.scheduler.registry import RequestRegistry
-from hybridkv.connector.scheduler.request_states import RequestEvent, RequestState
-from hybridkv.connector.scheduler.tracked import TrackedRequest
-from hybridkv.core.copies import CopyRun, PlanError, plan_load
+from hybridkv.connector.scheduler.requests import (
+    RequestEvent,
+    RequestRegistry,
+    RequestState,
+    TrackedRequest,
+)
+from hybridkv.core.copies import PlanError, plan_load
 from hybridkv.core.sizes import format_size
 
 logger = logging.getLogger("vllm.hybridkv")
 
+RAM = "ram"
+"""The tier that every load reads; the tiers below it have names of their own."""
 _WAITING = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
 
 
@@ -35,8 +39,14 @@ class LoadPlanner:
         if tracked.state is not RequestState.WAITING_FOR_LOAD:
             self._to_fail.append(request_id)
             return
+        geometry, found, local = self._geometry, tracked.lookup.found, load.local_tokens
         try:
-            load.plan = LoadPlan(self._requests.session.boot, self._runs(tracked, tables, tokens))
+            if found is None or local + tokens != found.chunks * geometry.chunk_tokens:
+                raise PlanError(f"the engine took {local + tokens} tokens of another offer")
+            served = [tables[group.gid] for group in geometry.groups]
+            slots = found.offsets, found.generations
+            runs = plan_load(geometry, found.chunks, local, served, *slots)
+            load.plan = LoadPlan(self._requests.session.boot, runs)
         except PlanError as error:
             self._counters["plan_failed"] += 1
             tracked.why = "plan_failed", str(error)
@@ -84,18 +94,21 @@ class LoadPlanner:
         """The workers reported the end of a load."""
         if failed:
             self._requests.decline(tracked, "loads_failed")
-            self._requests.release(tracked, now, failed=True)
+            self._requests.release(tracked, now, None)
             # What was wrong there is computed now. It is stored again although it was found.
             tracked.lookup.found = None
             tracked.next_chunk = [0] * len(self._geometry.groups)
             tracked.stored_states.clear()
             self._requests.advance(tracked, RequestEvent.FAILED, now)
             return
-        load, loaded_bytes = tracked.load, self._bytes(tracked.load.plan.runs)
+        load, loaded_bytes = tracked.load, 0
+        for run in load.plan.runs:
+            group = self._geometry.groups[run.span.group_index]
+            loaded_bytes += len(run.span.blocks) * group.block_bytes * self._geometry.parts(group)
         self._counters["loads"] += 1
         self._counters["tokens_loaded"] += load.tokens
         self._counters["bytes_loaded"] += loaded_bytes
-        for tier, tokens in self.tokens_by_tier(tracked).items():
+        for tier, tokens in self.tiers_of(tracked).items():
             self._counters[f"tokens_loaded_from_{tier}"] += tokens
         seconds = now - load.allocated_at
         self._requests.meter.observe("load_seconds", seconds)
@@ -107,31 +120,32 @@ class LoadPlanner:
             1e3 * seconds,
         )
         load.total = load.total[0] + load.tokens, load.total[1] + loaded_bytes
-        self._requests.release(tracked, now, load.tokens, loaded_bytes)
+        self._requests.release(tracked, now, (load.tokens, loaded_bytes))
         self._requests.advance(tracked, RequestEvent.LOADED, now)
 
-    def tokens_by_tier(self, tracked: TrackedRequest) -> dict[str, int]:
+    def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:
         """The tokens of the request's load by the tier that they come from."""
         found = tracked.lookup.found
         tiers = found.tiers if found is not None else {}
         return tokens_by_tier(tracked.load.tokens, self._geometry.chunk_tokens, tiers)
 
-    def _runs(
-        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int
-    ) -> tuple[CopyRun, ...]:
-        geometry, found = self._geometry, tracked.lookup.found
-        local_tokens = tracked.load.local_tokens
-        total = local_tokens + tokens
-        if found is None or total != found.chunks * geometry.chunk_tokens:
-            raise PlanError(f"the engine took {total} tokens of another offer")
-        served = [tables[group.gid] for group in geometry.groups]
-        return plan_load(
-            geometry, found.chunks, local_tokens, served, found.offsets, found.generations
-        )
 
-    def _bytes(self, runs: Sequence[CopyRun]) -> int:
-        total = 0
-        for run in runs:
-            group = self._geometry.groups[run.span.group_index]
-            total += len(run.span.blocks) * group.block_bytes * self._geometry.parts(group)
-        return total
+def tokens_by_tier(
+    loaded_tokens: int, chunk_tokens: int, promoted: Mapping[str, int]
+) -> dict[str, int]:
+    """Non-zero tokens of one load by tier; their sum is `loaded_tokens`.
+
+    `promoted` has the chunks of the hit that were promoted for it, by tier, prefix first
+    (Found.tiers). They are taken for the last chunks of the hit: RAM evicts suffixes before
+    prefixes, and the load leaves out the prefix that the engine has itself.
+    """
+    tokens: dict[str, int] = {}
+    left = max(0, loaded_tokens)
+    for tier, chunks in reversed(list(promoted.items())):
+        given = min(left, max(0, chunks) * chunk_tokens)
+        if given:
+            tokens[tier] = given
+        left -= given
+    if left:
+        tokens[RAM] = tokens.get(RAM, 0) + left
+    return tokens

@@ -1,38 +1,72 @@
-"""Lookups: what the daemon is asked about each request, how long for, and what is offered."""
+"""Lookups: what the daemon is asked about each request, how long for, and what is offered.
 
-from collections.abc import Callable
+A prompt waits for tiers below RAM no longer than computing it takes (D18).
+"""
 
 from hybridkv.connector.scheduler.kv_events import KVEventFeed
-from hybridkv.connector.scheduler.patience import Patience
-from hybridkv.connector.scheduler.registry import RequestRegistry
-from hybridkv.connector.scheduler.request_states import RequestEvent
-from hybridkv.connector.scheduler.tracked import TrackedRequest
+from hybridkv.connector.scheduler.requests import RequestEvent, RequestRegistry, TrackedRequest
+from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
+from hybridkv.core.speed import Speed
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
+
+UNKNOWN_SECONDS = 2.0
+UNKNOWN_SECONDS_PER_KI_TOKEN = 0.1
+"""What computing a prompt is taken to cost while the speed of prefill is not known."""
+PREFILL_TOKENS_MIN = 64
+"""A step of fewer tokens is not used to measure the speed of prefill."""
+
+
+class Patience:
+    """The speed of prefill, measured step by step, and the waits that follow from it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._policy = settings.load_policy
+        self._most_seconds = settings.load_timeout_seconds
+        self.prefill = Speed()
+        """In tokens per second."""
+        self._step = 0, 0.0
+        """Tokens of the step that is being measured, or 0; and when it was planned."""
+
+    def step_planned(self, tokens: int, now: float) -> None:
+        """A step of `tokens` tokens begins, unless one is being measured already."""
+        if not self._step[0] and tokens >= PREFILL_TOKENS_MIN:
+            self._step = tokens, now
+
+    def step_ended(self, now: float) -> None:
+        """The workers reported a step."""
+        tokens, since = self._step
+        if tokens:
+            self.prefill = self.prefill.measured(tokens, now - since, now)
+            self._step = 0, now
+
+    def of(self, tokens: int) -> tuple[float, int]:
+        """(seconds that a prompt of `tokens` tokens may wait, tokens per second of prefill).
+
+        Tiers are judged by that speed; 0 = it is not known, or they are not to be judged.
+        """
+        if self._policy is LoadPolicy.NEVER:
+            return 0.0, 0
+        if self._policy is LoadPolicy.ALWAYS:
+            return self._most_seconds, 0
+        rate = self.prefill.per_second
+        unknown = UNKNOWN_SECONDS + UNKNOWN_SECONDS_PER_KI_TOKEN * tokens / 1024
+        return min(self._most_seconds, tokens / rate if rate else unknown), int(rate)
 
 
 class Lookups:
     """The lookups of one engine. `now` is monotonic seconds."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        requests: RequestRegistry,
-        events: KVEventFeed,
-        reconnect: Callable[[float], None],
-    ) -> None:
-        """`reconnect` is called before a lookup is given up because no daemon is connected."""
-        self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
+    def __init__(self, settings: Settings, requests: RequestRegistry, events: KVEventFeed) -> None:
+        self.patience = Patience(settings)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
         self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
         self._requests = requests
         self._geometry = requests.geometry
         self._session = requests.session
-        self._meter = requests.meter
         self._counters = requests.counters
         self._events = events
-        self._reconnect = reconnect
         self.queued: list[TrackedRequest] = []
         """Requests whose lookups leave with the next flush of the link."""
 
@@ -48,7 +82,7 @@ class Lookups:
         """Tokens beyond `local_tokens` to load; None = not known yet, so the engine asks again."""
         found, request = tracked.lookup.found, tracked.request
         if found is None:
-            return self._offer_unanswered(tracked, local_tokens, now)
+            return self._unanswered(tracked, local_tokens, now)
         tokens = found.chunks * self._geometry.chunk_tokens
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
@@ -79,7 +113,7 @@ class Lookups:
             self._session.send(Release(found.lease), now)
             return
         tracked.lookup.found = tracked.lookup.answer = found
-        self._meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
+        self._requests.meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
         self._events.update(lambda events: events.found(tracked, found))
         if not found.chunks:
             # A miss opens no lease.
@@ -101,23 +135,21 @@ class Lookups:
         """Send the lookup, settle the request, or do neither while its adapter is being read."""
         request, adapter, session = tracked.request, tracked.adapter, self._session
         chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
+        declined = detail = ""
         if not chunks:
-            self._requests.settle(tracked, "lookups_too_short", now)
-            return
-        if getattr(request, "skip_reading_prefix_cache", False):
-            self._requests.settle(tracked, "lookups_unwanted", now)
-            return
-        if not tracked.has_hashes():
-            if adapter is not None and adapter.refused:
-                self._requests.settle(tracked, "lookups_adapter", now, adapter.refused)
-            return
-        if not session.is_connected:
-            self._reconnect(now)
-        if not session.is_connected:
-            self._requests.settle(tracked, "lookups_no_daemon", now)
-            return
-        if not session.breaker.allows(now):
-            self._requests.settle(tracked, "lookups_breaker_open", now)
+            declined = "lookups_too_short"
+        elif getattr(request, "skip_reading_prefix_cache", False):
+            declined = "lookups_unwanted"
+        elif not tracked.has_hashes():
+            if adapter is None or not adapter.refused:
+                return
+            declined, detail = "lookups_adapter", adapter.refused
+        elif not session.is_connected:
+            declined = "lookups_no_daemon"
+        elif not session.breaker.allows(now):
+            declined = "lookups_breaker_open"
+        if declined:
+            self._requests.settle(tracked, declined, now, detail)
             return
         lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
         session.breaker = session.breaker.asked(now)
@@ -129,9 +161,7 @@ class Lookups:
         self.queued.append(tracked)
         self._counters["lookups"] += 1
 
-    def _offer_unanswered(
-        self, tracked: TrackedRequest, local_tokens: int, now: float
-    ) -> int | None:
+    def _unanswered(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
         lookup, pending = tracked.lookup, tracked.lookup.pending
         if pending is not None and pending.chunks * self._geometry.chunk_tokens <= local_tokens:
             # No tier can add to what the engine has. What RAM has need not be stored again.
@@ -151,9 +181,8 @@ class Lookups:
         more = ROOM_SECONDS if reason == "room" else 0.0
         if (lookup.sent or reason == "adapter") and now < lookup.deadline + more:
             return None
-        self._requests.decline(tracked, f"lookups_late_{reason}")
         if reason == "answer":
             self._session.breaker = self._session.breaker.failed(now)
-            self._meter.observe("lookup_wait_seconds", now - lookup.sent_at)
-        self._requests.advance(tracked, RequestEvent.SETTLED, now)
+            self._requests.meter.observe("lookup_wait_seconds", now - lookup.sent_at)
+        self._requests.settle(tracked, f"lookups_late_{reason}", now)
         return 0

@@ -1,5 +1,7 @@
 """The scheduler role's session with the daemon: the link, the identity and the daemon's lives."""
 
+import hashlib
+import json
 import logging
 import threading
 from collections import Counter
@@ -9,7 +11,6 @@ import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
-from hybridkv.connector.scheduler.explain import describe_identity
 from hybridkv.core.breaker import Breaker
 from hybridkv.wire import messages as wire
 
@@ -48,7 +49,7 @@ class DaemonSession:
         self._socket_path = socket_path
         self._hello = hello
         self._ranks = hello.geometry.ranks if hello.geometry is not None else 0
-        self._facts = describe_identity(facts)
+        self._facts = _described(facts)
         self._daemon_options = daemon_options
         self._respawn_at = 0.0
         self._subscribes = subscribes
@@ -64,8 +65,7 @@ class DaemonSession:
 
     def workers_attached(self) -> bool:
         """Whether every rank maps the arena of the daemon's present life."""
-        ranks = self.attached_ranks
-        return ranks is not None and ranks.get(self.boot, 0) == self._ranks
+        return (self.attached_ranks or {}).get(self.boot) == self._ranks
 
     def send(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush; False where it is lost, which is counted."""
@@ -90,14 +90,14 @@ class DaemonSession:
         Subscribe is sent before anything else, so that no removal goes untold.
         """
         welcome = self.link.welcome
-        if self._subscribes and welcome is not None and self._subscribed != self.link.greetings:
-            self._subscribed = self.link.greetings
-            self.send(wire.Subscribe(), now)
         if welcome is None:
             if self.boot and self._daemon_options is not None and now >= self._respawn_at:
                 self._respawn_at = now + RESPAWN_SECONDS
                 threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
             return False
+        if self._subscribes and self._subscribed != self.link.greetings:
+            self._subscribed = self.link.greetings
+            self.send(wire.Subscribe(), now)
         if welcome.boot == self.boot:
             return False
         self.boot, self.reserved_bytes, self.breaker = welcome.boot, 0, Breaker()
@@ -109,7 +109,7 @@ class DaemonSession:
         """The engine's bytes belong to another identity from here on."""
         self._hello = msgspec.structs.replace(self._hello, namespace=namespace)
         self.link.greet_with(self._hello)
-        self._facts = describe_identity(facts)
+        self._facts = _described(facts)
         self.send(wire.Identify(1, namespace), now)
         self.send(wire.ReportIdentity(self._facts), now)
 
@@ -127,3 +127,12 @@ class DaemonSession:
             start_detached(self._socket_path, self._daemon_options)
         except OSError:
             logger.exception("hybridkv: the daemon could not be started again")
+
+
+def _described(facts: Mapping[str, object]) -> dict[str, str]:
+    """An identity's facts as short JSON texts; a long one is replaced by its hash."""
+    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
+    for name, text in texts.items():
+        if len(text) > wire.FACT_MAX:
+            texts[name] = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return texts
