@@ -9,11 +9,11 @@ AllBlocksCleared, which would clear the engine's own memory as well.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
     ExternalBlockHash,
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -65,12 +65,11 @@ class KVEventPublisher:
     def found(self, tracked: TrackedRequest, found: Found) -> None:
         """A lookup found these objects in RAM."""
         hashes = _split(tracked.lookup.hashes)
-        chunks = range(len(hashes))
         present = [
             (chunk, index)
             for index, mask in enumerate(found.masks)
-            for chunk in chunks[: len(mask)]
-            if mask[chunk]
+            for chunk, is_there in enumerate(mask)
+            if is_there
         ]
         self._learn(tracked, hashes, present)
 
@@ -102,10 +101,14 @@ class KVEventPublisher:
         ]
         if not news:
             return
+        names = tracked.request.block_hashes
+        of_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
+        of_block = self.block_tokens // self._geometry.hash_tokens
         for chunks in consecutive(self._announced.show(hashes, min(news))):
             blocks: list[ExternalBlockHash] = []
             for chunk in chunks:
-                self._blocks[hashes[chunk]] = self._block_hashes(tracked.request, chunk)
+                last = names[chunk * of_chunk + of_block - 1 : (chunk + 1) * of_chunk : of_block]
+                self._blocks[hashes[chunk]] = [*map(maybe_convert_block_hash, last)]
                 blocks += self._blocks[hashes[chunk]]
             known = next((at for at, one in enumerate(blocks) if not self._uses[one]), len(blocks))
             self._uses.update(blocks)
@@ -135,9 +138,11 @@ class KVEventPublisher:
             for at in range(start, stop, tokens)
         ]
         adapter = request.lora_request
+        at = start // self._geometry.hash_tokens
+        parents = request.block_hashes[at - 1 : at] if at else []
         return BlockStored(
             block_hashes=blocks,
-            parent_block_hash=self._hash_before(request, start),
+            parent_block_hash=next(map(maybe_convert_block_hash, parents), None),
             token_ids=list(request.all_token_ids[start:stop]),
             block_size=tokens,
             lora_id=adapter.adapter_id if adapter is not None else None,
@@ -147,41 +152,28 @@ class KVEventPublisher:
             session_id=request.session_id,
         )
 
-    def _block_hashes(self, request: Any, chunk: int) -> list[ExternalBlockHash]:
-        hashes = self._geometry.chunk_tokens // self._geometry.hash_tokens
-        step = self.block_tokens // self._geometry.hash_tokens
-        first = chunk * hashes + step - 1
-        of_chunk = request.block_hashes[first : (chunk + 1) * hashes : step]
-        return [*map(maybe_convert_block_hash, of_chunk)]
 
-    def _hash_before(self, request: Any, tokens: int) -> ExternalBlockHash | None:
-        if not tokens:
-            return None
-        before: BlockHash = request.block_hashes[tokens // self._geometry.hash_tokens - 1]
-        return maybe_convert_block_hash(before)
-
-
+@dataclass
 class KVEventFeed:
     """A publisher whose faults cost what was announced, and nothing else; it may be None."""
 
-    def __init__(self, publisher: KVEventPublisher | None, counters: Counter[str]) -> None:
-        self._publisher = publisher
-        self._counters = counters
+    publisher: KVEventPublisher | None
+    counters: Counter[str]
 
     def update(self, work: Callable[[KVEventPublisher], None]) -> None:
         """Call `work` with the publisher, if there is one; a fault withdraws what was announced."""
-        if self._publisher is None:
+        if self.publisher is None:
             return
         try:
-            work(self._publisher)
+            work(self.publisher)
         except Exception:
-            self._counters["fault_kv_events"] += 1
+            self.counters["fault_kv_events"] += 1
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
-            self._publisher.lost()
+            self.publisher.lost()
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, in their order."""
-        return self._publisher.take() if self._publisher is not None else []
+        return self.publisher.take() if self.publisher is not None else []
 
 
 def _split(hashes: bytes) -> list[bytes]:
