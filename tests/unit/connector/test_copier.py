@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridkv.connector.copy.contract import BadSlotError, Copier
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import SHM_DIR, Arena, create_arena

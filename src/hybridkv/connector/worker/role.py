@@ -13,10 +13,9 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.client.link import Link
-from hybridkv.connector.copy.contract import BadSlotError, Copier
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
