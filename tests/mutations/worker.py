@@ -57,7 +57,7 @@ FAULTS: tuple[Mutation, ...] = (
         "any-block-id",
         "block ids are not compared with the engine's memory",
         "HostCopier._steps",
-        "if min(op.blocks) < 0 or max(op.blocks) >= self._num_blocks[op.group_index]:",
+        "if min(op.blocks) < 0 or max(op.blocks) >= most:",
         "if not op.blocks:",
         ("A33",),
         (f"{COPIER}::test_a_block_id_outside_the_engines_memory_is_refused",),

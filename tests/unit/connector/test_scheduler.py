@@ -416,7 +416,7 @@ def connector_of(rig: Rig) -> Any:
         rig.side,
         None,
     )
-    connector._has_events, connector._facts = False, {}
+    connector._facts = {}
     return connector
 
 
