@@ -9,7 +9,6 @@ AllBlocksCleared, which would clear the engine's own memory as well.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -35,9 +34,10 @@ HASHES_MAX = 4096
 
 
 class KVEventPublisher:
-    """What was announced, and the events that vLLM has not taken yet."""
+    """What was announced, and the events that vLLM has not taken yet: none if it is off."""
 
-    def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
+    def __init__(self, geometry: Geometry, counters: Counter[str], is_on: bool = True) -> None:
+        self._is_on = is_on
         self._geometry = geometry
         self._counters = counters
         full = [group.tokens_per_block for group in geometry.groups if group.kind is GroupKind.FULL]
@@ -49,6 +49,17 @@ class KVEventPublisher:
         self._uses: Counter[ExternalBlockHash] = Counter()
         """Announced chunks that share a block: prompts may differ at the end of a chunk only."""
         self._queue: list[KVCacheEvent] = []
+
+    def update(self, work: Callable[["KVEventPublisher"], None]) -> None:
+        """Call `work` with the publisher if it is on; a fault costs what was announced, no more."""
+        if not self._is_on:
+            return
+        try:
+            work(self)
+        except Exception:
+            self._counters["fault_kv_events"] += 1
+            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
+            self.lost()
 
     def stored(self, stored: Iterable[StoredObjects]) -> None:
         """These objects are committed."""
@@ -151,29 +162,6 @@ class KVEventPublisher:
             extra_keys=to_event_extra_keys(extra),
             session_id=request.session_id,
         )
-
-
-@dataclass
-class KVEventFeed:
-    """A publisher whose faults cost what was announced, and nothing else; it may be None."""
-
-    publisher: KVEventPublisher | None
-    counters: Counter[str]
-
-    def update(self, work: Callable[[KVEventPublisher], None]) -> None:
-        """Call `work` with the publisher, if there is one; a fault withdraws what was announced."""
-        if self.publisher is None:
-            return
-        try:
-            work(self.publisher)
-        except Exception:
-            self.counters["fault_kv_events"] += 1
-            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
-            self.publisher.lost()
-
-    def take(self) -> list[KVCacheEvent]:
-        """The events since the last call, in their order."""
-        return self.publisher.take() if self.publisher is not None else []
 
 
 def _split(hashes: bytes) -> list[bytes]:

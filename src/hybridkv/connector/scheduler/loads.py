@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.requests import (
@@ -20,72 +21,70 @@ RAM = "ram"
 _WAITING = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
 
 
+@dataclass(eq=False)
 class LoadPlanner:
     """Every load of one engine, from the blocks that it gets to its end."""
 
-    def __init__(self, requests: RequestRegistry) -> None:
-        self._requests = requests
-        self._geometry = requests.geometry
-        self._counters = requests.counters
-        self._to_plan: list[TrackedRequest] = []
-        self._to_fail: list[str] = []
+    requests: RequestRegistry
+    to_plan: list[TrackedRequest] = field(default_factory=list)
+    to_fail: list[str] = field(default_factory=list)
 
     def allocated(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
     ) -> None:
         """The engine has blocks for `tokens` tokens of the offer."""
         request_id, load = tracked.request.request_id, tracked.load
-        self._requests.advance(tracked, RequestEvent.ALLOCATED, now)
+        self.requests.advance(tracked, RequestEvent.ALLOCATED, now)
         if tracked.state is not RequestState.WAITING_FOR_LOAD:
-            self._to_fail.append(request_id)
+            self.to_fail.append(request_id)
             return
-        geometry, found, local = self._geometry, tracked.lookup.found, load.local_tokens
+        geometry, found, local = self.requests.geometry, tracked.lookup.found, load.local_tokens
         try:
             if found is None or local + tokens != found.chunks * geometry.chunk_tokens:
                 raise PlanError(f"the engine took {local + tokens} tokens of another offer")
             served = [tables[group.gid] for group in geometry.groups]
             slots = found.offsets, found.generations
             runs = plan_load(geometry, found.chunks, local, served, *slots)
-            load.plan = LoadPlan(self._requests.session.boot, runs)
+            load.plan = LoadPlan(self.requests.session.boot, runs)
         except PlanError as error:
-            self._counters["plan_failed"] += 1
+            self.requests.counters["plan_failed"] += 1
             tracked.why = "plan_failed", str(error)
             logger.warning("hybridkv: %s is computed: %s", request_id, error)
             load.plan = LoadPlan("", ())
         load.tokens, load.allocated_at = tokens, now
-        self._requests.room.hold(request_id, tracked.request.num_tokens + 1)
+        self.requests.room.hold(request_id, tracked.request.num_tokens + 1)
         load.handed_over = False
-        self._to_plan.append(tracked)
+        self.to_plan.append(tracked)
 
     def must_fail(self, request_id: str) -> None:
         """The engine waits for a load of this request; it fails unless it is planned already."""
-        tracked = self._requests.by_id.get(request_id)
-        if tracked is None or tracked not in self._to_plan:
-            self._to_fail.append(request_id)
+        tracked = self.requests.by_id.get(request_id)
+        if tracked is None or tracked not in self.to_plan:
+            self.to_fail.append(request_id)
             if tracked is not None:
                 tracked.load.handed_over = True
 
     def put_into(self, plan: StepPlan, now: float) -> None:
         """Add every load that has blocks by now, and every request whose load must fail."""
-        plan.failed += self._to_fail
-        for tracked in self._to_plan:
+        plan.failed += self.to_fail
+        for tracked in self.to_plan:
             if tracked.load.plan.runs and tracked.state is not RequestState.DRAINING:
                 plan.loads[tracked.request.request_id] = tracked.load.plan
             else:
                 plan.failed.append(tracked.request.request_id)
-            self._requests.advance(tracked, RequestEvent.PLANNED, now)
+            self.requests.advance(tracked, RequestEvent.PLANNED, now)
 
     def handed_over(self) -> None:
         """The workers get the plan that `put_into` made."""
-        for tracked in self._to_plan:
+        for tracked in self.to_plan:
             tracked.load.handed_over = True
-        self._to_plan, self._to_fail = [], []
+        self.to_plan, self.to_fail = [], []
 
     def give_up(self) -> list[str]:
         """The requests that wait for a load that no worker knows of: they must fail now."""
-        requests = self._requests.by_id.values()
+        requests = self.requests.by_id.values()
         lost = [t for t in requests if t.state in _WAITING and not t.load.handed_over]
-        failed, self._to_fail, self._to_plan = self._to_fail, [], []
+        failed, self.to_fail, self.to_plan = self.to_fail, [], []
         for tracked in lost:
             tracked.load.handed_over = True
         return [*failed, *(tracked.request.request_id for tracked in lost)]
@@ -93,25 +92,26 @@ class LoadPlanner:
     def ended(self, tracked: TrackedRequest, failed: bool, now: float) -> None:
         """The workers reported the end of a load."""
         if failed:
-            self._requests.decline(tracked, "loads_failed")
-            self._requests.release(tracked, now, None)
+            self.requests.decline(tracked, "loads_failed")
+            self.requests.release(tracked, now, None)
             # What was wrong there is computed now. It is stored again although it was found.
             tracked.lookup.found = None
-            tracked.next_chunk = [0] * len(self._geometry.groups)
+            tracked.next_chunk = [0] * len(self.requests.geometry.groups)
             tracked.stored_states.clear()
-            self._requests.advance(tracked, RequestEvent.FAILED, now)
+            self.requests.advance(tracked, RequestEvent.FAILED, now)
             return
+        geometry, counters = self.requests.geometry, self.requests.counters
         load, loaded_bytes = tracked.load, 0
         for run in load.plan.runs:
-            group = self._geometry.groups[run.span.group_index]
-            loaded_bytes += len(run.span.blocks) * group.block_bytes * self._geometry.parts(group)
-        self._counters["loads"] += 1
-        self._counters["tokens_loaded"] += load.tokens
-        self._counters["bytes_loaded"] += loaded_bytes
+            group = geometry.groups[run.span.group_index]
+            loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)
+        counters["loads"] += 1
+        counters["tokens_loaded"] += load.tokens
+        counters["bytes_loaded"] += loaded_bytes
         for tier, tokens in self.tiers_of(tracked).items():
-            self._counters[f"tokens_loaded_from_{tier}"] += tokens
+            counters[f"tokens_loaded_from_{tier}"] += tokens
         seconds = now - load.allocated_at
-        self._requests.meter.observe("load_seconds", seconds)
+        self.requests.meter.observe("load_seconds", seconds)
         logger.debug(
             "hybridkv: loaded %d tokens, %s, for %s in %.1f ms",
             load.tokens,
@@ -120,14 +120,14 @@ class LoadPlanner:
             1e3 * seconds,
         )
         load.total = load.total[0] + load.tokens, load.total[1] + loaded_bytes
-        self._requests.release(tracked, now, (load.tokens, loaded_bytes))
-        self._requests.advance(tracked, RequestEvent.LOADED, now)
+        self.requests.release(tracked, now, (load.tokens, loaded_bytes))
+        self.requests.advance(tracked, RequestEvent.LOADED, now)
 
     def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:
         """The tokens of the request's load by the tier that they come from."""
         found = tracked.lookup.found
         tiers = found.tiers if found is not None else {}
-        return tokens_by_tier(tracked.load.tokens, self._geometry.chunk_tokens, tiers)
+        return tokens_by_tier(tracked.load.tokens, self.requests.geometry.chunk_tokens, tiers)
 
 
 def tokens_by_tier(

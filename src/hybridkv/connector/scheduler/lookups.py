@@ -3,7 +3,9 @@
 A prompt waits for tiers below RAM no longer than computing it takes (D18).
 """
 
-from hybridkv.connector.scheduler.kv_events import KVEventFeed
+from dataclasses import dataclass
+
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.requests import RequestEvent, RequestRegistry, TrackedRequest
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
@@ -18,48 +20,51 @@ PREFILL_TOKENS_MIN = 64
 """A step of fewer tokens is not used to measure the speed of prefill."""
 
 
+@dataclass
 class Patience:
     """The speed of prefill, measured step by step, and the waits that follow from it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._policy = settings.load_policy
-        self._most_seconds = settings.load_timeout_seconds
-        self.prefill = Speed()
-        """In tokens per second."""
-        self._step = 0, 0.0
-        """Tokens of the step that is being measured, or 0; and when it was planned."""
+    policy: LoadPolicy
+    most_seconds: float
+    """The value of `Settings.load_timeout_seconds`."""
+    prefill: Speed = Speed()
+    """In tokens per second."""
+    step: tuple[int, float] = (0, 0.0)
+    """Tokens of the step that is being measured, or 0; and when it was planned."""
 
     def step_planned(self, tokens: int, now: float) -> None:
         """A step of `tokens` tokens begins, unless one is being measured already."""
-        if not self._step[0] and tokens >= PREFILL_TOKENS_MIN:
-            self._step = tokens, now
+        if not self.step[0] and tokens >= PREFILL_TOKENS_MIN:
+            self.step = tokens, now
 
     def step_ended(self, now: float) -> None:
         """The workers reported a step."""
-        tokens, since = self._step
+        tokens, since = self.step
         if tokens:
             self.prefill = self.prefill.measured(tokens, now - since, now)
-            self._step = 0, now
+            self.step = 0, now
 
     def of(self, tokens: int) -> tuple[float, int]:
         """(seconds that a prompt of `tokens` tokens may wait, tokens per second of prefill).
 
         Tiers are judged by that speed; 0 = it is not known, or they are not to be judged.
         """
-        if self._policy is LoadPolicy.NEVER:
+        if self.policy is LoadPolicy.NEVER:
             return 0.0, 0
-        if self._policy is LoadPolicy.ALWAYS:
-            return self._most_seconds, 0
+        if self.policy is LoadPolicy.ALWAYS:
+            return self.most_seconds, 0
         rate = self.prefill.per_second
         unknown = UNKNOWN_SECONDS + UNKNOWN_SECONDS_PER_KI_TOKEN * tokens / 1024
-        return min(self._most_seconds, tokens / rate if rate else unknown), int(rate)
+        return min(self.most_seconds, tokens / rate if rate else unknown), int(rate)
 
 
 class Lookups:
     """The lookups of one engine. `now` is monotonic seconds."""
 
-    def __init__(self, settings: Settings, requests: RequestRegistry, events: KVEventFeed) -> None:
-        self.patience = Patience(settings)
+    def __init__(
+        self, settings: Settings, requests: RequestRegistry, events: KVEventPublisher
+    ) -> None:
+        self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
         self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
         self._requests = requests

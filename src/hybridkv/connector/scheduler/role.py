@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
-from hybridkv.connector.scheduler.kv_events import KVEventFeed, KVEventPublisher
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.loads import LoadPlanner
 from hybridkv.connector.scheduler.lookups import Lookups
 from hybridkv.connector.scheduler.requests import (
@@ -67,7 +67,7 @@ class SchedulerRole:
         self._counters = counters
         self._adapters = Adapters(time.time_ns())
         self._meter = StatsCollector(counters)
-        self._events = KVEventFeed(events, counters)
+        self._events = events or KVEventPublisher(geometry, counters, is_on=False)
         self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
         version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
         hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
