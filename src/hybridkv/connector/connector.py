@@ -41,6 +41,8 @@ logger = logging.getLogger("vllm.hybridkv")
 SERVER_CHECK_SECONDS = 1.0
 Result = TypeVar("Result")
 Default = TypeVar("Default")
+Finished = tuple[bool, dict[str, Any] | None]
+"""Whether blocks are held after a request, and what its client is sent."""
 
 
 class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -133,9 +135,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     # Scheduler role
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, base.KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """At start-up, once the workers' layouts are known: geometry, identity, session."""
         layouts = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerLayout)}
         geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
@@ -188,9 +188,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """(tokens, True) = asynchronous load, (None, False) = ask again, (0, False) = no hit."""
-        tokens = self._run(
-            "get_num_new_matched_tokens", lambda role: role.matched(request, num_computed_tokens), 0
-        )
+        hook = "get_num_new_matched_tokens"
+        tokens = self._run(hook, lambda role: role.matched(request, num_computed_tokens), 0)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -226,15 +225,11 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             None,
         )
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """False: no block is held after a request (requirements D10)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Finished:
         """False: no block is held after a request (requirements D10)."""
         self._run("request_finished", lambda role: role.finished(request.request_id), None)
         return False, None
@@ -254,7 +249,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """The last hook of a step: KV events about the daemon's RAM, if vLLM publishes events."""
-        return self._run("take_events", SchedulerRole.step_ended, (), SchedulerRole.withdraw)
+        return self._run("take_events", SchedulerRole.step_ended, [], SchedulerRole.withdraw)
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
         """End the session of a connector that is switched off: its last KV events.
@@ -267,22 +262,14 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self._scheduler.withdraw()
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> metrics.KVConnectorStats | None:
+    def build_kv_connector_stats(cls, data: Any = None) -> metrics.KVConnectorStats | None:
         """The statistics of a payload that has travelled."""
         return HybridKVStats(data)
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> metrics.KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *vllm_arguments: Any) -> metrics.KVConnectorPromMetrics:
         """This connector's metrics at the API server's /metrics."""
-        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return HybridKVPromMetrics(*vllm_arguments)
 
     def reset_cache(self) -> bool:
         """The weights may have changed: no object stored so far is this engine's any more.
@@ -322,11 +309,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         role = self._scheduler
         if role is None:
             return default
-
-        def fallback() -> Result | Default:
-            return default if otherwise is None else otherwise(role)
-
-        return self._supervisor.run(hook, lambda: work(role), fallback, tells=tells)
+        return self._supervisor.run(
+            hook, lambda: work(role), lambda: otherwise(role) if otherwise else default, tells=tells
+        )
 
     def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
         assert self._blocks_of is not None, "bound when the engine's scheduler was made"

@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    ExternalBlockHash,
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core import kv_cache_utils
 
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
 from hybridkv.connector.scheduler.requests import TrackedRequest
@@ -29,6 +24,8 @@ from hybridkv.wire.messages import Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
 
+BlockName = bytes | int
+"""A block's hash as vLLM publishes it."""
 HASHES_MAX = 4096
 """Block hashes in one event."""
 
@@ -44,9 +41,9 @@ class KVEventPublisher:
         self.block_tokens = min(full, default=geometry.chunk_tokens)
         """Tokens of one announced block."""
         self._announced = AnnouncedChunks(geometry)
-        self._blocks: dict[bytes, list[ExternalBlockHash]] = {}
+        self._blocks: dict[bytes, list[BlockName]] = {}
         """The engine's hashes of the blocks in each announced chunk, by the chunk's hash."""
-        self._uses: Counter[ExternalBlockHash] = Counter()
+        self._uses: Counter[BlockName] = Counter()
         """Announced chunks that share a block: prompts may differ at the end of a chunk only."""
         self._queue: list[KVCacheEvent] = []
 
@@ -116,10 +113,10 @@ class KVEventPublisher:
         of_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
         of_block = self.block_tokens // self._geometry.hash_tokens
         for chunks in consecutive(self._announced.show(hashes, min(news))):
-            blocks: list[ExternalBlockHash] = []
+            blocks: list[BlockName] = []
             for chunk in chunks:
                 last = names[chunk * of_chunk + of_block - 1 : (chunk + 1) * of_chunk : of_block]
-                self._blocks[hashes[chunk]] = [*map(maybe_convert_block_hash, last)]
+                self._blocks[hashes[chunk]] = [*map(kv_cache_utils.maybe_convert_block_hash, last)]
                 blocks += self._blocks[hashes[chunk]]
             known = next((at for at, one in enumerate(blocks) if not self._uses[one]), len(blocks))
             self._uses.update(blocks)
@@ -129,7 +126,7 @@ class KVEventPublisher:
                 self._queue.append(self._event(tracked.request, start, blocks[known:]))
 
     def _withdraw(self, hashes: Iterable[bytes]) -> None:
-        blocks: list[ExternalBlockHash] = []
+        blocks: list[BlockName] = []
         for chunk_hash in hashes:
             self._counters["chunks_withdrawn"] += 1
             for block in self._blocks.pop(chunk_hash, ()):
@@ -141,11 +138,11 @@ class KVEventPublisher:
             some = blocks[at : at + HASHES_MAX]
             self._queue.append(BlockRemoved(block_hashes=some, medium=MEDIUM_CPU))
 
-    def _event(self, request: Any, start: int, blocks: list[ExternalBlockHash]) -> BlockStored:
+    def _event(self, request: Any, start: int, blocks: list[BlockName]) -> BlockStored:
         tokens = self.block_tokens
         stop = start + len(blocks) * tokens
         extra = [
-            generate_block_hash_extra_keys(request, at, at + tokens, 0)[0]
+            kv_cache_utils.generate_block_hash_extra_keys(request, at, at + tokens, 0)[0]
             for at in range(start, stop, tokens)
         ]
         adapter = request.lora_request
@@ -153,13 +150,13 @@ class KVEventPublisher:
         parents = request.block_hashes[at - 1 : at] if at else []
         return BlockStored(
             block_hashes=blocks,
-            parent_block_hash=next(map(maybe_convert_block_hash, parents), None),
+            parent_block_hash=next(map(kv_cache_utils.maybe_convert_block_hash, parents), None),
             token_ids=list(request.all_token_ids[start:stop]),
             block_size=tokens,
             lora_id=adapter.adapter_id if adapter is not None else None,
             medium=MEDIUM_CPU,
             lora_name=adapter.name if adapter is not None else None,
-            extra_keys=to_event_extra_keys(extra),
+            extra_keys=kv_cache_utils.to_event_extra_keys(extra),
             session_id=request.session_id,
         )
 
