@@ -15,8 +15,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
 from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
-from hybridkv.connector.scheduler.loads import RAM
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats

@@ -14,9 +14,8 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
-from hybridkv.connector.scheduler.loads import LoadPlanner
-from hybridkv.connector.scheduler.lookups import Lookups
 from hybridkv.connector.scheduler.requests import (
     RequestEvent,
     RequestRegistry,
