@@ -55,6 +55,11 @@ LAYOUTS = {
         *flat(device, 2, (2, 16, 8), "LBHNC"),
         *padded(device, 2, 96, 128),
     ],
+    "band between odd bytes": lambda device: [
+        *padded(device, 1, 333, 401),
+        *flat(device, 2, (2, 16, 8), "LBHNC"),
+        *padded(device, 1, 331, 401),
+    ],
 }
 
 

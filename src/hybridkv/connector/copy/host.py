@@ -153,7 +153,7 @@ class HostCopier:
             raise BadSlotError(op, f"a block id is outside the engine's {most} blocks")
         at = self._part.payload(op, part_bytes)
         for band in self._groups[op.group_index]:
-            if band.words is not None and part_bytes % WORD_BYTES == 0:
+            if band.words is not None and at % WORD_BYTES == 0:
                 yield from self._band_steps(op, band, band.words, at, into_slot)
             else:
                 for batch, size in _batches(_moves(op, band, base + at)):
