@@ -180,9 +180,9 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
         lambda events: events.stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
     )
     assert counters["fault_kv_events"] == 1
-    (gone,) = side.take_events()
+    (gone,) = side.step_ended()
     assert set(stored.block_hashes) <= set(gone.block_hashes)
-    assert side.take_events() == side.withdraw() == []
+    assert side.step_ended() == side.withdraw() == []
     side.close()
 
 

@@ -68,14 +68,12 @@ class HostCopier:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hybridkv-copy")
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """See Copier."""
         for op, error in zip(ops, self._each(self._store_one, ops), strict=True):
             if error is not None and not isinstance(error, HybridKVError):
                 raise error
             done(op, error is None)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """See Copier."""
         for error in self._each(self._load_one, ops):
             if isinstance(error, HybridKVError):
                 done(error)
@@ -85,7 +83,6 @@ class HostCopier:
         done(None)
 
     def close(self) -> None:
-        """See Copier."""
         self._pool.shutdown()
 
     def _each(

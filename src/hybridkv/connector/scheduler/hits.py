@@ -93,8 +93,7 @@ class Lookups:
     def begin(self, tracked: TrackedRequest, now: float) -> None:
         """Look a request up for the first time, or again after its preemption."""
         lookup = tracked.lookup
-        lookup.found = lookup.pending = None
-        lookup.sent = False
+        lookup.found, lookup.pending, lookup.sent = None, None, False
         lookup.deadline = now + self._most_seconds
         self._send(tracked, now)
 
@@ -269,12 +268,12 @@ class LoadPlanner:
 
     def give_up(self) -> list[str]:
         """The requests that wait for a load that no worker knows of: they must fail now."""
-        requests = self.requests.by_id.values()
-        lost = [t for t in requests if t.state in _WAITING and not t.load.handed_over]
         failed, self.to_fail, self.to_plan = self.to_fail, [], []
-        for tracked in lost:
-            tracked.load.handed_over = True
-        return [*failed, *(tracked.request.request_id for tracked in lost)]
+        for tracked in self.requests.by_id.values():
+            if tracked.state in _WAITING and not tracked.load.handed_over:
+                tracked.load.handed_over = True
+                failed.append(tracked.request.request_id)
+        return failed
 
     def ended(self, tracked: TrackedRequest, failed: bool, now: float) -> None:
         """The workers reported the end of a load."""

@@ -235,16 +235,12 @@ class SchedulerRole:
         now = time.monotonic()
         self._send_changes(now)
         self._poll(now)
-        return self.take_events()
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """The KV events since the last call."""
         return self._events.take()
 
     def withdraw(self) -> list[KVCacheEvent]:
         """The last KV events of a connector that is switched off: nothing is offered any more."""
         self._events.update(KVEventPublisher.lost)
-        return self.take_events()
+        return self._events.take()
 
     def quit(self) -> StepPlan:
         """The plan of a role that is switched off: the daemon gets back all that it lent."""
