@@ -52,8 +52,6 @@ class WorkerRole:
         self._populated_bytes = 0
         self._lock = threading.Lock()
         """Guards what the ends of copies write, because they may come from a copier's thread."""
-        self._begun: set[str] = set()
-        """Requests of this step's plan whose load was begun, and which report their own end."""
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
@@ -78,7 +76,6 @@ class WorkerRole:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads; those that cannot begin are reported as failed."""
-        self._begun.clear()
         self._attach(plan)
         with self._lock:
             self._finished.update(plan.failed)
@@ -112,9 +109,9 @@ class WorkerRole:
         self._report.counters["store_seconds"] += time.perf_counter() - started
 
     def fail_all(self, plan: StepPlan) -> None:
-        """After a fault in `start_loads`: every load that was not begun failed."""
-        lost = {*plan.loads, *plan.failed} - self._begun
+        """After a fault in `start_loads`: every load that neither runs nor ended failed."""
         with self._lock:
+            lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
             self._failed |= lost
 
@@ -127,8 +124,6 @@ class WorkerRole:
 
     def collect(self) -> tuple[set[str], set[str]]:
         """(finished, failed) requests since the last call; failed ones are in both."""
-        # If this role is switched off, nothing begins in the next step.
-        self._begun.clear()
         with self._lock:
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
@@ -152,7 +147,6 @@ class WorkerRole:
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
         started = time.perf_counter()
-        self._begun.add(request_id)
         self._loading[request_id] = load
 
         def done(error: HybridKVError | None) -> None:
