@@ -37,8 +37,8 @@ from vllm.v1.request import Request
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
-from hybridkv.connector.scheduler.tracked import block_tables
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens

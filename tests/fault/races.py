@@ -30,9 +30,8 @@ import torch
 from hybridkv.client.control import ControlClient
 from hybridkv.client.credits import SlotCredits
 from hybridkv.client.link import Link
-from hybridkv.connector.copy.contract import BadSlotError
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.core.copies import CopyOp, CopyRun, SlotRef, plan_load, storable_spans
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError

@@ -223,12 +223,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "miss-keeps-lease",
         "a request that loads nothing keeps its lease",
-        "request_states:TRANSITIONS",
-        """
-        (RequestState.PREFETCHING, RequestEvent.SETTLED):
-            Transition(RequestState.READY, _RELEASE)
-        """,
-        "(RequestState.PREFETCHING, RequestEvent.SETTLED): Transition(RequestState.READY)",
+        "RequestRegistry.advance",
+        "if state in LEASELESS:",
+        "if state in LEASELESS and event is not RequestEvent.SETTLED:",
         ("C24", "C25"),
         (
             f"{REQUEST_STATES}::test_a_lease_is_always_let_go",
@@ -238,12 +235,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "abort-keeps-lease",
         "a request that is aborted before it has blocks keeps its lease",
-        "request_states:TRANSITIONS",
-        "(RequestState.PREFETCHING, RequestEvent.FINISHED): Transition(RequestState.DONE, _END)",
-        """
-        (RequestState.PREFETCHING, RequestEvent.FINISHED):
-            Transition(RequestState.DONE, (RequestAction.FORGET,))
-        """,
+        "RequestRegistry.advance",
+        "if state in LEASELESS:",
+        "if state in LEASELESS and event is not RequestEvent.FINISHED:",
         ("D9",),
         (
             f"{REQUEST_STATES}::test_a_lease_is_always_let_go",
@@ -253,12 +247,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "lease-ends-too-early",
         "the lease ends when the plan leaves, and not when the bytes were read",
-        "request_states:TRANSITIONS",
-        "(RequestState.WAITING_FOR_LOAD, RequestEvent.PLANNED): Transition(RequestState.LOADING)",
-        """
-        (RequestState.WAITING_FOR_LOAD, RequestEvent.PLANNED):
-            Transition(RequestState.LOADING, _RELEASE)
-        """,
+        "RequestRegistry.advance",
+        "if state in LEASELESS:",
+        "if state in (*LEASELESS, RequestState.LOADING):",
         ("C25", "C26", "C28"),
         (f"{SCHEDULER}::test_a_lease_is_held_until_the_load_has_ended",),
     ),
@@ -286,9 +277,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "offers-it-again",
         "a request whose load failed is offered the same hit again",
-        "request_states:TRANSITIONS",
-        "(RequestState.LOADING, RequestEvent.FAILED): Transition(RequestState.BYPASS, _RELEASE)",
-        "(RequestState.LOADING, RequestEvent.FAILED): Transition(RequestState.READY, _RELEASE)",
+        "requests:TRANSITIONS",
+        "(RequestState.LOADING, RequestEvent.FAILED): RequestState.BYPASS",
+        "(RequestState.LOADING, RequestEvent.FAILED): RequestState.READY",
         ("B37", "B38", "D4"),
         (
             f"{REQUEST_STATES}::test_a_failed_request_is_never_offered_again",
@@ -298,30 +289,27 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "never-resumed",
         "a preempted request is not looked up again",
-        "request_states:TRANSITIONS",
-        "(RequestState.READY, RequestEvent.RESUMED): Transition(RequestState.PREFETCHING)",
-        "(RequestState.READY, RequestEvent.RESUMED): Transition(RequestState.READY)",
+        "requests:TRANSITIONS",
+        "(RequestState.READY, RequestEvent.RESUMED): RequestState.PREFETCHING",
+        "(RequestState.READY, RequestEvent.RESUMED): RequestState.READY",
         ("C17",),
         (f"{SCHEDULER}::test_a_resumed_request_is_looked_up_with_what_it_has_generated",),
     ),
     Mutation(
         "straight-to-loading",
         "a request counts as loading before the workers were told",
-        "request_states:TRANSITIONS",
-        """
-        (RequestState.PREFETCHING, RequestEvent.ALLOCATED):
-            Transition(RequestState.WAITING_FOR_LOAD)
-        """,
-        "(RequestState.PREFETCHING, RequestEvent.ALLOCATED): Transition(RequestState.LOADING)",
+        "requests:TRANSITIONS",
+        "(RequestState.PREFETCHING, RequestEvent.ALLOCATED): RequestState.WAITING_FOR_LOAD",
+        "(RequestState.PREFETCHING, RequestEvent.ALLOCATED): RequestState.LOADING",
         ("C23", "C28", "C40"),
         (f"{SCHEDULER}::test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone",),
     ),
     Mutation(
         "any-event-does-something",
         "an event that the table does not name ends the wait",
-        "advance",
-        "return TRANSITIONS.get((state, event), Transition(state))",
-        "return TRANSITIONS.get((state, event), Transition(RequestState.READY))",
+        "RequestRegistry.advance",
+        "state = TRANSITIONS.get((tracked.state, event))",
+        "state = TRANSITIONS.get((tracked.state, event), RequestState.READY)",
         ("C23",),
         (f"{REQUEST_STATES}::test_an_event_that_the_table_does_not_name_changes_nothing",),
     ),

@@ -66,7 +66,7 @@ FAULTS: tuple[Mutation, ...] = (
         "planned-twice",
         "a plan is handed over in every step from then on",
         "LoadPlanner.handed_over",
-        "self._to_plan, self._to_fail = [], []",
+        "self.to_plan, self.to_fail = [], []",
         "",
         ("C27", "C28"),
         (f"{SCHEDULER}::test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone",),
@@ -84,8 +84,8 @@ FAULTS: tuple[Mutation, ...] = (
         "counts-more-than-loaded",
         "the engine's own tokens are counted as loaded",
         "LoadPlanner.ended",
-        'self._counters["tokens_loaded"] += load.tokens',
-        'self._counters["tokens_loaded"] += load.tokens + load.local_tokens',
+        'counters["tokens_loaded"] += load.tokens',
+        'counters["tokens_loaded"] += load.tokens + load.local_tokens',
         ("A7",),
         (f"{SCHEDULER}::test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan",),
     ),
@@ -102,7 +102,7 @@ FAULTS: tuple[Mutation, ...] = (
         "no-cap",
         "load_timeout_seconds bounds nothing",
         "Patience.of",
-        "min(self._most_seconds, tokens / rate if rate else unknown)",
+        "min(self.most_seconds, tokens / rate if rate else unknown)",
         "tokens / rate if rate else unknown",
         ("B39", "D18"),
         (f"{SCHEDULER}::test_patience_is_what_computing_takes_and_has_a_cap",),
@@ -120,7 +120,7 @@ FAULTS: tuple[Mutation, ...] = (
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
         "RequestRegistry.release",
-        "self.session.send(Release(lease, tokens, loaded_bytes, failed), now)",
+        "self.session.send(wire.Release(lease, *(loaded or (0, 0)), loaded is None), now)",
         'self.counters["releases"] += 1',
         ("C18", "C25", "D9"),
         (
@@ -131,7 +131,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tables-by-place",
         "block tables are taken by the place of a group and not by its gid",
-        "LoadPlanner._runs",
+        "LoadPlanner.allocated",
         "[tables[group.gid] for group in geometry.groups]",
         "[tables[index] for index, _ in enumerate(geometry.groups)]",
         ("A9", "D7"),
@@ -259,7 +259,7 @@ FAULTS: tuple[Mutation, ...] = (
         "alike-groups-are-one",
         "groups of one kind and size share their objects",
         "StorePlanner.__init__",
-        "pack_u64([index]) for index in range(len(kinds))",
+        "pack_u64([index]) for index in range(len(geometry.groups))",
         """
         pack_u64([[each.layer_bytes for each in geometry.groups].index(group.layer_bytes)])
         for group in geometry.groups

@@ -4,9 +4,15 @@ import math
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from hybridkv.connector.scheduler.explain import explain_request
+from hybridkv.connector.scheduler.requests import (
+    RequestLoad,
+    RequestLookup,
+    TrackedRequest,
+    explain_request,
+)
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind
@@ -132,9 +138,14 @@ class Player(threading.Thread):
             client._tell(Release(number, loaded, size))
         stored = self._store(client, prompt, chunks, found)
         asked = b"".join(hashes(prompt, chunks))
-        told = explain_request(
-            served.geometry, tokens, asked, found, 0, (loaded, size), stored, ("", "")
+        tracked = TrackedRequest(
+            SimpleNamespace(num_prompt_tokens=tokens),
+            lookup=RequestLookup(asked, answer=found),
+            load=RequestLoad(total=(loaded, size)),
+            local_seen=0,
+            stored=stored,
         )
+        told = explain_request(served.geometry, tracked)
         self._requests += 1
         client._tell(ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", told))
 

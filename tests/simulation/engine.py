@@ -28,8 +28,8 @@ import hybridkv.connector.scheduler.role
 import hybridkv.connector.worker.role
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
-from hybridkv.connector.copy.contract import Copier
 from hybridkv.connector.copy.host import HostCopier
+from hybridkv.connector.copy.part import Copier
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.lab.models import bundled_models

@@ -35,7 +35,7 @@ HANDLERS = (
         "fault_*",
     ),
     Listed(
-        "KVEventFeed.update",
+        "KVEventPublisher.update",
         "except Exception",
         "A fault of the KV events withdraws what was announced, and costs no lookup or store.",
         "fault_kv_events",

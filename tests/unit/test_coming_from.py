@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli.main import COMMANDS
-from hybridkv.connector.scheduler.request_states import RequestState
+from hybridkv.connector.scheduler.requests import RequestState
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.observe import catalog

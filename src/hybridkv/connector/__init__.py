@@ -3,6 +3,7 @@
 The connector classes are imported on first use, because the copiers also work without vLLM.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,12 +14,7 @@ __all__ = ["HybridKVConnector", "MultiConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HybridKVConnector":
-        from hybridkv.connector.connector import HybridKVConnector  # noqa: PLC0415  # see above
-
-        return HybridKVConnector
-    if name == "MultiConnector":
-        from hybridkv.multi.connector import MultiConnector  # noqa: PLC0415  # see above
-
-        return MultiConnector
-    raise AttributeError(name)
+    if name not in __all__:
+        raise AttributeError(name)
+    room = "multi" if name == "MultiConnector" else "connector"
+    return getattr(importlib.import_module(f"hybridkv.{room}.connector"), name)

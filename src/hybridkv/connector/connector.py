@@ -9,56 +9,46 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.client.spawn import ensure_daemon
-from hybridkv.connector.engine_info import wire_model
 from hybridkv.connector.messages import StepPlan, StepReport
-from hybridkv.connector.scheduler.hit_sources import RAM
+from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
-from hybridkv.connector.scheduler.tracked import block_tables
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.core.capacity import length_finding, state_findings
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
-from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.shm.arena import check_ram
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.layout import WorkerLayout, build_geometry
+from hybridkv.vllm.layout import WorkerLayout, build_geometry, kv_dtype
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.vllm.supervise import Supervisor
+from hybridkv.wire.messages import TEXT_MAX, WireModel
 
 logger = logging.getLogger("vllm.hybridkv")
 
 SERVER_CHECK_SECONDS = 1.0
 Result = TypeVar("Result")
 Default = TypeVar("Default")
+Finished = tuple[bool, dict[str, Any] | None]
+"""Whether blocks are held after a request, and what its client is sent."""
 
 
-class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
+class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """A KV cache outside the engine. A wrong configuration raises at start-up; no hook raises."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = check_config(vllm_config, kv_cache_config)
         self._socket_path = socket_of_server(self._settings.server, os.environ, os.geteuid())
@@ -67,21 +57,16 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._facts: dict[str, object] = {}
-        self._has_events = False
         self._blocks_of: Callable[[str], Any] | None = None
         """The engine's function that returns a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        if role == KVConnectorRole.SCHEDULER:
+        if role == base.KVConnectorRole.SCHEDULER:
             self._start_daemon()
         else:
-            parallel = vllm_config.parallel_config
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            rank = vllm_config.parallel_config.rank % ranks
             self._worker = WorkerRole(
-                kv_cache_config,
-                self._socket_path,
-                engine_id,
-                parallel.rank % parallel.tensor_parallel_size,
-                parallel.tensor_parallel_size,
-                self._settings.checksum,
+                kv_cache_config, self._socket_path, engine_id, rank, ranks, self._settings.checksum
             )
 
     @property
@@ -101,7 +86,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.register(kv_caches)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """The registered tensors' layout, for the scheduler's geometry and identity."""
         assert self._worker is not None
         return self._worker.layout
@@ -117,9 +102,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         """Nothing: wait_for_save stores all layers, also those that never call this."""
 
     def wait_for_save(self) -> None:
@@ -130,11 +113,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
                 "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
             )
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Loads that ended, and which of them failed (requirements D4)."""
         assert self._worker is not None
         finished, failed = self._worker.collect()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        return base.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """What else the worker did in this step."""
@@ -147,22 +130,19 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             report.boots = {}
         return report
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Nothing: no copy reads a block after the step that owned it (requirements D14)."""
 
     # Scheduler role
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
-    ) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """At start-up, once the workers' layouts are known: geometry, identity, session."""
         layouts = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerLayout)}
         geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
-        config = self._vllm_config
-        _report([length_finding(geometry, config.model_config.max_model_len)])
-        _report(state_findings(geometry, state_rule(config)))
-        self._has_events = wants_events(config)
-        kv_config = self._kv_cache_config
+        config, kv_config = self._vllm_config, self._kv_cache_config
+        model, states = config.model_config, state_rule(config)
+        _report([length_finding(geometry, model.max_model_len)])
+        _report(state_findings(geometry, states))
         self._facts = identity_facts(config, kv_config, geometry, layouts, self._settings)
         namespace = fingerprint(self._facts)
         counters = self._supervisor.counters
@@ -177,10 +157,23 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             kv_config.num_blocks - 1,
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             facts=self._facts,
-            model=wire_model(config, layouts[0]),
-            events=KVEventPublisher(geometry, counters) if self._has_events else None,
+            model=WireModel(
+                str(model.model)[-TEXT_MAX:],
+                model.max_model_len,
+                kv_dtype(config, layouts[0]),
+                [len(layers) for layers in layouts[0].layers.values()],
+                states.retention_tokens,
+                states.step_tokens,
+            ),
+            events=KVEventPublisher(geometry, counters) if wants_events(config) else None,
         )
-        _log_start(geometry, namespace, self._socket_path)
+        logger.info(
+            "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
+            ", ".join(f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups),
+            geometry.chunk_tokens,
+            namespace.hex()[:12],
+            self._socket_path,
+        )
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep the engine's `get_blocks`: `get_block_ids` would read every block of a request."""
@@ -195,9 +188,8 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """(tokens, True) = asynchronous load, (None, False) = ask again, (0, False) = no hit."""
-        tokens = self._run(
-            "get_num_new_matched_tokens", lambda role: role.matched(request, num_computed_tokens), 0
-        )
+        hook = "get_num_new_matched_tokens"
+        tokens = self._run(hook, lambda role: role.matched(request, num_computed_tokens), 0)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -209,7 +201,7 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             lambda role: role.must_fail(request.request_id, num_external_tokens),
         )
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """This step's plan for the workers."""
         role = self._scheduler
         if role is None:
@@ -233,15 +225,11 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
             None,
         )
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """False: no block is held after a request (requirements D10)."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Finished:
         """False: no block is held after a request (requirements D10)."""
         self._run("request_finished", lambda role: role.finished(request.request_id), None)
         return False, None
@@ -250,50 +238,38 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """The tokens of a planned load by source; their sum is `num_external_tokens` (B30)."""
-        tokens, by_tier = max(0, num_external_tokens), dict[str, int]()
-        if tokens:
-            hook = "get_external_cache_hit_sources"
-            by_tier = self._run(
-                hook, lambda role: role.sources(request.request_id, tokens), by_tier
-            )
+        hook, tokens = "get_external_cache_hit_sources", max(0, num_external_tokens)
+        none: dict[str, int] = {}
+        by_tier = self._run(hook, lambda role: role.sources(request.request_id, tokens), none)
         return hit_sources(by_tier, tokens)
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> metrics.KVConnectorStats | None:
         """What is new since the last step; the workers' reports have brought their counters."""
         return self._run("get_kv_connector_stats", SchedulerRole.take_stats, None, tells=True)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """The last hook of a step: KV events about the daemon's RAM, if vLLM publishes events."""
-        return self._run("take_events", SchedulerRole.step_ended, (), SchedulerRole.withdraw)
+        return self._run("take_events", SchedulerRole.step_ended, [], SchedulerRole.withdraw)
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
         """End the session of a connector that is switched off: its last KV events.
 
         MultiConnector calls this, and no hook afterwards.
         """
-        scheduler = self._scheduler
-        if scheduler is None:
+        if self._scheduler is None:
             return ()
-        scheduler.close()
-        return scheduler.withdraw() if self._has_events else ()
+        self._scheduler.close()
+        return self._scheduler.withdraw()
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    def build_kv_connector_stats(cls, data: Any = None) -> metrics.KVConnectorStats | None:
         """The statistics of a payload that has travelled."""
         return HybridKVStats(data)
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *vllm_arguments: Any) -> metrics.KVConnectorPromMetrics:
         """This connector's metrics at the API server's /metrics."""
-        return HybridKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return HybridKVPromMetrics(*vllm_arguments)
 
     def reset_cache(self) -> bool:
         """The weights may have changed: no object stored so far is this engine's any more.
@@ -333,11 +309,9 @@ class HybridKVConnector(KVConnectorBase_V1, SupportsHMA):
         role = self._scheduler
         if role is None:
             return default
-
-        def fallback() -> Result | Default:
-            return default if otherwise is None else otherwise(role)
-
-        return self._supervisor.run(hook, lambda: work(role), fallback, tells=tells)
+        return self._supervisor.run(
+            hook, lambda: work(role), lambda: otherwise(role) if otherwise else default, tells=tells
+        )
 
     def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
         assert self._blocks_of is not None, "bound when the engine's scheduler was made"
@@ -398,14 +372,3 @@ def _report(findings: Iterable[Finding]) -> None:
     for finding in raise_first(findings):
         if finding.verdict is Verdict.WARN:
             logger.warning("hybridkv: %s", finding.sentence)
-
-
-def _log_start(geometry: Geometry, namespace: bytes, socket_path: str) -> None:
-    kinds = ", ".join(f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups)
-    logger.info(
-        "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
-        kinds,
-        geometry.chunk_tokens,
-        namespace.hex()[:12],
-        socket_path,
-    )

@@ -1,18 +1,18 @@
 """What the scheduler role and the worker role send each other, through vLLM's own channels."""
 
-from collections.abc import Mapping
+import operator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.copies import CopyRun
 
 Key = TypeVar("Key")
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LoadPlan:
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
+class StepPlan(base.KVConnectorMetadata):
     """What every worker does in one step."""
 
     boot: str = ""
@@ -40,7 +40,7 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport(base.KVConnectorWorkerMetadata):
     """What workers did in one step."""
 
     boots: dict[str, int] = field(default_factory=dict)
@@ -51,22 +51,21 @@ class StepReport(KVConnectorWorkerMetadata):
     """Places in a store run of objects that some rank did not write, by the run's number."""
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
-    counters: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """The report of the workers of both."""
         return StepReport(
-            _sums(self.boots, other.boots),
-            _unions(self.done, other.done),
-            _unions(self.unstored, other.unstored),
+            _merged(self.boots, other.boots, operator.add),
+            _merged(self.done, other.done, operator.or_),
+            _merged(self.unstored, other.unstored, operator.or_),
             self.corrupt | other.corrupt,
-            _sums(self.counters, other.counters),
+            _merged(self.counters, other.counters, operator.add),
         )
 
 
-def _unions(one: Mapping[int, set[int]], other: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    return {key: one.get(key, set()) | other.get(key, set()) for key in (*one, *other)}
-
-
-def _sums(one: Mapping[Key, Number], other: Mapping[Key, Number]) -> dict[Key, Number]:
-    return {key: one.get(key, 0) + other.get(key, 0) for key in (*one, *other)}
+def _merged(
+    one: dict[Key, Value], other: dict[Key, Value], join: Callable[[Value, Value], Value]
+) -> dict[Key, Value]:
+    joined = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
+    return {**one, **other, **joined}

@@ -6,6 +6,7 @@ ignored and counted.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -35,11 +36,7 @@ Cell = tuple[str, tuple[str, ...]]
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Buckets of histograms."""
-
-
-def _seconds(about: str) -> MetricFamily:
-    return MetricFamily(FamilyType.HISTOGRAM, about, (), SECONDS)
-
+_seconds = partial(MetricFamily, FamilyType.HISTOGRAM, buckets=SECONDS)
 
 FAMILIES: Mapping[str, MetricFamily] = {
     "lookups": counter(
@@ -236,24 +233,18 @@ class HybridKVPromMetrics(EngineMetrics):
         for name, added in data["counters"].items():
             self.cell(engine, *cell_of(name)).inc(added)
         unknown = 0
-        for name, value in data["gauges"].items():
-            if _is(name, FamilyType.GAUGE):
-                self.cell(engine, name).set(value)
-            else:
-                unknown += 1
-        for name, values in data["observed"].items():
-            if not _is(name, FamilyType.HISTOGRAM):
-                unknown += 1
-                continue
-            observe: Callable[[float], None] = self.cell(engine, name).observe
-            for value in values:
-                observe(value)
+        for part, kind in (("gauges", FamilyType.GAUGE), ("observed", FamilyType.HISTOGRAM)):
+            for name, values in data[part].items():
+                if name not in FAMILIES or FAMILIES[name].what is not kind:
+                    unknown += 1
+                elif kind is FamilyType.GAUGE:
+                    self.cell(engine, name).set(values)
+                else:
+                    observe: Callable[[float], None] = self.cell(engine, name).observe
+                    for value in values:
+                        observe(value)
         if unknown:
             self._malformed[engine].inc(unknown)
-
-
-def _is(name: str, what: FamilyType) -> bool:
-    return name in FAMILIES and FAMILIES[name].what is what
 
 
 def _sound(given: object) -> dict[str, Any]:
@@ -283,14 +274,16 @@ def _items(part: object, is_good: Callable[[Any], bool]) -> tuple[dict[str, Any]
     """(at most NAMES_MAX good items of a part by name, how many others it has)."""
     if not isinstance(part, Mapping):
         return {}, int(part is not None)
-    good = [item for item in part.items() if _is_name(item[0]) and is_good(item[1])][:NAMES_MAX]
-    return dict(good), len(part) - len(good)
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= 256
+    good = {
+        name: value
+        for name, value in part.items()
+        if isinstance(name, str) and 0 < len(name) <= 256 and is_good(value)
+    }
+    good = dict(islice(good.items(), NAMES_MAX))
+    return good, len(part) - len(good)
 
 
 def _is_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -NUMBER_MAX < value < NUMBER_MAX  # type: ignore[operator]  # is a number
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBER_MAX
+    )

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from hybridkv.client.control import ControlClient
-from hybridkv.connector.copy.contract import Copier
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind

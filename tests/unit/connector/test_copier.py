@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridkv.connector.copy.contract import BadSlotError, Copier
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
@@ -55,6 +54,11 @@ LAYOUTS = {
     "unequal layers": lambda device: [
         *flat(device, 2, (2, 16, 8), "LBHNC"),
         *padded(device, 2, 96, 128),
+    ],
+    "band between odd bytes": lambda device: [
+        *padded(device, 1, 333, 401),
+        *flat(device, 2, (2, 16, 8), "LBHNC"),
+        *padded(device, 1, 331, 401),
     ],
 }
 

@@ -1,6 +1,13 @@
 """What is told of a request: every group's part in it, as values and in words."""
 
-from hybridkv.connector.scheduler.explain import explain_request
+from types import SimpleNamespace
+
+from hybridkv.connector.scheduler.requests import (
+    RequestLoad,
+    RequestLookup,
+    TrackedRequest,
+    explain_request,
+)
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.observe.explanations import DECLINES, outcome_of, sentences_of
 from hybridkv.wire.messages import Decline, Found, GroupPresence
@@ -11,11 +18,19 @@ GEMMA3 = LAYOUTS["gemma3"]
 ASKED = bytes(4 * HASH_BYTES)
 
 
+def asked_for(why: tuple[str, str]) -> TrackedRequest:
+    """A request of 600 tokens that ended without a lookup."""
+    return TrackedRequest(SimpleNamespace(num_prompt_tokens=600), why=why)
+
+
 def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> None:
     """A29: no group speaks for the others; B35, B36: a disagreement is the least of them."""
     masks = [b"\1\1\1\1", b"\1\1\1\0", b"\1\1\1\1"]
     found = Found(1, 1, 3, masks, b"", b"", {"disk": 2}, "")
-    told = explain_request(GEMMA3, 600, ASKED, found, 128, (256, 4096), 2, ("", ""))
+    tracked = asked_for(("", ""))
+    tracked.lookup = RequestLookup(ASKED, answer=found)
+    tracked.local_seen, tracked.load, tracked.stored = 128, RequestLoad(total=(256, 4096)), 2
+    told = explain_request(GEMMA3, tracked)
     assert told.groups == [
         GroupPresence(group.gid, group.kind, objects, lacks)
         for group, objects, lacks in zip(GEMMA3.groups, (4, 3, 4), (None, 3, None), strict=True)
@@ -33,7 +48,7 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
 
 
 def test_a_miss_says_why() -> None:
-    told = explain_request(GEMMA3, 600, b"", None, None, (0, 0), 0, ("lookups_no_daemon", ""))
+    told = explain_request(GEMMA3, asked_for(("lookups_no_daemon", "")))
     assert told.declined is Decline.NO_DAEMON
     facts = sentences_of(told)
     assert facts["nothing loaded because"] == "no daemon was connected"
@@ -41,8 +56,7 @@ def test_a_miss_says_why() -> None:
 
 
 def test_a_detail_says_more_than_its_reason() -> None:
-    why = "plan_failed", "a block is missing"
-    told = explain_request(GEMMA3, 600, b"", None, None, (0, 0), 0, why)
+    told = explain_request(GEMMA3, asked_for(("plan_failed", "a block is missing")))
     assert outcome_of(told) == (Outcome.COMPUTED, "a block is missing")
 
 

@@ -29,7 +29,7 @@ def make_request(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from hybridkv.connector.scheduler.tracked import TrackedRequest
+    from hybridkv.connector.scheduler.requests import TrackedRequest
 
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
@@ -180,9 +180,9 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
         lambda events: events.stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
     )
     assert counters["fault_kv_events"] == 1
-    (gone,) = side.take_events()
+    (gone,) = side.step_ended()
     assert set(stored.block_hashes) <= set(gone.block_hashes)
-    assert side.take_events() == side.withdraw() == []
+    assert side.step_ended() == side.withdraw() == []
     side.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.scheduler.request_states import RequestState
+from hybridkv.connector.scheduler.requests import RequestState
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
@@ -416,7 +416,7 @@ def connector_of(rig: Rig) -> Any:
         rig.side,
         None,
     )
-    connector._has_events, connector._facts = False, {}
+    connector._facts = {}
     return connector
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hybridkv.connector.messages import StepReport
+from hybridkv.connector.scheduler.requests import TrackedRequest, block_tables
 from hybridkv.connector.scheduler.stores import StorePlanner
-from hybridkv.connector.scheduler.tracked import TrackedRequest, block_tables
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES

@@ -3,7 +3,7 @@
 import pickle
 from types import SimpleNamespace
 
-from hybridkv.connector.scheduler.tracked import block_tables
+from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.core.copies import CopyRun, plan_load
 from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.packed import pack_u64

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hybridkv.connector.copy.contract import BadSlotError
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
@@ -29,12 +28,8 @@ PIN_STEP_BYTES = 64 << 20
 """The arena is pinned in pieces of this size; no single copy crosses from one to the next."""
 
 
-class StagingFullError(HybridKVError):
-    """The device staging has no room for a load."""
-
-
 class CudaCopier:
-    """See hybridkv.connector.copy.contract.Copier."""
+    """See Copier."""
 
     def __init__(
         self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout
@@ -42,9 +37,7 @@ class CudaCopier:
         self._arena = arena
         self._part = part
         self._groups = [as_words(views) for views in groups]
-        self._part_bytes_per_block: list[int] = [
-            sum(map(block_bytes, views)) for views in self._groups
-        ]
+        self._block_bytes: list[int] = [sum(map(block_bytes, views)) for views in self._groups]
         self._num_blocks = [min(view.shape[0] for view in views) for views in self._groups]
         self._device = self._groups[0][0].device
         self._memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -149,9 +142,7 @@ class CudaCopier:
         side, staging = self._streams["load"], self._staging["load"]
         buffer = staging.take(part_bytes)
         if buffer is None:
-            raise StagingFullError(
-                f"an object of {part_bytes} bytes does not fit the device staging"
-            )
+            raise HybridKVError(f"an object of {part_bytes} bytes does not fit the device staging")
         with torch.cuda.stream(side):
             side.wait_event(ready)
             for at, piece in self._slot(op):
@@ -168,15 +159,14 @@ class CudaCopier:
     def _slot(self, op: CopyOp) -> Iterator[tuple[int, torch.Tensor]]:
         """This rank's part of the slot, cut where pinned pieces end: (offset, bytes)."""
         part_bytes = self._part_bytes(op)
-        start = self._part.payload(op, part_bytes)
-        at = start
+        start = at = self._part.payload(op, part_bytes)
         while at < start + part_bytes:
             stop = min(start + part_bytes, (at // PIN_STEP_BYTES + 1) * PIN_STEP_BYTES)
             yield at - start, self._memory[at:stop]
             at = stop
 
     def _part_bytes(self, op: CopyOp) -> int:
-        return op.count * self._part_bytes_per_block[op.group_index]
+        return op.count * self._block_bytes[op.group_index]
 
     def _ids(self, op: CopyOp) -> torch.Tensor:
         return torch.tensor(op.blocks, dtype=torch.int64).to(self._device, non_blocking=True)
@@ -219,7 +209,6 @@ class _Staging:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Give a buffer of `take` back."""
         with self._lock:
             self._taken_bytes -= buffer.numel()
             self._spare.setdefault(buffer.numel(), []).append(buffer)

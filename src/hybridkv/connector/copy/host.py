@@ -3,19 +3,18 @@
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from hybridkv.connector.copy.contract import BadSlotError
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import consecutive
 from hybridkv.shm.arena import Arena
+from hybridkv.shm.signature import hasher
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
-COPY_THREADS = 2
 BATCH_BYTES = 256 << 10
 WORD_BYTES = 8
 STRIDED_WORDS_MAX = 32 * 1024 - 1
@@ -31,6 +30,8 @@ PARALLEL_BYTES_MIN = 1 << 20
 @dataclass(frozen=True, slots=True)
 class _HostLayer:
     address: int
+    storage: int
+    """The address of the allocation."""
     stride_bytes: int
     block_bytes: int
     runs: tuple[tuple[int, int], ...]
@@ -44,11 +45,11 @@ class _Band:
     by run.
     """
 
-    layers: tuple[_HostLayer, ...]
-    words: torch.Tensor | None = None
-    """The whole allocation as 64-bit words."""
-    first_word: int = 0
-    layer_words: int = 0
+    layers: list[_HostLayer]
+    layer_bytes: int
+    """Bytes of one block in all layers."""
+    words: torch.Tensor | None
+    """The blocks as 64-bit words: [layer, block, word]."""
 
 
 class HostCopier:
@@ -63,21 +64,16 @@ class HostCopier:
         self._part = part
         self._groups = [_bands(views) for views in groups]
         self._num_blocks = [min(view.shape[0] for view in views) for views in groups]
-        self._part_bytes = [
-            sum(layer.block_bytes for band in bands for layer in band.layers)
-            for bands in self._groups
-        ]
-        self._pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="hybridkv-copy")
+        self._block_bytes = [sum(band.layer_bytes for band in bands) for bands in self._groups]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hybridkv-copy")
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """See Copier."""
         for op, error in zip(ops, self._each(self._store_one, ops), strict=True):
             if error is not None and not isinstance(error, HybridKVError):
                 raise error
             done(op, error is None)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """See Copier."""
         for error in self._each(self._load_one, ops):
             if isinstance(error, HybridKVError):
                 done(error)
@@ -87,7 +83,6 @@ class HostCopier:
         done(None)
 
     def close(self) -> None:
-        """See Copier."""
         self._pool.shutdown()
 
     def _each(
@@ -107,16 +102,15 @@ class HostCopier:
                         errors.append(error)
             return errors
 
-        total = sum(len(op.blocks) * self._part_bytes[op.group_index] for op in ops)
+        total = sum(len(op.blocks) * self._block_bytes[op.group_index] for op in ops)
         if total < PARALLEL_BYTES_MIN or len(ops) < 2:
             return run(ops)
         half = len(ops) // 2
         other = self._pool.submit(run, ops[half:])
-        mine = run(ops[:half])
-        return mine + other.result()
+        return run(ops[:half]) + other.result()
 
     def _store_one(self, op: CopyOp) -> None:
-        part_bytes = op.count * self._part_bytes[op.group_index]
+        part_bytes = op.count * self._block_bytes[op.group_index]
         digest = self._copy(op, part_bytes, into_slot=True)
         if digest is not None:
             self._part.write_signature(self._arena, op, digest)
@@ -125,7 +119,7 @@ class HostCopier:
 
     def _load_one(self, op: CopyOp) -> None:
         """Copy and prove at once: if the proof fails the load fails, and no block of it is read."""
-        part_bytes = op.count * self._part_bytes[op.group_index]
+        part_bytes = op.count * self._block_bytes[op.group_index]
         if len(op.blocks) < op.count:
             self._part.prove(self._arena, op, part_bytes)
         self._part.recheck(self._arena, op)
@@ -144,61 +138,46 @@ class HostCopier:
                 pass
             return None
         # Each piece is hashed right after its copy, while it is in the cache.
-        hasher = self._part.hasher(op)
+        hashed = hasher(op.slot.generation)
         for start, size in steps:
-            hasher.update(self._memory_at(start, size))
-        return hasher.intdigest()
+            hashed.update(self._arena.memory[start : start + size])
+        return hashed.intdigest()
 
     def _steps(self, op: CopyOp, part_bytes: int, into_slot: bool) -> Iterator[tuple[int, int]]:
-        """Copy piece by piece in the slot's order; yields (address in the slot, bytes) of each."""
-        if min(op.blocks) < 0 or max(op.blocks) >= self._num_blocks[op.group_index]:
-            most = self._num_blocks[op.group_index]
+        """Copy piece by piece in the slot's order; yields (offset in the arena, bytes) of each."""
+        most, base = self._num_blocks[op.group_index], self._arena.address
+        if min(op.blocks) < 0 or max(op.blocks) >= most:
             raise BadSlotError(op, f"a block id is outside the engine's {most} blocks")
-        at = self._arena.address + self._part.payload(op, part_bytes)
+        at = self._part.payload(op, part_bytes)
         for band in self._groups[op.group_index]:
-            if band.words is not None and part_bytes % WORD_BYTES == 0:
+            if band.words is not None and at % WORD_BYTES == 0:
                 yield from self._band_steps(op, band, band.words, at, into_slot)
             else:
-                for batch, start, size in _batches(_moves(op, band, at)):
+                for batch, size in _batches(_moves(op, band, base + at)):
                     for slot_at, block_at, piece in batch:
                         ctypes.memmove(
                             *((slot_at, block_at) if into_slot else (block_at, slot_at)), piece
                         )
-                    yield start, size
-            at += op.count * sum(layer.block_bytes for layer in band.layers)
+                    yield batch[0][0] - base, size
+            at += op.count * band.layer_bytes
 
     def _band_steps(
         self, op: CopyOp, band: _Band, words: torch.Tensor, at: int, into_slot: bool
     ) -> Iterator[tuple[int, int]]:
         """As `_steps`, some layers at a time, which torch copies in this thread and its cache."""
-        layer = band.layers[0]
-        width = layer.block_bytes // WORD_BYTES
-        slot_word = (at - self._arena.address) // WORD_BYTES
-        rows_max = max(1, STRIDED_WORDS_MAX // (width * op.count))
-        for row in range(0, len(band.layers), rows_max):
-            rows = min(rows_max, len(band.layers) - row)
-            for number, block in enumerate(op.blocks):
-                slot = self._words.as_strided(
-                    (rows, width),
-                    (op.count * width, 1),
-                    slot_word + (row * op.count + op.first + number) * width,
-                )
-                engine = words.as_strided(
-                    (rows, width),
-                    (band.layer_words, 1),
-                    band.first_word
-                    + row * band.layer_words
-                    + block * layer.stride_bytes // WORD_BYTES,
-                )
+        layers, _, width = words.shape
+        row_words = op.count * width
+        rows_max = max(1, STRIDED_WORDS_MAX // row_words)
+        for row in range(0, layers, rows_max):
+            engine = words if rows_max >= layers else words[row : row + rows_max]
+            rows, start = len(engine), at // WORD_BYTES + row * row_words
+            for number, block in enumerate(op.blocks, op.first):
+                slot = self._words.as_strided((rows, width), (row_words, 1), start + number * width)
                 if into_slot:
-                    slot.copy_(engine)
+                    slot.copy_(engine.select(1, block))
                 else:
-                    engine.copy_(slot)
-            yield at + row * op.count * layer.block_bytes, rows * op.count * layer.block_bytes
-
-    def _memory_at(self, address: int, size: int) -> memoryview:
-        at = address - self._arena.address
-        return self._arena.memory[at : at + size]
+                    engine.select(1, block).copy_(slot)
+            yield start * WORD_BYTES, rows * row_words * WORD_BYTES
 
     def _compare(self, op: CopyOp, part_bytes: int) -> None:
         at = self._arena.address + self._part.payload(op, part_bytes)
@@ -206,61 +185,56 @@ class HostCopier:
             for slot_at, block_at, size in _moves(op, band, at):
                 if ctypes.string_at(slot_at, size) != ctypes.string_at(block_at, size):
                     raise BadSlotError(op, "the engine's blocks are not what was copied")
-            at += op.count * sum(layer.block_bytes for layer in band.layers)
+            at += op.count * band.layer_bytes
 
 
 def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
     """The layers of a group, joined where their blocks are small and equally spaced."""
-    bands: list[_Band] = []
-    start = 0
-    while start < len(views):
-        stop = start + 1
-        while stop < len(views) and _continues(views, start, stop):
-            stop += 1
-        layers = tuple(_host_layer(view) for view in views[start:stop])
-        if len(layers) == 1:
-            bands.append(_Band(layers))
+    joined: list[list[_HostLayer]] = []
+    for view in views:
+        layer = _HostLayer(
+            view.data_ptr(),
+            view.untyped_storage().data_ptr(),
+            view.stride(0) * view.element_size(),
+            block_bytes(view),
+            tuple(block_runs(view)),
+        )
+        if joined and _continues(joined[-1], layer):
+            joined[-1].append(layer)
         else:
-            storage = views[start].untyped_storage()
+            joined.append([layer])
+    bands: list[_Band] = []
+    at, blocks = 0, min(map(len, views))
+    for layers in joined:
+        first = layers[0]
+        words: torch.Tensor | None = None
+        if len(layers) > 1:
+            shape = len(layers), blocks, first.block_bytes // WORD_BYTES
+            strides = layers[1].address - first.address, first.stride_bytes, WORD_BYTES
             words = torch.empty(0, dtype=torch.int64)
-            words.set_(storage, 0, (storage.nbytes() // WORD_BYTES,), (1,))
-            first = (layers[0].address - storage.data_ptr()) // WORD_BYTES
-            bands.append(
-                _Band(layers, words, first, (layers[1].address - layers[0].address) // WORD_BYTES)
+            words.set_(
+                views[at].untyped_storage(),
+                (first.address - first.storage) // WORD_BYTES,
+                shape,
+                tuple(stride // WORD_BYTES for stride in strides),
             )
-        start = stop
+        bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
+        at += len(layers)
     return bands
 
 
-def _continues(views: Sequence[torch.Tensor], start: int, at: int) -> bool:
-    """Whether layer `at` continues the band that begins at `start`."""
-    first, here = _host_layer(views[start]), _host_layer(views[at])
-    storage = views[start].untyped_storage().data_ptr()
-    step = _host_layer(views[start + 1]).address - first.address
-    numbers = (
-        first.address - storage,
-        here.address - storage,
-        first.stride_bytes,
-        first.block_bytes,
-    )
+def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
+    """Whether a band of these layers can go on with `layer`."""
+    first = layers[0]
+    step = layer.address - layers[-1].address
+    numbers = first.address - first.storage, step, first.stride_bytes, first.block_bytes
     return (
-        views[at].untyped_storage().data_ptr() == storage
-        and (here.stride_bytes, here.block_bytes, here.runs)
-        == (first.stride_bytes, first.block_bytes, first.runs)
+        replace(layer, address=first.address) == first
         and len(first.runs) == 1
-        and here.address - first.address == (at - start) * step
-        and step > 0
         and first.block_bytes <= BAND_BLOCK_BYTES_MAX
-        and all(number % WORD_BYTES == 0 for number in numbers)
-    )
-
-
-def _host_layer(view: torch.Tensor) -> _HostLayer:
-    return _HostLayer(
-        view.data_ptr(),
-        view.stride(0) * view.element_size(),
-        block_bytes(view),
-        tuple(block_runs(view)),
+        and step > 0
+        and step * (len(layers) - 1) == layers[-1].address - first.address
+        and not any(number % WORD_BYTES for number in numbers)
     )
 
 
@@ -281,8 +255,8 @@ def _moves(op: CopyOp, band: _Band, at: int) -> Iterator[Move]:
         at += op.count * layer.block_bytes
 
 
-def _batches(moves: Iterable[Move]) -> Iterator[tuple[list[Move], int, int]]:
-    """The moves in batches of about BATCH_BYTES: (moves, address in the slot, bytes).
+def _batches(moves: Iterable[Move]) -> Iterator[tuple[list[Move], int]]:
+    """The moves in batches of about BATCH_BYTES, each with its bytes.
 
     A batch is contiguous in the slot, and stays in a core's cache until it is hashed.
     """
@@ -294,7 +268,7 @@ def _batches(moves: Iterable[Move]) -> Iterator[tuple[list[Move], int, int]]:
             batch.append((slot_at + at, block_at + at, piece))
             total += piece
             if total >= BATCH_BYTES:
-                yield batch, batch[0][0], total
+                yield batch, total
                 batch, total = [], 0
     if batch:
-        yield batch, batch[0][0], total
+        yield batch, total

@@ -1,19 +1,44 @@
-"""One rank's part of a slot: where it is, and how its bytes are signed and proven."""
+"""What every copier of the engine's blocks shares.
 
+A part of an object is ``[layer][stored block][bytes of the block]`` (core.copies). A store fills a
+part and writes its checksum. A load proves a part by its checksum and its slot's generation.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import xxhash
-
-from hybridkv.connector.copy.contract import BadSlotError
 from hybridkv.core.copies import CopyOp
+from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.signature import hasher, signature
 from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
 
 
+class BadSlotError(HybridKVError):
+    """A slot does not hold the bytes it should."""
+
+    def __init__(self, op: CopyOp, why: str) -> None:
+        super().__init__(f"slot {op.slot.offset} (group {op.group_index}, chunk {op.chunk}): {why}")
+        self.op = op
+
+
+class Copier(Protocol):
+    """One rank's copies. `done` may be called from another thread."""
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        """Copy blocks out. Once this returns, work that the engine submits may reuse the blocks."""
+
+    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
+        """Copy blocks in; `done` is called once, when the blocks have the bytes or never will."""
+
+    def close(self) -> None:
+        """Finish what is running."""
+
+
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Which part of a slot is one rank's, and where it is."""
+    """Which part of a slot is one rank's, where it is, and how its bytes are signed and proven."""
 
     rank: int
     ranks: int
@@ -35,27 +60,21 @@ class PartLayout:
     def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Write the checksum of this rank's part."""
         if self.checksum != "off":
-            self.write_signature(arena, op, self._hash_part(arena, op, part_bytes))
+            self.write_signature(arena, op, self._digest(arena, op, part_bytes))
 
     def prove(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Raise BadSlotError unless the slot has the op's generation and its part its checksum."""
         self.recheck(arena, op)
         if self.checksum != "off":
-            self.check_signature(arena, op, self._hash_part(arena, op, part_bytes))
-
-    def hasher(self, op: CopyOp) -> "xxhash.xxh3_64":
-        """A hasher for callers that hash a part piece by piece, while it is in the cache."""
-        return hasher(op.slot.generation)
+            self.check_signature(arena, op, self._digest(arena, op, part_bytes))
 
     def write_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Write `digest` as the checksum of this rank's part."""
-        at = self._checksum(op)
-        arena.memory[at : at + CHECKSUM_BYTES] = signature(digest)
+        self._checksum(arena, op)[:] = signature(digest)
 
     def check_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
         """Raise BadSlotError unless `digest` is what the writer of the part signed."""
-        at = self._checksum(op)
-        if bytes(arena.memory[at : at + CHECKSUM_BYTES]) != signature(digest):
+        if bytes(self._checksum(arena, op)) != signature(digest):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
     def recheck(self, arena: Arena, op: CopyOp) -> None:
@@ -63,13 +82,13 @@ class PartLayout:
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
             raise BadSlotError(op, "it was given to another object")
 
-    def _checksum(self, op: CopyOp) -> int:
-        return op.slot.offset + checksum_offset(
-            0 if op.group_index in self.replicated else self.rank
-        )
+    def _checksum(self, arena: Arena, op: CopyOp) -> memoryview:
+        part = 0 if op.group_index in self.replicated else self.rank
+        at = op.slot.offset + checksum_offset(part)
+        return arena.memory[at : at + CHECKSUM_BYTES]
 
-    def _hash_part(self, arena: Arena, op: CopyOp, part_bytes: int) -> int:
+    def _digest(self, arena: Arena, op: CopyOp, part_bytes: int) -> int:
         start = self.payload(op, part_bytes)
-        hasher = self.hasher(op)
-        hasher.update(arena.memory[start : start + part_bytes])
-        return hasher.intdigest()
+        hashed = hasher(op.slot.generation)
+        hashed.update(arena.memory[start : start + part_bytes])
+        return hashed.intdigest()

@@ -9,25 +9,24 @@ where its objects are known for sure to be there.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
-from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.geometry import Geometry, GroupKind
 
 CHUNKS_MAX = 1 << 17
 """Chunks known at once, each in some 400 bytes; further ones are not shown."""
 
 
+@dataclass(eq=False, slots=True)
 class _AnnouncedChunk:
-    __slots__ = ("before", "behind", "chunk", "chunk_hash", "is_end")
-
-    def __init__(self, chunk_hash: bytes, chunk: int, before: "_AnnouncedChunk | None") -> None:
-        self.chunk_hash = chunk_hash
-        self.chunk = chunk
-        """Its number in the prompt."""
-        self.before = before
-        self.behind: set[_AnnouncedChunk] = set()
-        self.is_end = False
-        """Whether a hit may end with it."""
+    chunk_hash: bytes
+    chunk: int
+    """Its number in the prompt."""
+    before: "_AnnouncedChunk | None"
+    behind: "set[_AnnouncedChunk]" = field(default_factory=set)
+    is_end: bool = False
+    """Whether a hit may end with it."""
 
 
 class AnnouncedChunks:
@@ -39,9 +38,14 @@ class AnnouncedChunks:
         self._present: dict[bytes, int] = {}
         """A bit for each group (by index) whose object is known to be there."""
         self._shown: dict[bytes, _AnnouncedChunk] = {}
-        full = [i for i, group in enumerate(geometry.groups) if group.kind is GroupKind.FULL]
-        self._full = sum(1 << index for index in full)
-        self._reach = max(_reach(geometry, group) for group in geometry.groups)
+        self._full, window = 0, 0
+        for index, group in enumerate(geometry.groups):
+            if group.kind is GroupKind.FULL:
+                self._full |= 1 << index
+            elif group.kind is not GroupKind.RECURRENT:
+                window = max(window, group.window_tokens + group.extra_retained_tokens)
+        self._reach = -(-window // geometry.chunk_tokens)
+        """How many chunks behind an object's chunk a hit that needs it for a window may end."""
 
     def __len__(self) -> int:
         """Chunks that are shown."""
@@ -98,11 +102,11 @@ class AnnouncedChunks:
         shown = self._shown.get(chunk_hash)
         if shown is None:
             return []
-        if bit & self._full:
-            return list(self._hide(shown))
-        near = list(_behind(shown, self._reach))
+        # Every hit behind an object of full attention needs it.
+        is_full = bool(bit & self._full)
+        near = list(_behind(shown, math.inf if is_full else self._reach))
         for one in near:
-            one.is_end = one.is_end and self._may_end(one)
+            one.is_end = one.is_end and not is_full and self._may_end(one)
         return [chunk_hash for one in reversed(near) for chunk_hash in self._prune(one)]
 
     def clear(self) -> list[bytes]:
@@ -152,16 +156,6 @@ class AnnouncedChunks:
                 one.before.behind.remove(one)
             one = one.before
 
-    def _hide(self, shown: _AnnouncedChunk) -> Iterator[bytes]:
-        """Hide a chunk that every hit behind it needs, with those that are useful no more."""
-        for one in reversed(list(_behind(shown, math.inf))):
-            one.is_end = False
-            one.behind.clear()
-            if one is not shown:
-                del self._shown[one.chunk_hash]
-                yield one.chunk_hash
-        yield from self._prune(shown)
-
 
 def _behind(shown: _AnnouncedChunk, chunks: float) -> Iterator[_AnnouncedChunk]:
     """A chunk and those at most `chunks` behind it, each after the one before it."""
@@ -170,13 +164,3 @@ def _behind(shown: _AnnouncedChunk, chunks: float) -> Iterator[_AnnouncedChunk]:
         yield from level
         level = [other for one in level for other in one.behind] if chunks > 0 else []
         chunks -= 1
-
-
-def _reach(geometry: Geometry, group: Group) -> int:
-    """How many chunks behind an object's chunk a hit that needs it may end.
-
-    0 for full attention, whose objects every hit behind them needs.
-    """
-    if group.kind in (GroupKind.FULL, GroupKind.RECURRENT):
-        return 0
-    return -(-(group.window_tokens + group.extra_retained_tokens) // geometry.chunk_tokens)

@@ -12,17 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    BlockHash,
-    ExternalBlockHash,
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core import kv_cache_utils
 
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
+from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.stores import StoredObjects
-from hybridkv.connector.scheduler.tracked import TrackedRequest
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import consecutive
@@ -30,25 +24,39 @@ from hybridkv.wire.messages import Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
 
+BlockName = bytes | int
+"""A block's hash as vLLM publishes it."""
 HASHES_MAX = 4096
 """Block hashes in one event."""
 
 
 class KVEventPublisher:
-    """What was announced, and the events that vLLM has not taken yet."""
+    """What was announced, and the events that vLLM has not taken yet: none if it is off."""
 
-    def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
+    def __init__(self, geometry: Geometry, counters: Counter[str], is_on: bool = True) -> None:
+        self._is_on = is_on
         self._geometry = geometry
         self._counters = counters
         full = [group.tokens_per_block for group in geometry.groups if group.kind is GroupKind.FULL]
         self.block_tokens = min(full, default=geometry.chunk_tokens)
         """Tokens of one announced block."""
         self._announced = AnnouncedChunks(geometry)
-        self._blocks: dict[bytes, list[ExternalBlockHash]] = {}
+        self._blocks: dict[bytes, list[BlockName]] = {}
         """The engine's hashes of the blocks in each announced chunk, by the chunk's hash."""
-        self._uses: Counter[ExternalBlockHash] = Counter()
+        self._uses: Counter[BlockName] = Counter()
         """Announced chunks that share a block: prompts may differ at the end of a chunk only."""
         self._queue: list[KVCacheEvent] = []
+
+    def update(self, work: Callable[["KVEventPublisher"], None]) -> None:
+        """Call `work` with the publisher if it is on; a fault costs what was announced, no more."""
+        if not self._is_on:
+            return
+        try:
+            work(self)
+        except Exception:
+            self._counters["fault_kv_events"] += 1
+            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
+            self.lost()
 
     def stored(self, stored: Iterable[StoredObjects]) -> None:
         """These objects are committed."""
@@ -65,12 +73,11 @@ class KVEventPublisher:
     def found(self, tracked: TrackedRequest, found: Found) -> None:
         """A lookup found these objects in RAM."""
         hashes = _split(tracked.lookup.hashes)
-        chunks = range(len(hashes))
         present = [
             (chunk, index)
             for index, mask in enumerate(found.masks)
-            for chunk in chunks[: len(mask)]
-            if mask[chunk]
+            for chunk, is_there in enumerate(mask)
+            if is_there
         ]
         self._learn(tracked, hashes, present)
 
@@ -102,10 +109,14 @@ class KVEventPublisher:
         ]
         if not news:
             return
+        names = tracked.request.block_hashes
+        of_chunk = self._geometry.chunk_tokens // self._geometry.hash_tokens
+        of_block = self.block_tokens // self._geometry.hash_tokens
         for chunks in consecutive(self._announced.show(hashes, min(news))):
-            blocks: list[ExternalBlockHash] = []
+            blocks: list[BlockName] = []
             for chunk in chunks:
-                self._blocks[hashes[chunk]] = self._block_hashes(tracked.request, chunk)
+                last = names[chunk * of_chunk + of_block - 1 : (chunk + 1) * of_chunk : of_block]
+                self._blocks[hashes[chunk]] = [*map(kv_cache_utils.maybe_convert_block_hash, last)]
                 blocks += self._blocks[hashes[chunk]]
             known = next((at for at, one in enumerate(blocks) if not self._uses[one]), len(blocks))
             self._uses.update(blocks)
@@ -115,7 +126,7 @@ class KVEventPublisher:
                 self._queue.append(self._event(tracked.request, start, blocks[known:]))
 
     def _withdraw(self, hashes: Iterable[bytes]) -> None:
-        blocks: list[ExternalBlockHash] = []
+        blocks: list[BlockName] = []
         for chunk_hash in hashes:
             self._counters["chunks_withdrawn"] += 1
             for block in self._blocks.pop(chunk_hash, ()):
@@ -127,61 +138,27 @@ class KVEventPublisher:
             some = blocks[at : at + HASHES_MAX]
             self._queue.append(BlockRemoved(block_hashes=some, medium=MEDIUM_CPU))
 
-    def _event(self, request: Any, start: int, blocks: list[ExternalBlockHash]) -> BlockStored:
+    def _event(self, request: Any, start: int, blocks: list[BlockName]) -> BlockStored:
         tokens = self.block_tokens
         stop = start + len(blocks) * tokens
         extra = [
-            generate_block_hash_extra_keys(request, at, at + tokens, 0)[0]
+            kv_cache_utils.generate_block_hash_extra_keys(request, at, at + tokens, 0)[0]
             for at in range(start, stop, tokens)
         ]
         adapter = request.lora_request
+        at = start // self._geometry.hash_tokens
+        parents = request.block_hashes[at - 1 : at] if at else []
         return BlockStored(
             block_hashes=blocks,
-            parent_block_hash=self._hash_before(request, start),
+            parent_block_hash=next(map(kv_cache_utils.maybe_convert_block_hash, parents), None),
             token_ids=list(request.all_token_ids[start:stop]),
             block_size=tokens,
             lora_id=adapter.adapter_id if adapter is not None else None,
             medium=MEDIUM_CPU,
             lora_name=adapter.name if adapter is not None else None,
-            extra_keys=to_event_extra_keys(extra),
+            extra_keys=kv_cache_utils.to_event_extra_keys(extra),
             session_id=request.session_id,
         )
-
-    def _block_hashes(self, request: Any, chunk: int) -> list[ExternalBlockHash]:
-        hashes = self._geometry.chunk_tokens // self._geometry.hash_tokens
-        step = self.block_tokens // self._geometry.hash_tokens
-        first = chunk * hashes + step - 1
-        of_chunk = request.block_hashes[first : (chunk + 1) * hashes : step]
-        return [*map(maybe_convert_block_hash, of_chunk)]
-
-    def _hash_before(self, request: Any, tokens: int) -> ExternalBlockHash | None:
-        if not tokens:
-            return None
-        before: BlockHash = request.block_hashes[tokens // self._geometry.hash_tokens - 1]
-        return maybe_convert_block_hash(before)
-
-
-class KVEventFeed:
-    """A publisher whose faults cost what was announced, and nothing else; it may be None."""
-
-    def __init__(self, publisher: KVEventPublisher | None, counters: Counter[str]) -> None:
-        self._publisher = publisher
-        self._counters = counters
-
-    def update(self, work: Callable[[KVEventPublisher], None]) -> None:
-        """Call `work` with the publisher, if there is one; a fault withdraws what was announced."""
-        if self._publisher is None:
-            return
-        try:
-            work(self._publisher)
-        except Exception:
-            self._counters["fault_kv_events"] += 1
-            logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
-            self._publisher.lost()
-
-    def take(self) -> list[KVCacheEvent]:
-        """The events since the last call, in their order."""
-        return self._publisher.take() if self._publisher is not None else []
 
 
 def _split(hashes: bytes) -> list[bytes]:

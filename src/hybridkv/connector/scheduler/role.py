@@ -14,14 +14,16 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
-from hybridkv.connector.scheduler.kv_events import KVEventFeed, KVEventPublisher
-from hybridkv.connector.scheduler.loads import LoadPlanner
-from hybridkv.connector.scheduler.lookups import Lookups
-from hybridkv.connector.scheduler.registry import RequestRegistry
-from hybridkv.connector.scheduler.request_states import RequestEvent, RequestState
+from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.requests import (
+    RequestEvent,
+    RequestRegistry,
+    RequestState,
+    TrackedRequest,
+)
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
-from hybridkv.connector.scheduler.tracked import TrackedRequest
 from hybridkv.connector.stats import HybridKVStats, StatsCollector
 from hybridkv.core.coverage import retention_of
 from hybridkv.core.geometry import Geometry
@@ -64,7 +66,7 @@ class SchedulerRole:
         self._counters = counters
         self._adapters = Adapters(time.time_ns())
         self._meter = StatsCollector(counters)
-        self._events = KVEventFeed(events, counters)
+        self._events = events or KVEventPublisher(geometry, counters, is_on=False)
         self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
         version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
         hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
@@ -78,7 +80,7 @@ class SchedulerRole:
             self._connection_lost,
         )
         self._requests = RequestRegistry(geometry, self._session, self._room, self._meter, counters)
-        self._lookups = Lookups(settings, self._requests, self._events, self._poll)
+        self._lookups = Lookups(settings, self._requests, self._events)
         self._loads = LoadPlanner(self._requests)
         self._stores = StorePlanner(geometry, tokens_per_step, settings.store_generated, counters)
         self._changes: list[wire.Commit | wire.Free] = []
@@ -106,6 +108,8 @@ class SchedulerRole:
             tenant=tenant_of(request.cache_salt),
             next_chunk=[0] * len(self._geometry.groups),
         )
+        if not self._session.is_connected:
+            self._poll(now)
         self._requests.by_id[request.request_id] = tracked
         self._lookups.begin(tracked, now)
 
@@ -184,8 +188,8 @@ class SchedulerRole:
         if report.corrupt:
             slots = sorted(report.corrupt)
             self._counters["slots_condemned"] += len(slots)
-            offsets, generations = (pack_u64([slot[at] for slot in slots]) for at in (0, 1))
-            for some in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
+            columns = [(pack_u64(list(column)), U64) for column in zip(*slots, strict=True)]
+            for some in batches(wire.CHANGES_MAX, *columns):
                 session.send(wire.ReportCorrupt(*some), now)
         self._changes += self._stores.reported(report)
         if session.is_connected:
@@ -215,7 +219,7 @@ class SchedulerRole:
         tracked = self._requests.by_id.get(request_id)
         if tracked is None or tracked.load.tokens != external_tokens:
             return {}
-        return self._loads.tokens_by_tier(tracked)
+        return self._loads.tiers_of(tracked)
 
     def take_stats(self) -> HybridKVStats | None:
         """What was counted and measured since the last call; None = nothing."""
@@ -231,16 +235,12 @@ class SchedulerRole:
         now = time.monotonic()
         self._send_changes(now)
         self._poll(now)
-        return self.take_events()
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """The KV events since the last call."""
         return self._events.take()
 
     def withdraw(self) -> list[KVCacheEvent]:
         """The last KV events of a connector that is switched off: nothing is offered any more."""
         self._events.update(KVEventPublisher.lost)
-        return self.take_events()
+        return self._events.take()
 
     def quit(self) -> StepPlan:
         """The plan of a role that is switched off: the daemon gets back all that it lent."""
@@ -299,5 +299,4 @@ class SchedulerRole:
         self._lookups.queued.clear()
         self._stores.lost()
         self._events.update(KVEventPublisher.lost)
-        self._requests.forget_leases()
-        self._requests.settle_all("lookups_lost", time.monotonic())
+        self._requests.lost(time.monotonic())

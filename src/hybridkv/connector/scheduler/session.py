@@ -1,15 +1,17 @@
 """The scheduler role's session with the daemon: the link, the identity and the daemon's lives."""
 
+import hashlib
+import json
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.spawn import start_detached
-from hybridkv.connector.scheduler.explain import describe_identity
 from hybridkv.core.breaker import Breaker
 from hybridkv.wire import messages as wire
 
@@ -19,43 +21,33 @@ RESPAWN_SECONDS = 5.0
 """A daemon of our own that died is started again at most this often."""
 
 
+@dataclass(eq=False)
 class DaemonSession:
     """One engine's session. No method waits; `now` is monotonic seconds."""
 
-    def __init__(
-        self,
-        socket_path: str,
-        hello: wire.Hello,
-        facts: Mapping[str, object],
-        daemon_options: Sequence[str] | None,
-        subscribes: bool,
-        counters: Counter[str],
-        on_loss: Callable[[], None],
-    ) -> None:
-        """`daemon_options` start a daemon that died; None: somebody else starts it.
+    socket_path: str
+    hello: wire.Hello
+    facts: Mapping[str, object]
+    daemon_options: Sequence[str] | None
+    """They start a daemon that died; None: somebody else starts it."""
+    subscribes: bool
+    """Whether the daemon is asked to tell which objects RAM has no more."""
+    counters: Counter[str]
+    on_loss: Callable[[], None]
+    """Called whenever the connection is lost."""
+    boot: str = ""
+    """The daemon's life that was greeted last; empty before the first greeting."""
+    reserved_bytes: int = 0
+    """Bytes of the arena whose pages exist, as far as that life has said."""
+    attached_ranks: dict[str, int] | None = None
+    """Ranks by the daemon's life that they map; None until the first step has ended."""
+    breaker: Breaker = Breaker()
+    subscribed: int = 0
+    """The greeting after which Subscribe was sent last."""
+    respawn_at: float = 0.0
 
-        `subscribes`: the daemon is asked to tell which objects RAM has no more. `on_loss` is
-        called whenever the connection is lost.
-        """
-        self.link = Link(socket_path, hello, self._lost)
-        self.boot = ""
-        """The daemon's life that was greeted last; empty before the first greeting."""
-        self.reserved_bytes = 0
-        """Bytes of the arena whose pages exist, as far as that life has said."""
-        self.attached_ranks: dict[str, int] | None = None
-        """Ranks by the daemon's life that they map; None until the first step has ended."""
-        self.breaker = Breaker()
-        self._socket_path = socket_path
-        self._hello = hello
-        self._ranks = hello.geometry.ranks if hello.geometry is not None else 0
-        self._facts = describe_identity(facts)
-        self._daemon_options = daemon_options
-        self._respawn_at = 0.0
-        self._subscribes = subscribes
-        self._subscribed = 0
-        """The greeting after which Subscribe was sent last."""
-        self._counters = counters
-        self._on_loss = on_loss
+    def __post_init__(self) -> None:
+        self.link = Link(self.socket_path, self.hello, self._lost)
 
     @property
     def is_connected(self) -> bool:
@@ -64,14 +56,14 @@ class DaemonSession:
 
     def workers_attached(self) -> bool:
         """Whether every rank maps the arena of the daemon's present life."""
-        ranks = self.attached_ranks
-        return ranks is not None and ranks.get(self.boot, 0) == self._ranks
+        geometry, attached = self.hello.geometry, self.attached_ranks or {}
+        return geometry is not None and attached.get(self.boot) == geometry.ranks
 
     def send(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush; False where it is lost, which is counted."""
         sent = self.link.queue(message, now)
         if not sent:
-            self._counters[f"unsent_{type(message).__name__.lower()}"] += 1
+            self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
         return sent
 
     def replies(self, now: float) -> Iterator[wire.Reply]:
@@ -90,40 +82,49 @@ class DaemonSession:
         Subscribe is sent before anything else, so that no removal goes untold.
         """
         welcome = self.link.welcome
-        if self._subscribes and welcome is not None and self._subscribed != self.link.greetings:
-            self._subscribed = self.link.greetings
-            self.send(wire.Subscribe(), now)
         if welcome is None:
-            if self.boot and self._daemon_options is not None and now >= self._respawn_at:
-                self._respawn_at = now + RESPAWN_SECONDS
+            if self.boot and self.daemon_options is not None and now >= self.respawn_at:
+                self.respawn_at = now + RESPAWN_SECONDS
                 threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
             return False
+        if self.subscribes and self.subscribed != self.link.greetings:
+            self.subscribed = self.link.greetings
+            self.send(wire.Subscribe(), now)
         if welcome.boot == self.boot:
             return False
         self.boot, self.reserved_bytes, self.breaker = welcome.boot, 0, Breaker()
-        self._counters["connects"] += 1
-        logger.info("hybridkv: connected to the daemon at %s", self._socket_path)
-        return self.send(wire.ReportIdentity(self._facts), now)
+        self.counters["connects"] += 1
+        logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
+        return self.send(wire.ReportIdentity(_described(self.facts)), now)
 
     def identify(self, namespace: bytes, facts: Mapping[str, object], now: float) -> None:
         """The engine's bytes belong to another identity from here on."""
-        self._hello = msgspec.structs.replace(self._hello, namespace=namespace)
-        self.link.greet_with(self._hello)
-        self._facts = describe_identity(facts)
+        self.hello = msgspec.structs.replace(self.hello, namespace=namespace)
+        self.link.greet_with(self.hello)
+        self.facts = facts
         self.send(wire.Identify(1, namespace), now)
-        self.send(wire.ReportIdentity(self._facts), now)
+        self.send(wire.ReportIdentity(_described(facts)), now)
 
     def _lost(self, why: str) -> None:
-        self._counters["losses"] += 1
+        self.counters["losses"] += 1
         if self.boot:
             logger.warning(
                 "hybridkv: lost the daemon (%s); requests are computed until it is back", why
             )
-        self._on_loss()
+        self.on_loss()
 
     def _respawn(self) -> None:
-        assert self._daemon_options is not None
+        assert self.daemon_options is not None
         try:
-            start_detached(self._socket_path, self._daemon_options)
+            start_detached(self.socket_path, self.daemon_options)
         except OSError:
             logger.exception("hybridkv: the daemon could not be started again")
+
+
+def _described(facts: Mapping[str, object]) -> dict[str, str]:
+    """An identity's facts as short JSON texts; a long one is replaced by its hash."""
+    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
+    for name, text in texts.items():
+        if len(text) > wire.FACT_MAX:
+            texts[name] = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    return texts

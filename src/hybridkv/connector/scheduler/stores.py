@@ -4,14 +4,14 @@ Nothing is sent from here: messages to the daemon are returned.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, starmap
 from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
-from hybridkv.connector.scheduler.tracked import TrackedRequest
+from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -32,8 +32,7 @@ class _StoreRun:
     tracked: TrackedRequest
     ranks_done: frozenset[int] = frozenset()
     unstored: frozenset[int] = frozenset()
-    """Places in the run of objects that some rank did not write."""
-    aborted: bool = False
+    """Places in the run of objects that some rank did not write, or that must not be committed."""
 
 
 class StoredObjects(NamedTuple):
@@ -48,25 +47,30 @@ class StorePlanner:
     """Every store of one engine, from the step that completes an object to its commit."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        tokens_per_step: int,
-        store_generated: bool,
-        counters: Counter[str],
+        self, geometry: Geometry, step_tokens: int, store_generated: bool, counters: Counter[str]
     ) -> None:
+        """`step_tokens`: the most tokens of a step."""
         self._geometry = geometry
         self._store_generated = store_generated
         self._counters = counters
-        kinds = [group.kind for group in geometry.groups]
-        recurrent = GroupKind.RECURRENT
-        self._attention_groups = [i for i, kind in enumerate(kinds) if kind is not recurrent]
-        self._recurrent_groups = {
-            geometry.groups[i].gid: i for i, kind in enumerate(kinds) if kind is recurrent
-        }
-        self._packed_indices = [pack_u64([index]) for index in range(len(kinds))]
+        self._attention_groups: list[int] = []
+        self._recurrent_groups: dict[int, int] = {}
+        """The index of each recurrent group by its gid."""
+        # As many slots as two full steps can complete objects.
+        chunks = 2 * -(-step_tokens // geometry.chunk_tokens) + 2
+        slots: Counter[SlotShape] = Counter()
+        for index, group in enumerate(geometry.groups):
+            is_recurrent = group.kind is GroupKind.RECURRENT
+            if is_recurrent:
+                self._recurrent_groups[group.gid] = index
+            else:
+                self._attention_groups.append(index)
+            for shape in slot_shapes(geometry, group):
+                slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
+        self.credits = SlotCredits(slots)
+        self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
         self._parts = [geometry.parts(group) for group in geometry.groups]
-        self.credits = SlotCredits(_slot_targets(geometry, tokens_per_step))
         self._numbers = count(1)
         self._storing: dict[int, _StoreRun] = {}
         """By the number under which the workers report the run; no number is given twice."""
@@ -81,7 +85,7 @@ class StorePlanner:
     def abort(self) -> None:
         """Objects that are being written now must not be committed."""
         for storing in self._storing.values():
-            storing.aborted = True
+            storing.unstored = frozenset(range(storing.run.objects))
 
     def planned(
         self,
@@ -91,11 +95,9 @@ class StorePlanner:
     ) -> dict[int, CopyRun]:
         """Copies of the objects that this step completes, as far as there are slots for them."""
         runs: dict[int, CopyRun] = {}
-        offers = (
-            output.kv_connector_block_state.boundary_state_offloads
-            if self._recurrent_groups
-            else {}
-        )
+        offers: Mapping[str, Any] = {}
+        if self._recurrent_groups:
+            offers = output.kv_connector_block_state.boundary_state_offloads
         attention = self._attention_groups
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = requests.get(request_id)
@@ -133,50 +135,53 @@ class StorePlanner:
             if len(storing.ranks_done) < self._geometry.ranks:
                 continue
             del self._storing[number]
-            if storing.unstored or storing.aborted:
-                messages += self._commit_some(storing)
-            else:
-                messages += self._commit(storing, 0, storing.run.objects)
+            run, bad = storing.run, sorted(storing.unstored)
+            good: Iterable[range] = (range(run.objects),)
+            if bad:
+                self._counters["stores_failed"] += len(bad)
+                slots = [
+                    (b"".join(column[at * U64 : (at + 1) * U64] for at in bad), U64)
+                    for column in (run.offsets, run.generations)
+                ]
+                messages += starmap(Free, batches(CHANGES_MAX, *slots))
+                good = consecutive(sorted({*range(run.objects)} - {*bad}))
+            for part in good:
+                messages += self._commit(storing, part.start, part.stop)
         return messages
 
-    def _commit_some(self, storing: _StoreRun) -> Iterator[Commit | Free]:
-        """For a run whose objects were not all written, or must not be committed."""
-        run = storing.run
-        bad = range(run.objects) if storing.aborted else sorted(storing.unstored)
-        self._counters["stores_failed"] += len(bad)
-        slots = (_select(run.offsets, bad), U64), (_select(run.generations, bad), U64)
-        for offsets, generations in batches(CHANGES_MAX, *slots):
-            yield Free(offsets, generations)
-        for good in consecutive(sorted({*range(run.objects)} - {*bad})):
-            yield from self._commit(storing, good.start, good.stop)
-
-    def _commit(self, storing: _StoreRun, start: int, stop: int) -> list[Commit]:
+    def _commit(self, storing: _StoreRun, start: int, stop: int) -> Iterator[Commit]:
         """For the run's objects from `start` on, before `stop`."""
-        run, tracked, hashes = storing.run, storing.tracked, storing.hashes
-        span, objects = run.span, stop - start
+        run, tracked, hashes, geometry = (
+            storing.run,
+            storing.tracked,
+            storing.hashes,
+            self._geometry,
+        )
+        span = run.span
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
         self.committed.append(StoredObjects(tracked, span.group_index, chunks))
-        self._counters["objects_stored"] += objects
+        self._counters["objects_stored"] += stop - start
         part_bytes, parts = self._shape(span)
-        self._counters["bytes_stored"] += part_bytes * parts * objects
-        inner = self._interior(tracked, span)
+        self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
+        # Only a shorter hit needs the run's first objects, the `inner` ones: neither a hit at the
+        # prompt's end does, nor one that ends a chunk before that.
+        before_end = max(0, geometry.whole_chunks(tracked.request.num_prompt_tokens) - 1)
+        needed = needed_chunks(geometry, geometry.groups[span.group_index], before_end)
+        inner = min(run.objects, max(0, needed.start - span.first_chunk))
         interior = b"\1" * inner + bytes(run.objects - inner)
-        group = self._packed_indices[span.group_index]
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
-        return [
-            Commit(
+        for at in range(start, stop, CHANGES_MAX):
+            end = min(stop, at + CHANGES_MAX)
+            yield Commit(
                 run.offsets[at * U64 : end * U64],
                 run.generations[at * U64 : end * U64],
-                group,
+                self._packed_indices[span.group_index],
                 hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
                 0,
                 hashes[at * HASH_BYTES : (1 + at) * HASH_BYTES],
                 interior[at:end],
                 tenant,
             )
-            for at in range(start, stop, CHANGES_MAX)
-            for end in (min(stop, at + CHANGES_MAX),)
-        ]
 
     def _attention(
         self, tracked: TrackedRequest, chunks: int, tables: Sequence[Sequence[int]]
@@ -216,7 +221,9 @@ class StorePlanner:
             self._counters["states_unaligned"] += 1
             return
         chunk -= 1
-        if (index, chunk) in tracked.stored_states or _is_present(tracked, index, chunk):
+        found = tracked.lookup.found
+        mask = found.masks[index] if found is not None else b""
+        if (index, chunk) in tracked.stored_states or any(mask[chunk : chunk + 1]):
             return
         span = ObjectSpan(index, chunk, 1, (block,))
         offsets, generations = self.credits.take(self._shape(span), 1)
@@ -226,57 +233,22 @@ class StorePlanner:
         tracked.stored_states.add((index, chunk))
         yield CopyRun(span, offsets, generations)
 
-    def _begin(self, tracked: TrackedRequest, completed: list[CopyRun]) -> dict[int, CopyRun]:
-        """The runs by the numbers under which the workers will report them."""
-        runs: dict[int, CopyRun] = {}
+    def _begin(
+        self, tracked: TrackedRequest, completed: list[CopyRun]
+    ) -> Iterator[tuple[int, CopyRun]]:
+        """The runs with the numbers under which the workers will report them."""
         first = objects = -1
         hashes = b""
         for run in completed:
             if first != run.span.first_chunk or objects != run.objects:
                 first, objects = run.span.first_chunk, run.objects
-                hashes = self._hashes(tracked, first, objects)
+                start = max(0, first - 1)
+                hashes = tracked.chunk_hashes(self._geometry, start, first + objects - start)
+                hashes = hashes if first else bytes(HASH_BYTES) + hashes
             number = next(self._numbers)
             self._storing[number] = _StoreRun(run, hashes, tracked)
             tracked.stored += objects
-            runs[number] = run
-        return runs
-
-    def _hashes(self, tracked: TrackedRequest, first: int, count: int) -> bytes:
-        """The hashes of _StoreRun."""
-        if first:
-            return tracked.chunk_hashes(self._geometry, first - 1, count + 1)
-        return bytes(HASH_BYTES) + tracked.chunk_hashes(self._geometry, 0, count)
-
-    def _interior(self, tracked: TrackedRequest, span: ObjectSpan) -> int:
-        """How many objects at the start of a span only a shorter hit needs.
-
-        No hit at the prompt's end needs them, nor one that ends a chunk before that.
-        """
-        group = self._geometry.groups[span.group_index]
-        before_end = max(0, self._geometry.whole_chunks(tracked.request.num_prompt_tokens) - 1)
-        needed = needed_chunks(self._geometry, group, before_end)
-        return min(span.objects, max(0, needed.start - span.first_chunk))
+            yield number, run
 
     def _shape(self, span: ObjectSpan) -> SlotShape:
         return span.count * self._block_bytes[span.group_index], self._parts[span.group_index]
-
-
-def _select(packed: bytes, places: Sequence[int]) -> bytes:
-    """The integers at some places of a packed array."""
-    return b"".join(packed[place * U64 : (place + 1) * U64] for place in places)
-
-
-def _slot_targets(geometry: Geometry, tokens_per_step: int) -> dict[SlotShape, int]:
-    """Slots to hold of each shape: as many as two full steps can complete objects."""
-    chunks = 2 * -(-tokens_per_step // geometry.chunk_tokens) + 2
-    targets: Counter[SlotShape] = Counter()
-    for group in geometry.groups:
-        wanted = max(4, chunks // 4) if group.kind is GroupKind.RECURRENT else chunks
-        for shape in slot_shapes(geometry, group):
-            targets[shape] += wanted
-    return dict(targets)
-
-
-def _is_present(tracked: TrackedRequest, index: int, chunk: int) -> bool:
-    found = tracked.lookup.found
-    return found is not None and chunk < len(found.masks[index]) and bool(found.masks[index][chunk])

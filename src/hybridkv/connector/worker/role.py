@@ -1,28 +1,24 @@
 """The worker role: maps the arena, copies what the plan says, and reports. It decides nothing."""
 
 import logging
-import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from hybridkv.client.link import Link
-from hybridkv.connector.copy.contract import BadSlotError, Copier
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
-from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, Welcome
+from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -40,9 +36,10 @@ class WorkerRole:
         checksum: str,
     ) -> None:
         self._config = config
-        specs = [group.kv_cache_spec for group in _served_groups(config)]
-        shared = [index for index, spec in enumerate(specs) if is_replicated(spec)]
-        self._part = PartLayout(rank, ranks, checksum, frozenset(shared))
+        self._served = [config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids]
+        specs = enumerate(group.kv_cache_spec for group in self._served)
+        shared = frozenset(index for index, spec in specs if is_replicated(spec))
+        self._part = PartLayout(rank, ranks, checksum, shared)
         hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id)
         self._link = Link(socket_path, hello, lambda why: None)
         self._groups: list[list[torch.Tensor]] = []
@@ -55,17 +52,14 @@ class WorkerRole:
         self._populated_bytes = 0
         self._lock = threading.Lock()
         """Guards what the ends of copies write, because they may come from a copier's thread."""
-        self._begun: set[str] = set()
-        """Requests of this step's plan whose load was begun, and which report their own end."""
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
         self._expected: StepPlan | None = None
         self._storing: dict[int, set[int]] = {}
         """Places of the objects that are not reported yet, by the number of the store run."""
-        self._counters: Counter[str] = Counter()
-        self._loading: set[str] = set()
-        """Requests whose load is running."""
+        self._loading: dict[str, LoadPlan] = {}
+        """The loads that are running, by request."""
         self._session = 0
         """The engine's greeting that the last plan was for."""
         self._draining: set[int | str] = set()
@@ -77,13 +71,11 @@ class WorkerRole:
         """Take the engine's tensors; raises GeometryError where a layout is not understood."""
         views = block_views(self._config, kv_caches)
         self.layout = worker_layout(self._config, views)
-        served = _served_groups(self._config)
-        self._groups = [[views[name] for name in group.layer_names] for group in served]
+        self._groups = [[views[name] for name in group.layer_names] for group in self._served]
         self._link.poll(time.monotonic())
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads; those that cannot begin are reported as failed."""
-        self._begun.clear()
         self._attach(plan)
         with self._lock:
             self._finished.update(plan.failed)
@@ -93,13 +85,12 @@ class WorkerRole:
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says; on return the blocks are the engine's again."""
-        if not plan.stores:
-            return
         self._expect(plan)
-        copier = self._copier(plan.boot)
+        _, copier = self._copiers.get(plan.boot, (None, None))
         if copier is None:
-            self._counters["stores_unattached"] += sum(run.objects for run in plan.stores.values())
-            self._fail_rest(plan)
+            objects = sum(run.objects for run in plan.stores.values())
+            self._report.counters["stores_unattached"] += objects
+            self.fail_stores(plan)
             return
         started = time.perf_counter()
         ops: list[CopyOp] = []
@@ -107,7 +98,7 @@ class WorkerRole:
         for number, run in plan.stores.items():
             for place, op in enumerate(run.copies()):
                 if NULL_BLOCK in op.blocks:
-                    self._counters["stores_hole"] += 1
+                    self._report.counters["stores_hole"] += 1
                     self._stored(number, place, False)
                 elif self._part.writes(op):
                     ops.append(op)
@@ -115,24 +106,24 @@ class WorkerRole:
                 else:
                     self._stored(number, place, True)
         copier.store(ops, lambda op, stored: self._stored(*places[op.slot], stored))
-        self._counters["store_seconds"] += time.perf_counter() - started  # type: ignore[assignment]
+        self._report.counters["store_seconds"] += time.perf_counter() - started
 
     def fail_all(self, plan: StepPlan) -> None:
-        """After a fault in `start_loads`: every load that was not begun failed."""
-        lost = {*plan.loads, *plan.failed} - self._begun
+        """After a fault in `start_loads`: every load that neither runs nor ended failed."""
         with self._lock:
+            lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
             self._failed |= lost
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: what is not stored by now will not be."""
         self._expect(plan)
-        self._fail_rest(plan)
+        for number in plan.stores:
+            for place in list(self._storing.get(number, ())):
+                self._stored(number, place, False)
 
     def collect(self) -> tuple[set[str], set[str]]:
         """(finished, failed) requests since the last call; failed ones are in both."""
-        # If this role is switched off, nothing begins in the next step.
-        self._begun.clear()
         with self._lock:
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
@@ -142,8 +133,6 @@ class WorkerRole:
         """What else this worker did since the last call."""
         with self._lock:
             report, self._report = self._report, StepReport()
-            report.counters = dict(self._counters)
-            self._counters.clear()
         if self._boot:
             report.boots[self._boot] = 1
         return report
@@ -158,30 +147,27 @@ class WorkerRole:
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
         started = time.perf_counter()
-        ended = threading.Event()
-        self._begun.add(request_id)
-        self._loading.add(request_id)
+        self._loading[request_id] = load
 
         def done(error: HybridKVError | None) -> None:
             with self._lock:
-                if ended.is_set():
+                if self._loading.get(request_id) is not load:
                     return
-                ended.set()
-                self._loading.discard(request_id)
+                del self._loading[request_id]
                 self._finished.add(request_id)
                 seconds = time.perf_counter() - started
-                self._counters["load_seconds"] += seconds  # type: ignore[assignment]
+                self._report.counters["load_seconds"] += seconds
                 if error is None:
                     return
                 self._failed.add(request_id)
-                self._counters["rank_loads_failed"] += 1
+                self._report.counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
                     self._report.corrupt.add((error.op.slot.offset, error.op.slot.generation))
             logger.warning(
                 "hybridkv: loading %s failed and is computed instead: %s", request_id, error
             )
 
-        copier = self._copier(load.boot)
+        _, copier = self._copiers.get(load.boot, (None, None))
         if copier is None:
             done(HybridKVError("this worker is not attached to the daemon's arena"))
         else:
@@ -200,11 +186,6 @@ class WorkerRole:
                     (number, set(range(run.objects))) for number, run in plan.stores.items()
                 )
 
-    def _fail_rest(self, plan: StepPlan) -> None:
-        for number in plan.stores:
-            for place in list(self._storing.get(number, ())):
-                self._stored(number, place, False)
-
     def _stored(self, number: int, place: int, stored: bool) -> None:
         with self._lock:
             missing = self._storing.get(number)
@@ -217,47 +198,40 @@ class WorkerRole:
                 del self._storing[number]
                 self._report.done[number] = {self._part.rank}
 
-    def _copier(self, boot: str) -> Copier | None:
-        return self._copiers[boot][1] if boot in self._copiers else None
-
     def _attach(self, plan: StepPlan) -> None:
         """Greet the daemon and map the arena of its present life, without waiting."""
         now = time.monotonic()
         self._link.poll(now)
         self._send_drained(plan.session, now)
         welcome = self._link.welcome
-        if welcome is not None and welcome.boot != self._boot and self._keep_arena(welcome):
-            self._boot = welcome.boot
-        elif welcome is not None and welcome.boot != self._boot:
+        if welcome is not None and welcome.boot != self._boot:
             path = Path(welcome.arena_path)
             try:
                 arena = attach_arena(path, welcome.arena_bytes, welcome.slots_bytes)
             except HybridKVError as error:
-                self._counters["attach_failed"] += 1
+                self._report.counters["attach_failed"] += 1
                 logger.warning("hybridkv: %s", error)
                 return
             self._close_old_copiers()
-            make = CudaCopier if self._groups[0][0].device.type == "cuda" else HostCopier
-            self._copiers[welcome.boot] = (arena, make(arena, self._groups, self._part))
+            old, copier = self._copiers.get(self._boot, (None, None))
+            if old and copier and old.inode == arena.inode and old.size_bytes == arena.size_bytes:
+                # The daemon's new life uses the arena that is mapped already.
+                arena.close()
+                self._copiers[welcome.boot] = old, copier
+            else:
+                make = CudaCopier if self._groups[0][0].device.type == "cuda" else HostCopier
+                self._copiers[welcome.boot] = arena, make(arena, self._groups, self._part)
+                self._populated_bytes = 0
             self._boot = welcome.boot
-            self._populated_bytes = 0
         if plan.boot == self._boot and plan.reserved_bytes > self._populated_bytes:
-            self._populate(plan.reserved_bytes)
-
-    def _keep_arena(self, welcome: Welcome) -> bool:
-        """Whether the daemon's new life uses the arena that is mapped already; then keep it."""
-        if self._boot not in self._copiers:
-            return False
-        arena, copier = self._copiers[self._boot]
-        try:
-            status = os.stat(welcome.arena_path)
-        except OSError:
-            return False
-        if arena.inode != (status.st_dev, status.st_ino) or arena.size_bytes != welcome.arena_bytes:
-            return False
-        self._close_old_copiers()
-        self._copiers[welcome.boot] = (arena, copier)
-        return True
+            # New pages are mapped ahead of their first use, which takes longer than a step.
+            arena, copier = self._copiers[self._boot]
+            new = self._populated_bytes, plan.reserved_bytes
+            self._populated_bytes = plan.reserved_bytes
+            if isinstance(copier, CudaCopier):
+                copier.pin(plan.reserved_bytes)
+            else:
+                threading.Thread(target=arena.populate, args=new, daemon=True).start()
 
     def _close_old_copiers(self) -> None:
         """Keep the present life's copier alone."""
@@ -278,18 +252,3 @@ class WorkerRole:
         due = not self._draining and self._session and drained != self._drained
         if due and self._link.send(Drained(session), now):
             self._drained = drained
-
-    def _populate(self, reserved_bytes: int) -> None:
-        """Map new pages ahead of their first use, in a thread: it takes longer than a step."""
-        arena, copier = self._copiers[self._boot]
-        start, self._populated_bytes = self._populated_bytes, reserved_bytes
-        if isinstance(copier, CudaCopier):
-            copier.pin(reserved_bytes)
-        else:
-            threading.Thread(
-                target=lambda: arena.populate(start, reserved_bytes), daemon=True
-            ).start()
-
-
-def _served_groups(config: KVCacheConfig) -> list[Any]:
-    return [config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids]
