@@ -13,13 +13,15 @@ figures behind the defaults.
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 from typing import Generic, TypeVar
 
 from hybridkv.core.policies import EvictionPolicy
+from hybridkv.store.index import Slot
 
 T = TypeVar("T", bound=Hashable)
 
@@ -36,16 +38,14 @@ class EvictionStage(IntEnum):
     PROTECTED = 2
 
 
+@dataclass(slots=True, eq=False)
 class _QueuedItem:
     """The state of one item. `entry` numbers its one valid entry in a heap; 0 = it has none."""
 
-    __slots__ = ("entry", "size", "stage", "tick")
-
-    def __init__(self, stage: EvictionStage, size: int, tick: int) -> None:
-        self.stage = stage
-        self.size = size
-        self.tick = tick
-        self.entry = 0
+    stage: EvictionStage
+    size: int
+    tick: int
+    entry: int = 0
 
 
 class EvictionQueue(Generic[T]):
@@ -54,17 +54,14 @@ class EvictionQueue(Generic[T]):
     def __init__(self, policy: EvictionPolicy, bound_bytes: int) -> None:
         """`bound_bytes` bounds all items together, and so the protected and the remembered ones."""
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
-        self._protected_max = bound_bytes // PROTECTED_SHARE
+        self._bound_bytes = bound_bytes
         self._items: dict[T, _QueuedItem] = {}
-        self._heaps: dict[EvictionStage, list[tuple[int, int, T]]] = {
-            stage: [] for stage in EvictionStage
-        }
+        self._heaps: dict[EvictionStage, list[tuple[int, int, T]]] = {s: [] for s in EvictionStage}
         """(tick, entry, item). The item's tick may have grown; other entries of it are stale."""
         self._stale = 0
         self._ticks = count(1)
         self._entries = count(1)
         self.protected_bytes = 0
-        self._ghosts_max = bound_bytes
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of items that were evicted unread, by their key, oldest first."""
         self._ghost_bytes = 0
@@ -72,12 +69,11 @@ class EvictionQueue(Generic[T]):
     def add(self, item: T, size: int, interior: bool, key: bytes) -> None:
         """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
         stage = EvictionStage.INTERIOR if interior else EvictionStage.PROBATION
+        queued = self._items[item] = _QueuedItem(stage, size, next(self._ticks))
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._ghost_bytes -= ghost
-            stage = EvictionStage.PROTECTED
-            self.protected_bytes += size
-        self._items[item] = _QueuedItem(stage, size, next(self._ticks))
+            self._move(queued, EvictionStage.PROTECTED)
         self.offer(item)
 
     def use(self, items: Iterable[T]) -> None:
@@ -89,7 +85,6 @@ class EvictionQueue(Generic[T]):
             queued = known[item]
             queued.tick = tick
             if queued.stage is not wanted:
-                self._withdraw(queued)
                 self._move(queued, wanted)
 
     def offer(self, item: T) -> None:
@@ -101,12 +96,13 @@ class EvictionQueue(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Forget the item, which is gone for whatever reason."""
-        queued = self._items.pop(item)
-        self._withdraw(queued)
-        if queued.stage is EvictionStage.PROTECTED:
-            self.protected_bytes -= queued.size
+        self._move(self._items.pop(item), EvictionStage.PROBATION)
         if self._stale > len(self._items) + _STALE_MAX:
-            self._tidy()
+            valid = {queued.entry for queued in self._items.values()}
+            for heap in self._heaps.values():
+                heap[:] = [one for one in heap if one[1] in valid]
+                heapq.heapify(heap)
+            self._stale = 0
 
     def remember(self, item: T, key: bytes) -> None:
         """Note that the item is about to be evicted: stored again soon, it is protected."""
@@ -115,7 +111,7 @@ class EvictionQueue(Generic[T]):
             return
         self._ghosts[key] = self._ghosts.pop(key, 0) + queued.size
         self._ghost_bytes += queued.size
-        while self._ghost_bytes > self._ghosts_max:
+        while self._ghost_bytes > self._bound_bytes:
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def victim(self, may_go: Callable[[T], bool]) -> T | None:
@@ -126,13 +122,11 @@ class EvictionQueue(Generic[T]):
         found = self._oldest(EvictionStage.INTERIOR, may_go)
         if found is not None:
             return found
-        if self.protected_bytes > self._protected_max:
+        if self.protected_bytes > self._bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
             cold = self._oldest(EvictionStage.PROTECTED, may_go)
             if cold is not None:
-                queued = self._items[cold]
-                self._withdraw(queued)
-                self._move(queued, EvictionStage.PROBATION)
+                self._move(self._items[cold], EvictionStage.PROBATION)
                 self.offer(cold)
         found = self._oldest(EvictionStage.PROBATION, may_go)
         return found if found is not None else self._oldest(EvictionStage.PROTECTED, may_go)
@@ -146,7 +140,7 @@ class EvictionQueue(Generic[T]):
         protected = [queued.size for queued in items if queued.stage is EvictionStage.PROTECTED]
         assert sum(protected) == self.protected_bytes
         assert self._stale == len(offered) - sum(1 for queued in items if queued.entry)
-        assert sum(self._ghosts.values()) == self._ghost_bytes <= self._ghosts_max
+        assert sum(self._ghosts.values()) == self._ghost_bytes <= self._bound_bytes
 
     def __contains__(self, item: T) -> bool:
         return item in self._items
@@ -171,20 +165,95 @@ class EvictionQueue(Generic[T]):
                 return item
         return None
 
-    def _withdraw(self, queued: _QueuedItem) -> None:
-        if queued.entry:
-            queued.entry = 0
-            self._stale += 1
-
     def _move(self, queued: _QueuedItem, stage: EvictionStage) -> None:
+        """Withdraw an item from the heap that it was offered in, and let it wait in a stage."""
+        self._stale += bool(queued.entry)
+        queued.entry = 0
         protected = EvictionStage.PROTECTED
         self.protected_bytes += queued.size * ((stage is protected) - (queued.stage is protected))
         queued.stage = stage
 
-    def _tidy(self) -> None:
-        for heap in self._heaps.values():
-            heap[:] = [
-                one for one in heap if one[2] in self._items and self._items[one[2]].entry == one[1]
-            ]
-            heapq.heapify(heap)
-        self._stale = 0
+
+class EvictionOrder:
+    """The order over all objects of the index, and over those of each tenant with a quota."""
+
+    def __init__(self, policy: EvictionPolicy, arena_bytes: int, tenant_bytes: int | None) -> None:
+        """`tenant_bytes` bounds the objects of any one tenant; None = no tenant is bounded."""
+        self._policy = policy
+        self.everything: EvictionQueue[Slot] = EvictionQueue(policy, arena_bytes)
+        self._tenant_bytes = tenant_bytes
+        self.tenants: dict[int, EvictionQueue[Slot]] = {}
+        """By tenant that is bounded its objects; no queue without any."""
+        self._taken_bytes: Counter[int] = Counter()
+        """By tenant the bytes of its objects, also of those that are dropped and still read."""
+
+    def add(self, slot: Slot) -> None:
+        """Append a new object of the index."""
+        if slot.tenant and self._tenant_bytes is not None:
+            if slot.tenant not in self.tenants:
+                self.tenants[slot.tenant] = EvictionQueue(self._policy, self._tenant_bytes)
+            self._taken_bytes[slot.tenant] += slot.size_bytes
+        for queue in self._queues(slot):
+            queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
+
+    def use(self, slots: Sequence[Slot]) -> None:
+        """The objects are read, all at once. Each is to be offered again when it may go."""
+        self.everything.use(slots)
+        if self.tenants:
+            for slot in slots:
+                if slot.tenant in self.tenants:
+                    self.tenants[slot.tenant].use((slot,))
+
+    def offer(self, slot: Slot) -> None:
+        """Consider an object again, if it may go from now on."""
+        if slot.may_go():
+            for queue in self._queues(slot):
+                queue.offer(slot)
+
+    def remember(self, slot: Slot) -> None:
+        """An object is about to be evicted; it is protected where it is stored again soon."""
+        self.everything.remember(slot, _ghost_key(slot))
+
+    def remove(self, slot: Slot) -> None:
+        """An object left the index; its bytes may still be read."""
+        for queue in self._queues(slot):
+            queue.remove(slot)
+
+    def release(self, slot: Slot) -> None:
+        """The bytes of a removed object are free."""
+        if slot.tenant in self.tenants:
+            self._taken_bytes[slot.tenant] -= slot.size_bytes
+            if not self._taken_bytes[slot.tenant]:
+                del self.tenants[slot.tenant], self._taken_bytes[slot.tenant]
+
+    def victim(self, tenant: int = 0) -> Slot | None:
+        """The object of one tenant, or of all, that is evicted next; None where none may go."""
+        queue = self.tenants.get(tenant) if tenant else self.everything
+        return queue.victim(Slot.may_go) if queue is not None else None
+
+    def has_room(self, tenant: int, size: int) -> bool:
+        """Whether a tenant may have `size` bytes more."""
+        bound = self._tenant_bytes
+        return bound is None or not tenant or self._taken_bytes[tenant] + size <= bound
+
+    def check(self, slots: Collection[Slot]) -> None:
+        """Re-derive every count from all slots of the arena; raises AssertionError."""
+        assert all((slot in self.everything) == (slot.entry is not None) for slot in slots)
+        for tenant, queue in [(0, self.everything), *self.tenants.items()]:
+            queue.check(Slot.may_go)
+            theirs = [slot for slot in slots if tenant in (0, slot.tenant)]
+            assert len(queue) == sum(slot.entry is not None for slot in theirs)
+            if tenant:
+                assert theirs
+                assert self._taken_bytes[tenant] == sum(slot.size_bytes for slot in theirs)
+
+    def _queues(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
+        yield self.everything
+        if slot.tenant in self.tenants:
+            yield self.tenants[slot.tenant]
+
+
+def _ghost_key(slot: Slot) -> bytes:
+    """The bytes by which an object is known after its eviction; identities may share them."""
+    assert slot.entry is not None
+    return slot.entry.chunk_hash + slot.group_index.to_bytes(2, "little")

@@ -7,15 +7,15 @@ from hybridkv.core.coverage import SlotShape
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.shm.slots import SlotState, short_hash, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.store.eviction import EvictionOrder
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.slots import SlotTable
-from hybridkv.store.tenants import EvictionOrder
 
 VAIN_MAX = 8
 """For one slot at most 8 times its size is evicted at once; then nothing is granted for now."""
 
 
-class Store:
+class Store(SlotTable):
     """Slots, index and eviction over one arena. The byte bound is the arena itself."""
 
     def __init__(
@@ -33,12 +33,10 @@ class Store:
         """
         if trailer is None:
             trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
-        self.slots = SlotTable(memory, trailer, first_generation)
-        self.trailer = trailer
-        self.extents = self.slots.extents
+        super().__init__(memory, trailer, first_generation)
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. While it is below, nothing is evicted."""
-        self._order = EvictionOrder(policy, len(memory), tenant_bytes)
+        self.order = EvictionOrder(policy, len(memory), tenant_bytes)
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0
@@ -50,36 +48,7 @@ class Store:
 
     def __len__(self) -> int:
         """Bytes of all slots that the arena has room for."""
-        return len(self.slots.memory)
-
-    @property
-    def writing_bytes(self) -> int:
-        """Bytes in slots that are granted and not yet committed."""
-        return self.slots.writing_bytes
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes in slots of objects, also of those that are dropped and still read."""
-        return self.slots.committed_bytes
-
-    @property
-    def objects(self) -> int:
-        """Committed slots."""
-        return self.slots.objects
-
-    @property
-    def protected_bytes(self) -> int:
-        """Bytes of objects that a scan does not evict."""
-        return self._order.protected_bytes
-
-    @property
-    def tenants(self) -> int:
-        """Tenants that are bounded and have objects."""
-        return self._order.tenants
-
-    def get(self, offset: int, generation: int) -> Slot | None:
-        """The slot at `offset`, or None where none has this generation."""
-        return self.slots.get(offset, generation)
+        return len(self.memory)
 
     @property
     def is_growing(self) -> bool:
@@ -92,7 +61,7 @@ class Store:
         To be called once, first. Until `regroup` a namespace has the groups of the objects found.
         The oldest object is the least recently used.
         """
-        found = self.slots.recover()
+        found = self.take_over()
         objects = [known for known in found if known[1].state is SlotState.COMMITTED]
         gids: defaultdict[bytes, set[int]] = defaultdict(set)
         for _, header in objects:
@@ -103,10 +72,10 @@ class Store:
             index = namespace.gids.index(header.gid)
             if namespace.get(header.chunk_hash, index) is None:
                 namespace.enter(slot, header.chunk_hash, index)
-                self._order.add(slot)
+                self.order.add(slot)
             else:
                 slot.tenant = 0
-                self._free_object(slot)
+                self.free(slot)
         return namespaces, [slot for slot, header in found if header.state is SlotState.WRITING]
 
     def regroup(self, namespace: Namespace, like: Namespace) -> None:
@@ -126,7 +95,7 @@ class Store:
         """At most `count` slots that `owner` may write into; objects are evicted for them."""
         granted: list[Slot] = []
         while len(granted) < count:
-            slot = self.slots.allocate(shape, owner)
+            slot = self.allocate(shape, owner)
             if slot is not None:
                 granted.append(slot)
             elif self.is_growing or not self._make_room(slot_bytes(*shape)):
@@ -149,12 +118,10 @@ class Store:
         too where the tenant has no room, and no object of its own that may go.
         """
         assert slot.state is SlotState.WRITING
-        if namespace.get(chunk_hash, group_index) is not None:
-            self.duplicates += 1
-            self.free(slot)
-            return False
-        if not self._make_room_of(tenant, slot.size_bytes):
-            self.over_quota += 1
+        is_there = namespace.get(chunk_hash, group_index) is not None
+        if is_there or not self._make_room_of(tenant, slot.size_bytes):
+            self.duplicates += is_there
+            self.over_quota += not is_there
             self.free(slot)
             return False
         if namespace.prefixes[group_index] and parent:
@@ -162,23 +129,25 @@ class Store:
             interior = interior or namespace.get(parent, group_index) is None
         slot.tenant, slot.interior = tenant, interior
         slot.parent_short = short_hash(parent) if parent else 0
-        self.slots.committed(slot)
+        self.committed(slot)
         namespace.enter(slot, chunk_hash, group_index, parent)
-        self._order.add(slot)
+        self.order.add(slot)
         if self.on_change is not None:
             self.on_change(slot, True)
-        self.slots.write_header(slot)
+        self.write_header(slot)
         return True
 
-    def free(self, slot: Slot) -> None:
-        """Give an uncommitted slot back."""
-        assert slot.state is SlotState.WRITING
-        self.slots.free(slot)
+    def free(self, slot: Slot) -> tuple[int, int]:
+        """Give back a slot that the index does not have, and the free run that it is part of."""
+        assert slot.entry is None
+        if slot.state is SlotState.COMMITTED:
+            self.order.release(slot)
+        return super().free(slot)
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep objects where they are until `unpin`, and count them as used."""
         self.hold(slots)
-        self._order.use(slots)
+        self.order.use(slots)
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, for a reader that does not count as use."""
@@ -189,11 +158,10 @@ class Store:
         """End a `pin` or a `hold`."""
         for slot in slots:
             slot.pins -= 1
-            if not slot.pins:
-                if slot.entry is None:
-                    self._free_object(slot)
-                else:
-                    self._order.offer(slot)
+            if slot.entry is not None:
+                self.order.offer(slot)
+            elif not slot.pins:
+                self.free(slot)
 
     def drop(self, slot: Slot) -> tuple[int, int] | None:
         """Take an object out of the index now, and free its bytes as soon as nobody reads them.
@@ -201,24 +169,25 @@ class Store:
         The (offset, size) of the free run that it is part of then; None while it is read.
         """
         entry = slot.entry
-        if slot.state is not SlotState.COMMITTED or entry is None:
+        if entry is None:
             return None
         if self.on_change is not None:
             self.on_change(slot, False)
         parent = entry.namespace.leave(slot, entry)
-        self._order.remove(slot)
+        self.order.remove(slot)
         for freed in filter(None, parent.slots if parent is not None else ()):
-            self._order.offer(freed)
+            self.order.offer(freed)
         if not slot.pins:
-            return self._free_object(slot)
-        self.slots.write_header(slot)
+            return self.free(slot)
+        self.write_header(slot)
         return None
 
     def check(self) -> None:
         """Re-derive every counter and the tiling of the arena; raises AssertionError."""
-        self.slots.check()
-        self._order.check(list(self.slots))
-        entries = {slot: slot.entry for slot in self.slots if slot.entry is not None}
+        super().check()
+        slots = self.slots.values()
+        self.order.check(slots)
+        entries = {slot: slot.entry for slot in slots if slot.entry is not None}
         namespaces = {entry.namespace for entry in entries.values()}
         for namespace in namespaces:
             namespace.check()
@@ -226,7 +195,7 @@ class Store:
         for slot, entry in entries.items():
             assert slot.state is SlotState.COMMITTED
             assert entry.namespace.get(entry.chunk_hash, slot.group_index) is slot
-        assert all(slot.pins >= 0 for slot in self.slots)
+        assert all(slot.pins >= 0 for slot in slots)
 
     def _evict(self, slot: Slot) -> tuple[int, int]:
         """Drop an object and what is of no use without it; the free run that it is part of then."""
@@ -234,7 +203,7 @@ class Store:
         others = filter(None, slot.entry.slots if slot.is_prefix else ())
         lost = [*(one for one in others if one is not slot and one.may_go()), slot]
         for one in lost:
-            self._order.remember(one)
+            self.order.remember(one)
         for one in lost:
             run = self.drop(one)
         self.evicted += len(lost)
@@ -246,7 +215,7 @@ class Store:
         free_bytes = self.extents.free_bytes
         while not self.extents.fits(size):
             vain = self.extents.free_bytes - free_bytes
-            victim = self._order.next() if vain <= VAIN_MAX * size else None
+            victim = self.order.victim() if vain <= VAIN_MAX * size else None
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
@@ -263,21 +232,18 @@ class Store:
         """
         offset, length = run
         while length < size:
-            evictable = [slot for slot in self.slots.neighbours(offset, length) if slot.may_go()]
-            if not evictable:
+            touching = filter(None, (self.slots.get(offset + length), self._by_end.get(offset)))
+            victim = next((slot for slot in touching if slot.may_go()), None)
+            if victim is None:
                 return
-            offset, length = self._evict(evictable[0])
+            offset, length = self._evict(victim)
 
     def _make_room_of(self, tenant: int, size: int) -> bool:
         """Evict a tenant's own objects until it may have `size` bytes more; False if it may not."""
-        while not self._order.has_room(tenant, size):
-            victim = self._order.next_of(tenant)
+        while not self.order.has_room(tenant, size):
+            victim = self.order.victim(tenant)
             if victim is None:
                 return False
             self.over_quota += 1
             self._evict(victim)
         return True
-
-    def _free_object(self, slot: Slot) -> tuple[int, int]:
-        self._order.release(slot)
-        return self.slots.free(slot)

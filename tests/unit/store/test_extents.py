@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.store.extents import Extents
+from hybridkv.store.slots import Extents
 
 P = SLOT_ALIGN
 
