@@ -61,19 +61,18 @@ class FileIndex:
         self._keys: dict[bytes, bytes] = {}
         """Key by short key."""
         self._taken_bytes = 0
-        """Bytes of the files in `ours`."""
+        """Bytes of the files in `ours`, and of the strays."""
         self.writing_bytes = 0
         """The most that the files take that are being written."""
         self._strays: dict[str, int] = {}
         """This daemon's files that could not be removed yet, and the bytes that they take."""
-        self._stray_bytes = 0
         self._stuck = 0
         """Victims in a row that could not be removed since the last `sweep`."""
 
     @property
     def held_bytes(self) -> int:
         """All bytes that count against the bound."""
-        return self._taken_bytes + self.writing_bytes + self._stray_bytes
+        return self._taken_bytes + self.writing_bytes
 
     def path(self, key: bytes) -> str | None:
         """The file of a record."""
@@ -90,10 +89,9 @@ class FileIndex:
         self.ours[key] = OwnFile(path, taken, before, touched)
         if self.others.pop(key, None) is not None:
             self._doubled.add(key)
-        # The new file replaced one that could not be removed.
-        self._stray_bytes -= self._strays.pop(path, 0)
+        # The new file may have replaced one that could not be removed.
+        self._taken_bytes += taken - self._strays.pop(path, 0)
         self._keys[short] = key
-        self._taken_bytes += taken
         if before:
             self._children[before] += 1
         self._order.add(key, taken, interior, key)
@@ -128,12 +126,11 @@ class FileIndex:
             self._order.use((key,))
             if self._may_go(key):
                 self._order.offer(key)
-            is_late = now - file.touched > TOUCH_SECONDS
-            if is_late:
-                self.ours[key] = file._replace(touched=now)
-        if is_late:
-            with contextlib.suppress(OSError):
-                os.utime(file.path)
+            if now - file.touched <= TOUCH_SECONDS:
+                return
+            self.ours[key] = file._replace(touched=now)
+        with contextlib.suppress(OSError):
+            os.utime(file.path)
 
     # Room
 
@@ -147,22 +144,23 @@ class FileIndex:
 
     def evict_bytes(self, size: int) -> None:
         """Evict `size` bytes, or all that there is. Raises OSError."""
-        goal = self._taken_bytes + self._stray_bytes - size
-        while self.ours and self._taken_bytes + self._stray_bytes > goal:
+        goal = self._taken_bytes - size
+        while self.ours and self._taken_bytes > goal:
             self._evict()
 
     def remove(self, path: str, taken: int) -> None:
-        """Remove a file of this daemon that is not in the index."""
+        """Remove a file of this daemon that is not in the index, now or with a later `sweep`."""
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         except OSError:
             self.stray(path, taken)
+        else:
+            self._taken_bytes -= self._strays.pop(path, 0)
 
     def stray(self, path: str, taken: int) -> None:
         """Count a file that could not be removed until `sweep` removes it."""
-        self._stray_bytes += taken - self._strays.pop(path, 0)
+        self._taken_bytes += taken - self._strays.pop(path, 0)
         self._strays[path] = taken
 
     def sweep(self) -> None:
@@ -170,14 +168,8 @@ class FileIndex:
         self._stuck = 0
         for path in list(self._strays):
             with self.lock:
-                if path not in self._strays:
-                    continue
-                try:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
-                except OSError:
-                    continue
-                self._stray_bytes -= self._strays.pop(path)
+                if path in self._strays:
+                    self.remove(path, self._strays[path])
 
     def _may_go(self, key: bytes) -> bool:
         return _short_key(key) not in self._children
@@ -218,7 +210,8 @@ class FileIndex:
                 container.clear()
             self._children.clear()
             self._keys.clear()
-            self._stuck = self._taken_bytes = 0
+            self._strays = {path: n for path, n in self._strays.items() if os.path.lexists(path)}
+            self._stuck, self._taken_bytes = 0, sum(self._strays.values())
             if not self.max_bytes:
                 system = os.statvfs(home)
                 free = system.f_bavail * system.f_frsize + sum(one[-1] for one in found)
@@ -229,28 +222,22 @@ class FileIndex:
                     self.enter(name, path, taken, touched)
                 else:
                     self.remove(path, taken)
-            for path in [path for path in self._strays if not os.path.lexists(path)]:
-                self._stray_bytes -= self._strays.pop(path)
             self.make_room(0)
 
     def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
         """Another writer's directory `shard` holds just these records now, by key their paths."""
         here = shard + os.sep
         with self.lock:
-            gone = [
-                key
-                for key, path in self.others.items()
-                if path.startswith(here) and key not in found
-            ]
-            for key in gone:
-                del self.others[key]
-                self._list_again(key)
-            self._doubled.update(
-                key
-                for key in found
-                if key in self.ours or not self.others.get(key, here).startswith(here)
-            )
-            self.others.update((key, path) for key, path in found.items() if key not in self.ours)
+            known = [key for key, path in self.others.items() if path.startswith(here)]
+            for key in known:
+                if key not in found:
+                    del self.others[key]
+                    self._list_again(key)
+            for key, path in found.items():
+                if key in self.ours or not self.others.get(key, here).startswith(here):
+                    self._doubled.add(key)
+                if key not in self.ours:
+                    self.others[key] = path
 
     def take_again(self) -> set[str]:
         """Names of the shards that are to be listed again; each is returned once."""
@@ -268,10 +255,9 @@ class FileIndex:
         ours = self.ours.values()
         self._order.check(self._may_go)
         assert len(self._order) == len(self.ours)
-        assert sum(file.taken_bytes for file in ours) == self._taken_bytes
-        assert self._stray_bytes == sum(self._strays.values())
+        taken = sum(file.taken_bytes for file in ours) + sum(self._strays.values())
+        assert taken == self._taken_bytes <= self.max_bytes
         assert not self.writing_bytes
-        assert self.held_bytes <= self.max_bytes
         assert not self.ours.keys() & self.others.keys()
         assert self._doubled <= self.ours.keys() | self.others.keys()
         assert not self._strays.keys() & {file.path for file in ours}
