@@ -180,20 +180,20 @@ class EvictionOrder:
     def __init__(self, policy: EvictionPolicy, arena_bytes: int, tenant_bytes: int | None) -> None:
         """`tenant_bytes` bounds the objects of any one tenant; None = no tenant is bounded."""
         self._policy = policy
-        self.everything: EvictionQueue[Slot] = EvictionQueue(policy, arena_bytes)
         self._tenant_bytes = tenant_bytes
-        self.tenants: dict[int, EvictionQueue[Slot]] = {}
-        """By tenant that is bounded its objects; no queue without any."""
-        self._taken_bytes: Counter[int] = Counter()
-        """By tenant the bytes of its objects, also of those that are dropped and still read."""
+        self.everything: EvictionQueue[Slot] = EvictionQueue(policy, arena_bytes)
+        self._queues = {0: self.everything}
+        """By tenant that is bounded and has objects these, and at 0 those of all."""
+        self.tenants: Counter[int] = Counter()
+        """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
 
     def add(self, slot: Slot) -> None:
         """Append a new object of the index."""
         if slot.tenant and self._tenant_bytes is not None:
             if slot.tenant not in self.tenants:
-                self.tenants[slot.tenant] = EvictionQueue(self._policy, self._tenant_bytes)
-            self._taken_bytes[slot.tenant] += slot.size_bytes
-        for queue in self._queues(slot):
+                self._queues[slot.tenant] = EvictionQueue(self._policy, self._tenant_bytes)
+            self.tenants[slot.tenant] += slot.size_bytes
+        for queue in self._queues_of(slot):
             queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
 
     def use(self, slots: Sequence[Slot]) -> None:
@@ -202,12 +202,12 @@ class EvictionOrder:
         if self.tenants:
             for slot in slots:
                 if slot.tenant in self.tenants:
-                    self.tenants[slot.tenant].use((slot,))
+                    self._queues[slot.tenant].use((slot,))
 
     def offer(self, slot: Slot) -> None:
         """Consider an object again, if it may go from now on."""
         if slot.may_go():
-            for queue in self._queues(slot):
+            for queue in self._queues_of(slot):
                 queue.offer(slot)
 
     def remember(self, slot: Slot) -> None:
@@ -216,41 +216,40 @@ class EvictionOrder:
 
     def remove(self, slot: Slot) -> None:
         """An object left the index; its bytes may still be read."""
-        for queue in self._queues(slot):
+        for queue in self._queues_of(slot):
             queue.remove(slot)
 
     def release(self, slot: Slot) -> None:
         """The bytes of a removed object are free."""
         if slot.tenant in self.tenants:
-            self._taken_bytes[slot.tenant] -= slot.size_bytes
-            if not self._taken_bytes[slot.tenant]:
-                del self.tenants[slot.tenant], self._taken_bytes[slot.tenant]
+            self.tenants[slot.tenant] -= slot.size_bytes
+            if not self.tenants[slot.tenant]:
+                del self.tenants[slot.tenant], self._queues[slot.tenant]
 
     def victim(self, tenant: int = 0) -> Slot | None:
         """The object of one tenant, or of all, that is evicted next; None where none may go."""
-        queue = self.tenants.get(tenant) if tenant else self.everything
+        queue = self._queues.get(tenant)
         return queue.victim(Slot.may_go) if queue is not None else None
 
     def has_room(self, tenant: int, size: int) -> bool:
         """Whether a tenant may have `size` bytes more."""
         bound = self._tenant_bytes
-        return bound is None or not tenant or self._taken_bytes[tenant] + size <= bound
+        return bound is None or not tenant or self.tenants[tenant] + size <= bound
 
     def check(self, slots: Collection[Slot]) -> None:
         """Re-derive every count from all slots of the arena; raises AssertionError."""
         assert all((slot in self.everything) == (slot.entry is not None) for slot in slots)
-        for tenant, queue in [(0, self.everything), *self.tenants.items()]:
+        for tenant, queue in self._queues.items():
             queue.check(Slot.may_go)
             theirs = [slot for slot in slots if tenant in (0, slot.tenant)]
             assert len(queue) == sum(slot.entry is not None for slot in theirs)
             if tenant:
-                assert theirs
-                assert self._taken_bytes[tenant] == sum(slot.size_bytes for slot in theirs)
+                assert 0 < self.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
 
-    def _queues(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
+    def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
         yield self.everything
         if slot.tenant in self.tenants:
-            yield self.tenants[slot.tenant]
+            yield self._queues[slot.tenant]
 
 
 def _ghost_key(slot: Slot) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import SlotShape
-from hybridkv.shm.slots import SlotState, short_hash, slot_bytes
+from hybridkv.shm.slots import SlotState, slot_bytes
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -70,6 +70,18 @@ class IndexEntry:
     """How many of the objects are prefix objects."""
     parent: "IndexEntry | None" = None
     children: int = 0
+
+    def check(self, children: int) -> None:
+        """Re-derive what can be derived from the chunk; raises AssertionError."""
+        slots = list(filter(None, self.slots))
+        assert {slot.state for slot in slots} == {SlotState.COMMITTED}
+        assert all(slot.entry is self and self.slots[slot.group_index] is slot for slot in slots)
+        assert self.namespace.entries[self.chunk_hash] is self
+        assert self.children == children
+        assert self.prefixes == sum(slot.is_prefix for slot in slots)
+        if self.parent is not None:
+            assert self.prefixes
+            assert self.parent.number < self.number
 
 
 @dataclass(eq=False, repr=False)
@@ -137,28 +149,11 @@ class Namespace:
             del self.entries[entry.chunk_hash]
         return parent
 
-    def regroup(self, like: "Namespace") -> None:
-        """Take over the groups of `like`; each object must belong to one of them."""
-        places = [like.gids.index(gid) if gid in like.gids else -1 for gid in self.gids]
-        hashes = {short_hash(chunk_hash): chunk_hash for chunk_hash in self.entries}
-        entries, self.entries = self.entries, {}
-        self.gids, self.shapes, self.prefixes = like.gids, like.shapes, like.prefixes
-        self.held_objects, self.held_bytes = [0] * len(like.gids), [0] * len(like.gids)
-        for chunk_hash, entry in entries.items():
-            for slot in filter(None, entry.slots):
-                parent = hashes.get(slot.parent_short, b"")
-                self.enter(slot, chunk_hash, places[slot.group_index], parent)
-
     def check(self) -> None:
         """Re-derive every count; raises AssertionError."""
         children = Counter(entry.parent for entry in self.entries.values())
         for entry in self.entries.values():
-            assert any(entry.slots)
-            assert entry.prefixes == sum(slot.is_prefix for slot in filter(None, entry.slots))
-            assert entry.children == children[entry]
-            if entry.parent is not None:
-                assert entry.prefixes
-                assert entry.parent.number < entry.number
+            entry.check(children[entry])
         for index in range(len(self.gids)):
             sizes = [slot.size_bytes for slot in self.objects() if slot.group_index == index]
             held = self.held_objects[index], self.held_bytes[index]

@@ -1,21 +1,29 @@
-"""The RAM tier: objects in the slots of an arena, and their eviction where room is needed."""
+"""The RAM tier: objects in the slots of an arena, and their eviction where room is needed.
 
-from collections import defaultdict
+Headers of slots, the arena's trailer and empty signatures are written here; payload is never
+touched.  After each single write the next daemon can take the arena over, wherever this one is
+killed: a page table entry is set after the slot's header is whole and cleared before the slot is
+free, and a torn header is one whose checksum is wrong.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.core.coverage import SlotShape
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.shm.slots import SlotState, short_hash, slot_bytes
+from hybridkv.shm import slots as layout
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionOrder
+from hybridkv.store.extents import Extents
 from hybridkv.store.index import Namespace, Slot
-from hybridkv.store.slots import SlotTable
 
 VAIN_MAX = 8
 """For one slot at most 8 times its size is evicted at once; then nothing is granted for now."""
 
 
-class Store(SlotTable):
+class Store:
     """Slots, index and eviction over one arena. The byte bound is the arena itself."""
 
     def __init__(
@@ -33,10 +41,23 @@ class Store(SlotTable):
         """
         if trailer is None:
             trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
-        super().__init__(memory, trailer, first_generation)
+        self._memory = memory
+        self.trailer = trailer
+        # The clock of `first_generation` may have stepped back since the last daemon.
+        self._generation = max(first_generation, trailer.generation)
+        self.extents = Extents()
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. While it is below, nothing is evicted."""
+        self.slots: dict[int, Slot] = {}
+        """Every slot that is not free, by its offset."""
+        self._by_end: dict[int, Slot] = {}
         self.order = EvictionOrder(policy, len(memory), tenant_bytes)
+        self.writing_bytes = 0
+        """Bytes in slots that are granted and not yet committed."""
+        self.committed_bytes = 0
+        """Bytes in slots of objects, also of those that are dropped and still read."""
+        self.objects = 0
+        """Committed slots."""
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0
@@ -48,12 +69,17 @@ class Store(SlotTable):
 
     def __len__(self) -> int:
         """Bytes of all slots that the arena has room for."""
-        return len(self.memory)
+        return len(self._memory)
 
     @property
     def is_growing(self) -> bool:
         """Whether there will be more room without evicting anything."""
         return self.extents.limit_bytes < self.bound_bytes
+
+    def get(self, offset: int, generation: int) -> Slot | None:
+        """The slot at `offset`, or None where none has this generation."""
+        slot = self.slots.get(offset)
+        return slot if slot is not None and slot.generation == generation else None
 
     def recover(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
         """Take over an earlier daemon's: (namespaces by identity, slots that may be written into).
@@ -61,7 +87,7 @@ class Store(SlotTable):
         To be called once, first. Until `regroup` a namespace has the groups of the objects found.
         The oldest object is the least recently used.
         """
-        found = self.take_over()
+        found = self._sound_slots()
         objects = [known for known in found if known[1].state is SlotState.COMMITTED]
         gids: defaultdict[bytes, set[int]] = defaultdict(set)
         for _, header in objects:
@@ -78,13 +104,51 @@ class Store(SlotTable):
                 self.free(slot)
         return namespaces, [slot for slot, header in found if header.state is SlotState.WRITING]
 
-    def regroup(self, namespace: Namespace, like: Namespace) -> None:
-        """Give a recovered namespace the groups of `like`; objects that fit none are dropped."""
-        for slot in list(namespace.objects()):
-            gid = namespace.gids[slot.group_index]
-            if gid not in like.gids or slot.shape not in like.shapes[like.gids.index(gid)]:
-                self.drop(slot)
-        namespace.regroup(like)
+    def _sound_slots(self) -> list[tuple[Slot, SlotHeader]]:
+        """Take over the sound slots of an earlier daemon: each with its header, by offset."""
+        limit, extents = self.trailer.reserved_bytes, self.extents
+        found: list[tuple[Slot, SlotHeader]] = []
+        for offset, size in self.trailer.slots():
+            header = layout.unpack_header(bytes(self._memory[offset : offset + HEADER_BYTES]))
+            is_sound = False
+            if header is not None:
+                self._generation = max(self._generation, header.generation)
+                is_taken = header.state in (SlotState.WRITING, SlotState.COMMITTED)
+                is_sound = is_taken and slot_bytes(header.part_bytes, header.parts) == size
+            # What is before `extents.limit_bytes` was taken over, as slots or as free runs.
+            if header is None or not is_sound or not extents.limit_bytes <= offset <= limit - size:
+                if extents.limit_bytes <= offset <= limit - HEADER_BYTES:
+                    self._void(offset)
+                self.trailer.clear(offset)
+                continue
+            extents.grow(offset)
+            extents.limit_bytes += size
+            slot = Slot(offset, header.part_bytes, header.parts, header.generation)
+            slot.parent_short, slot.tenant = header.parent_short, header.tenant
+            self._add(slot)
+            if header.state is SlotState.COMMITTED:
+                self._count_object(slot)
+            else:
+                slot.owner = header.namespace
+            found.append((slot, header))
+        extents.grow(limit)
+        return found
+
+    def regroup(self, recovered: Namespace, like: Namespace) -> Namespace:
+        """Move the objects of a recovered namespace to `like`; those that fit no group are dropped.
+
+        Returns `like`.
+        """
+        hashes = {short_hash(chunk_hash): chunk_hash for chunk_hash in recovered.entries}
+        for chunk_hash, entry in list(recovered.entries.items()):
+            for slot in filter(None, list(entry.slots)):
+                gid = recovered.gids[slot.group_index]
+                index = like.gids.index(gid) if gid in like.gids else -1
+                if index >= 0 and slot.shape in like.shapes[index]:
+                    like.enter(slot, chunk_hash, index, hashes.get(slot.parent_short, b""))
+                else:
+                    self.drop(slot)
+        return like
 
     def grow(self, limit_bytes: int) -> None:
         """Pages of the arena below `limit_bytes` exist now."""
@@ -94,13 +158,24 @@ class Store(SlotTable):
     def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
         """At most `count` slots that `owner` may write into; objects are evicted for them."""
         granted: list[Slot] = []
+        size = slot_bytes(*shape)
         while len(granted) < count:
-            slot = self.allocate(shape, owner)
-            if slot is not None:
-                granted.append(slot)
-            elif self.is_growing or not self._make_room(slot_bytes(*shape)):
+            offset = self.extents.allocate(size)
+            if offset is not None:
+                granted.append(self._allocate(Slot(offset, *shape, self._generation + 1, owner)))
+            elif self.is_growing or not self._make_room(size):
                 break
         return granted
+
+    def _allocate(self, slot: Slot) -> Slot:
+        self._generation = self.trailer.generation = slot.generation
+        self._add(slot)
+        # Bytes that were here before must not be taken for signatures of a writer that makes none.
+        start, end = slot.offset + HEADER_BYTES, slot.offset + layout.checksum_offset(slot.parts)
+        self._memory[start:end] = bytes(end - start)
+        self._write_header(slot)
+        self.trailer.put(slot.offset, slot.size_bytes)
+        return slot
 
     def commit(
         self,
@@ -129,20 +204,29 @@ class Store(SlotTable):
             interior = interior or namespace.get(parent, group_index) is None
         slot.tenant, slot.interior = tenant, interior
         slot.parent_short = short_hash(parent) if parent else 0
-        self.committed(slot)
+        self._count_object(slot)
         namespace.enter(slot, chunk_hash, group_index, parent)
         self.order.add(slot)
         if self.on_change is not None:
             self.on_change(slot, True)
-        self.write_header(slot)
+        self._write_header(slot)
         return True
 
     def free(self, slot: Slot) -> tuple[int, int]:
         """Give back a slot that the index does not have, and the free run that it is part of."""
         assert slot.entry is None
-        if slot.state is SlotState.COMMITTED:
+        if slot.state is SlotState.WRITING:
+            self.writing_bytes -= slot.size_bytes
+        else:
             self.order.release(slot)
-        return super().free(slot)
+            self.committed_bytes -= slot.size_bytes
+            self.objects -= 1
+        slot.state = SlotState.FREE
+        self._void(slot.offset)
+        self.trailer.clear(slot.offset)
+        del self.slots[slot.offset]
+        del self._by_end[slot.offset + slot.size_bytes]
+        return self.extents.free(slot.offset, slot.size_bytes)
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep objects where they are until `unpin`, and count them as used."""
@@ -179,23 +263,33 @@ class Store(SlotTable):
             self.order.offer(freed)
         if not slot.pins:
             return self.free(slot)
-        self.write_header(slot)
+        self._write_header(slot)
         return None
 
     def check(self) -> None:
         """Re-derive every counter and the tiling of the arena; raises AssertionError."""
-        super().check()
-        slots = self.slots.values()
-        self.order.check(slots)
-        entries = {slot: slot.entry for slot in slots if slot.entry is not None}
+        self._check_slots()
+        entries = {slot: slot.entry for slot in self.slots.values() if slot.entry is not None}
         namespaces = {entry.namespace for entry in entries.values()}
         for namespace in namespaces:
             namespace.check()
-        assert len(entries) == sum(len(list(namespace.objects())) for namespace in namespaces)
-        for slot, entry in entries.items():
-            assert slot.state is SlotState.COMMITTED
-            assert entry.namespace.get(entry.chunk_hash, slot.group_index) is slot
-        assert all(slot.pins >= 0 for slot in slots)
+        assert set(entries) == {slot for namespace in namespaces for slot in namespace.objects()}
+        self.order.check(self.slots.values())
+
+    def _check_slots(self) -> None:
+        slots = self.slots.values()
+        taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
+        self.extents.check(taken)
+        assert list(self.trailer.slots()) == taken
+        assert [*self.slots] == [slot.offset for slot in slots]
+        assert self._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
+        held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
+        for slot in slots:
+            held[slot.state] += slot.size_bytes
+            assert slot.pins >= 0
+        assert held[SlotState.WRITING] == self.writing_bytes
+        assert held[SlotState.COMMITTED] == self.committed_bytes
+        assert states[SlotState.COMMITTED] == self.objects
 
     def _evict(self, slot: Slot) -> tuple[int, int]:
         """Drop an object and what is of no use without it; the free run that it is part of then."""
@@ -247,3 +341,32 @@ class Store(SlotTable):
             self.over_quota += 1
             self._evict(victim)
         return True
+
+    def _add(self, slot: Slot) -> None:
+        self.slots[slot.offset] = slot
+        self._by_end[slot.offset + slot.size_bytes] = slot
+        self.writing_bytes += slot.size_bytes
+
+    def _count_object(self, slot: Slot) -> None:
+        """Count a written slot as an object; its header is to be written next."""
+        self.writing_bytes -= slot.size_bytes
+        slot.state = SlotState.COMMITTED
+        self.committed_bytes += slot.size_bytes
+        self.objects += 1
+
+    def _write_header(self, slot: Slot) -> None:
+        """Write what the slot is now into shared memory."""
+        entry, common = slot.entry, (slot.generation, slot.parts, slot.part_bytes)
+        if entry is None:
+            is_dropped = slot.state is SlotState.COMMITTED
+            state = SlotState.DROPPED if is_dropped else slot.state
+            header = SlotHeader(state, *common, namespace=slot.owner or bytes(HASH_BYTES))
+        else:
+            gid = entry.namespace.gids[slot.group_index]
+            name = gid, entry.namespace.identity, entry.chunk_hash
+            header = SlotHeader(slot.state, *common, *name, slot.parent_short, slot.tenant)
+        self._memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
+
+    def _void(self, offset: int) -> None:
+        """End a slot's generation: its header may soon be amid a payload that is written later."""
+        self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()

@@ -388,8 +388,7 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     put(store, full_and_window(), [0, 1, 2, 3], tenant=1)
     later = Store(memory, trailer=trailer, tenant_bytes=4 * SIZE)
     namespaces, _ = later.recover()
-    space = namespaces[bytes(32)]
-    later.regroup(space, full_and_window())
+    space = later.regroup(namespaces[bytes(32)], full_and_window())
     later.check()
     put(later, space, [4], tenant=1)
     assert kept(space) == [0, 1, 2, 4]
