@@ -16,7 +16,6 @@ import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -28,21 +27,15 @@ T = TypeVar("T", bound=Hashable)
 PROTECTED_SHARE = 2
 """At most 1/2 of the bytes are protected."""
 _STALE_MAX = 64
-
-
-class EvictionStage(IntEnum):
-    """Where an item waits for its eviction."""
-
-    INTERIOR = 0
-    PROBATION = 1
-    PROTECTED = 2
+_INTERIOR, _PROBATION, _PROTECTED = range(3)
+"""The stages, where items wait for their eviction."""
 
 
 @dataclass(slots=True, eq=False)
 class _QueuedItem:
     """The state of one item. `entry` numbers its one valid entry in a heap; 0 = it has none."""
 
-    stage: EvictionStage
+    stage: int
     size: int
     tick: int
     entry: int = 0
@@ -56,8 +49,8 @@ class EvictionQueue(Generic[T]):
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
         self._bound_bytes = bound_bytes
         self._items: dict[T, _QueuedItem] = {}
-        self._heaps: dict[EvictionStage, list[tuple[int, int, T]]] = {s: [] for s in EvictionStage}
-        """(tick, entry, item). The item's tick may have grown; other entries of it are stale."""
+        self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [])
+        """By stage (tick, entry, item). Its tick may have grown; other entries of it are stale."""
         self._stale = 0
         self._ticks = count(1)
         self._entries = count(1)
@@ -68,23 +61,23 @@ class EvictionQueue(Generic[T]):
 
     def add(self, item: T, size: int, interior: bool, key: bytes) -> None:
         """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
-        stage = EvictionStage.INTERIOR if interior else EvictionStage.PROBATION
+        stage = _INTERIOR if interior else _PROBATION
         queued = self._items[item] = _QueuedItem(stage, size, next(self._ticks))
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._ghost_bytes -= ghost
-            self._move(queued, EvictionStage.PROTECTED)
+            self._move(queued, _PROTECTED)
         self.offer(item)
 
     def use(self, items: Iterable[T]) -> None:
         """The items are read, all at once. They may not go until each of them is offered again."""
         tick = next(self._ticks)
-        wanted = EvictionStage.PROTECTED if self._two_queues else EvictionStage.PROBATION
+        wanted = _PROTECTED if self._two_queues else _PROBATION
         known = self._items
         for item in items:
             queued = known[item]
             queued.tick = tick
-            if queued.stage is not wanted:
+            if queued.stage != wanted:
                 self._move(queued, wanted)
 
     def offer(self, item: T) -> None:
@@ -96,10 +89,10 @@ class EvictionQueue(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Forget the item, which is gone for whatever reason."""
-        self._move(self._items.pop(item), EvictionStage.PROBATION)
+        self._move(self._items.pop(item), _PROBATION)
         if self._stale > len(self._items) + _STALE_MAX:
             valid = {queued.entry for queued in self._items.values()}
-            for heap in self._heaps.values():
+            for heap in self._heaps:
                 heap[:] = [one for one in heap if one[1] in valid]
                 heapq.heapify(heap)
             self._stale = 0
@@ -107,7 +100,7 @@ class EvictionQueue(Generic[T]):
     def remember(self, item: T, key: bytes) -> None:
         """Note that the item is about to be evicted: stored again soon, it is protected."""
         queued = self._items[item]
-        if not self._two_queues or queued.stage is EvictionStage.PROTECTED:
+        if not self._two_queues or queued.stage == _PROTECTED:
             return
         self._ghosts[key] = self._ghosts.pop(key, 0) + queued.size
         self._ghost_bytes += queued.size
@@ -119,25 +112,25 @@ class EvictionQueue(Generic[T]):
 
         Items for which `may_go` is false are not considered again before they are offered.
         """
-        found = self._oldest(EvictionStage.INTERIOR, may_go)
+        found = self._oldest(_INTERIOR, may_go)
         if found is not None:
             return found
         if self.protected_bytes > self._bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
-            cold = self._oldest(EvictionStage.PROTECTED, may_go)
+            cold = self._oldest(_PROTECTED, may_go)
             if cold is not None:
-                self._move(self._items[cold], EvictionStage.PROBATION)
+                self._move(self._items[cold], _PROBATION)
                 self.offer(cold)
-        found = self._oldest(EvictionStage.PROBATION, may_go)
-        return found if found is not None else self._oldest(EvictionStage.PROTECTED, may_go)
+        found = self._oldest(_PROBATION, may_go)
+        return found if found is not None else self._oldest(_PROTECTED, may_go)
 
     def check(self, may_go: Callable[[T], bool]) -> None:
         """Re-derive every count, and that all that may go is offered; raises AssertionError."""
-        offered = {entry for heap in self._heaps.values() for _, entry, _ in heap}
+        offered = {entry for heap in self._heaps for _, entry, _ in heap}
         for item, queued in self._items.items():
             assert queued.entry in offered or (not queued.entry and not may_go(item))
         items = self._items.values()
-        protected = [queued.size for queued in items if queued.stage is EvictionStage.PROTECTED]
+        protected = [queued.size for queued in items if queued.stage == _PROTECTED]
         assert sum(protected) == self.protected_bytes
         assert self._stale == len(offered) - sum(1 for queued in items if queued.entry)
         assert sum(self._ghosts.values()) == self._ghost_bytes <= self._bound_bytes
@@ -148,7 +141,7 @@ class EvictionQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def _oldest(self, stage: EvictionStage, may_go: Callable[[T], bool]) -> T | None:
+    def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         heap = self._heaps[stage]
         while heap:
             tick, entry, item = heap[0]
@@ -165,12 +158,11 @@ class EvictionQueue(Generic[T]):
                 return item
         return None
 
-    def _move(self, queued: _QueuedItem, stage: EvictionStage) -> None:
+    def _move(self, queued: _QueuedItem, stage: int) -> None:
         """Withdraw an item from the heap that it was offered in, and let it wait in a stage."""
         self._stale += bool(queued.entry)
         queued.entry = 0
-        protected = EvictionStage.PROTECTED
-        self.protected_bytes += queued.size * ((stage is protected) - (queued.stage is protected))
+        self.protected_bytes += queued.size * ((stage == _PROTECTED) - (queued.stage == _PROTECTED))
         queued.stage = stage
 
 

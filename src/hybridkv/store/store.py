@@ -158,24 +158,24 @@ class Store:
     def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
         """At most `count` slots that `owner` may write into; objects are evicted for them."""
         granted: list[Slot] = []
-        size = slot_bytes(*shape)
+        size, (_, parts) = slot_bytes(*shape), shape
         while len(granted) < count:
             offset = self.extents.allocate(size)
-            if offset is not None:
-                granted.append(self._allocate(Slot(offset, *shape, self._generation + 1, owner)))
-            elif self.is_growing or not self._make_room(size):
-                break
+            if offset is None:
+                if self.is_growing or not self._make_room(size):
+                    break
+                continue
+            self._generation += 1
+            self.trailer.generation = self._generation
+            slot = Slot(offset, *shape, self._generation, owner)
+            self._add(slot)
+            # Bytes that were here must not be taken for signatures of a writer that makes none.
+            start, end = offset + HEADER_BYTES, offset + layout.checksum_offset(parts)
+            self._memory[start:end] = bytes(end - start)
+            self._write_header(slot)
+            self.trailer.put(offset, size)
+            granted.append(slot)
         return granted
-
-    def _allocate(self, slot: Slot) -> Slot:
-        self._generation = self.trailer.generation = slot.generation
-        self._add(slot)
-        # Bytes that were here before must not be taken for signatures of a writer that makes none.
-        start, end = slot.offset + HEADER_BYTES, slot.offset + layout.checksum_offset(slot.parts)
-        self._memory[start:end] = bytes(end - start)
-        self._write_header(slot)
-        self.trailer.put(slot.offset, slot.size_bytes)
-        return slot
 
     def commit(
         self,
@@ -298,7 +298,6 @@ class Store:
         lost = [*(one for one in others if one is not slot and one.may_go()), slot]
         for one in lost:
             self.order.remember(one)
-        for one in lost:
             run = self.drop(one)
         self.evicted += len(lost)
         assert run is not None, "nobody reads it"
@@ -314,23 +313,15 @@ class Store:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
                 continue
-            run = self._evict(victim)
-            if vain >= size:
-                self._widen(run, size)
-        return True
-
-    def _widen(self, run: tuple[int, int], size: int) -> None:
-        """Evict the neighbours of a free run until it has `size` bytes.
-
-        Where objects are smaller than `size`, the oldest ones alone leave holes that are too short.
-        """
-        offset, length = run
-        while length < size:
-            touching = filter(None, (self.slots.get(offset + length), self._by_end.get(offset)))
-            victim = next((slot for slot in touching if slot.may_go()), None)
-            if victim is None:
-                return
             offset, length = self._evict(victim)
+            # Where objects are smaller than `size`, the oldest ones leave holes that are too short.
+            while vain >= size > length:
+                touching = filter(None, (self.slots.get(offset + length), self._by_end.get(offset)))
+                neighbour = next((slot for slot in touching if slot.may_go()), None)
+                if neighbour is None:
+                    break
+                offset, length = self._evict(neighbour)
+        return True
 
     def _make_room_of(self, tenant: int, size: int) -> bool:
         """Evict a tenant's own objects until it may have `size` bytes more; False if it may not."""

@@ -109,11 +109,8 @@ class UnconfirmedWrite:
     """When the server has taken them or never will: some time after it answers again."""
 
 
-class UsageQuestion(NamedTuple):
-    """What a budget knew when the server was asked how much it uses."""
-
-    ended_bytes: int
-    unconfirmed: Sequence[UnconfirmedWrite]
+UsageQuestion = tuple[int, Sequence[UnconfirmedWrite]]
+"""What a budget knew when the server was asked: bytes of ended writes, and unconfirmed ones."""
 
 
 @dataclass
@@ -137,20 +134,20 @@ class WriteBudget:
         """The server is asked now; `now` is of the monotonic clock."""
         self._ended_bytes += sum(one.size for one in self._unconfirmed if one.until <= now)
         self._unconfirmed = [one for one in self._unconfirmed if one.until > now]
-        return UsageQuestion(self._ended_bytes, self._unconfirmed)
+        return self._ended_bytes, self._unconfirmed
 
     def admit(
         self, question: UsageQuestion, used: int, sizes: Sequence[int], now: float
     ) -> list[bool]:
         """Whether each value may be written, the server's answer being `used`; `ended` follows."""
-        for one in question.unconfirmed:
+        ended_bytes, unconfirmed = question
+        for one in unconfirmed:
             one.until = min(one.until, now + self.doubt_seconds)
         admitted = []
         for size in sizes:
-            held = used + self._admitted_bytes - question.ended_bytes
+            held = used + self._admitted_bytes - ended_bytes
             admitted.append(held + size <= self.bytes_max)
-            if admitted[-1]:
-                self._admitted_bytes += size
+            self._admitted_bytes += size * admitted[-1]
         return admitted
 
     def ended(self, confirmed: int, unconfirmed: int) -> None:

@@ -108,7 +108,7 @@ class DiskTier(Tier):
         index = self._index
         for key in keys:
             with index.lock:
-                path = index.path(key)
+                path, file = index.path(key), index.ours.get(key)
                 if path is None:
                     continue
                 try:
@@ -118,9 +118,9 @@ class DiskTier(Tier):
                         os.unlink(path)
                 except OSError as error:
                     is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(path)
-                    if key in index.ours and not is_gone:
-                        index.stray(path, index.ours[key].taken_bytes)
-                # The file's room is given to no other record while it is there.
+                    if file is not None and not is_gone:
+                        # Its room is given to no other record while it is there.
+                        index.stray(path, file.taken_bytes)
                 index.forget(key)
 
     def keys(self) -> Iterator[bytes]:
@@ -259,7 +259,7 @@ class DiskTier(Tier):
     def _settle(self) -> None:
         """Write the little that a start writes. Raises OSError."""
         self._probe()
-        self._writers.claim()
+        self._writers.alive.write_text(self._writers.token)
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""

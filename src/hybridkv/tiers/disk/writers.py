@@ -96,7 +96,8 @@ class Writers:
         self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
+        """What `alive` says while the directory is this daemon's."""
         self._alive_at = 0.0
         self._look_at = 0.0
         self._seen: dict[str, tuple[int, int]] = {}
@@ -124,10 +125,6 @@ class Writers:
         self._index.scan(self.home)
         self._seen.clear()
 
-    def claim(self) -> None:
-        """Say that the directory is this daemon's."""
-        self.alive.write_text(self._token)
-
     def show_alive(self, now: float) -> bool:
         """Touch `alive` where that is due; False where others took the directory over.
 
@@ -136,7 +133,7 @@ class Writers:
         if now < self._alive_at:
             return True
         try:
-            if self.alive.read_text() != self._token:
+            if self.alive.read_text() != self.token:
                 works = "give each node its own name (--node), or directory"
                 raise TierError(f"another daemon writes to {self.home}; {works}")
             # It is not written anew: on a full file system it would be empty afterwards.
