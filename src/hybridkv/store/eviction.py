@@ -124,8 +124,9 @@ class EvictionQueue(Generic[T]):
         found = self._oldest(_PROBATION, may_go)
         return found if found is not None else self._oldest(_PROTECTED, may_go)
 
-    def check(self, may_go: Callable[[T], bool]) -> None:
-        """Re-derive every count, and that all that may go is offered; raises AssertionError."""
+    def check(self, may_go: Callable[[T], bool], wanted: Collection[T]) -> None:
+        """The items are `wanted`, what may go is offered, and counts agree, or AssertionError."""
+        assert self._items.keys() == set(wanted)
         offered = {entry for heap in self._heaps for _, entry, _ in heap}
         for item, queued in self._items.items():
             assert queued.entry in offered or (not queued.entry and not may_go(item))
@@ -134,12 +135,6 @@ class EvictionQueue(Generic[T]):
         assert sum(protected) == self.protected_bytes
         assert self._stale == len(offered) - sum(1 for queued in items if queued.entry)
         assert sum(self._ghosts.values()) == self._ghost_bytes <= self._bound_bytes
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._items
-
-    def __len__(self) -> int:
-        return len(self._items)
 
     def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         heap = self._heaps[stage]
@@ -230,11 +225,9 @@ class EvictionOrder:
 
     def check(self, slots: Collection[Slot]) -> None:
         """Re-derive every count from all slots of the arena; raises AssertionError."""
-        assert all((slot in self.everything) == (slot.entry is not None) for slot in slots)
         for tenant, queue in self._queues.items():
-            queue.check(Slot.may_go)
             theirs = [slot for slot in slots if tenant in (0, slot.tenant)]
-            assert len(queue) == sum(slot.entry is not None for slot in theirs)
+            queue.check(Slot.may_go, [slot for slot in theirs if slot.entry is not None])
             if tenant:
                 assert 0 < self.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
 

@@ -106,9 +106,8 @@ def read_head(head: memoryview) -> Record | None:
     `head` has at least the `head_bytes` of the record's number of parts.
     """
     parts = parts_of(head)
-    if not parts or len(head) < payload_offset(parts):
-        return None
-    if _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, payload_offset(parts)):
+    end = payload_offset(parts)
+    if not parts or len(head) < end or _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, end):
         return None
     header = _HEADER.unpack_from(head)
     _, _, _, gid, flags, part_bytes, namespace, chunk_hash, parent, tenant, seed = header

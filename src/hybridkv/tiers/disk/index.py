@@ -132,8 +132,6 @@ class FileIndex:
         with contextlib.suppress(OSError):
             os.utime(file.path)
 
-    # Room
-
     def make_room(self, size: int) -> bool:
         """Evict until `size` more bytes fit; False where that is impossible. Raises OSError."""
         while self.held_bytes + size > self.max_bytes:
@@ -195,8 +193,6 @@ class FileIndex:
         self._order.remember(key, key)
         self.forget(key)
 
-    # What the directories hold
-
     def scan(self, home: Path) -> None:
         """Index the records in this daemon's directory, the oldest first, and keep the bound."""
         found = []
@@ -253,8 +249,7 @@ class FileIndex:
     def check(self) -> None:
         """Derive again what can be derived while nobody uses the index; raises AssertionError."""
         ours = self.ours.values()
-        self._order.check(self._may_go)
-        assert len(self._order) == len(self.ours)
+        self._order.check(self._may_go, self.ours)
         taken = sum(file.taken_bytes for file in ours) + sum(self._strays.values())
         assert taken == self._taken_bytes <= self.max_bytes
         assert not self.writing_bytes
@@ -266,6 +261,5 @@ class FileIndex:
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
     """The namespace, the first SHORT_HASH_BYTES of the hash (`of_hash` if given), and the gid."""
-    return (
-        key[:HASH_BYTES] + (of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]) + key[-2:]
-    )
+    short_hash = of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]
+    return key[:HASH_BYTES] + short_hash + key[-2:]

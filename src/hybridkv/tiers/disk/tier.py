@@ -61,8 +61,6 @@ class DiskTier(Tier):
         self._direct = os.O_DIRECT
         self._numbers = count(1)
 
-    # The contract
-
     def open(self) -> None:
         """Scan the directory; raises ConfigError where it cannot be used."""
         index, writers = self._index, self._writers
@@ -165,8 +163,6 @@ class DiskTier(Tier):
                 path.stat().st_blocks for path in (*home.glob("??/*"), *home.glob(f"{TMP}/*/*"))
             ]
             assert sum(real) * BLOCK_BYTES <= self._index.held_bytes
-
-    # Files
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self._index, item.key
