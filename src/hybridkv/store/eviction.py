@@ -13,14 +13,13 @@ figures behind the defaults.
 """
 
 import heapq
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.store.index import Slot
 
 T = TypeVar("T", bound=Hashable)
 
@@ -159,85 +158,3 @@ class EvictionQueue(Generic[T]):
         queued.entry = 0
         self.protected_bytes += queued.size * ((stage == _PROTECTED) - (queued.stage == _PROTECTED))
         queued.stage = stage
-
-
-class EvictionOrder:
-    """The order over all objects of the index, and over those of each tenant with a quota."""
-
-    def __init__(self, policy: EvictionPolicy, arena_bytes: int, tenant_bytes: int | None) -> None:
-        """`tenant_bytes` bounds the objects of any one tenant; None = no tenant is bounded."""
-        self._policy = policy
-        self._tenant_bytes = tenant_bytes
-        self.everything: EvictionQueue[Slot] = EvictionQueue(policy, arena_bytes)
-        self._queues = {0: self.everything}
-        """By tenant that is bounded and has objects these, and at 0 those of all."""
-        self.tenants: Counter[int] = Counter()
-        """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
-
-    def add(self, slot: Slot) -> None:
-        """Append a new object of the index."""
-        if slot.tenant and self._tenant_bytes is not None:
-            if slot.tenant not in self.tenants:
-                self._queues[slot.tenant] = EvictionQueue(self._policy, self._tenant_bytes)
-            self.tenants[slot.tenant] += slot.size_bytes
-        for queue in self._queues_of(slot):
-            queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
-
-    def use(self, slots: Sequence[Slot]) -> None:
-        """The objects are read, all at once. Each is to be offered again when it may go."""
-        self.everything.use(slots)
-        if self.tenants:
-            for slot in slots:
-                if slot.tenant in self.tenants:
-                    self._queues[slot.tenant].use((slot,))
-
-    def offer(self, slot: Slot) -> None:
-        """Consider an object again, if it may go from now on."""
-        if slot.may_go():
-            for queue in self._queues_of(slot):
-                queue.offer(slot)
-
-    def remember(self, slot: Slot) -> None:
-        """An object is about to be evicted; it is protected where it is stored again soon."""
-        self.everything.remember(slot, _ghost_key(slot))
-
-    def remove(self, slot: Slot) -> None:
-        """An object left the index; its bytes may still be read."""
-        for queue in self._queues_of(slot):
-            queue.remove(slot)
-
-    def release(self, slot: Slot) -> None:
-        """The bytes of a removed object are free."""
-        if slot.tenant in self.tenants:
-            self.tenants[slot.tenant] -= slot.size_bytes
-            if not self.tenants[slot.tenant]:
-                del self.tenants[slot.tenant], self._queues[slot.tenant]
-
-    def victim(self, tenant: int = 0) -> Slot | None:
-        """The object of one tenant, or of all, that is evicted next; None where none may go."""
-        queue = self._queues.get(tenant)
-        return queue.victim(Slot.may_go) if queue is not None else None
-
-    def has_room(self, tenant: int, size: int) -> bool:
-        """Whether a tenant may have `size` bytes more."""
-        bound = self._tenant_bytes
-        return bound is None or not tenant or self.tenants[tenant] + size <= bound
-
-    def check(self, slots: Collection[Slot]) -> None:
-        """Re-derive every count from all slots of the arena; raises AssertionError."""
-        for tenant, queue in self._queues.items():
-            theirs = [slot for slot in slots if tenant in (0, slot.tenant)]
-            queue.check(Slot.may_go, [slot for slot in theirs if slot.entry is not None])
-            if tenant:
-                assert 0 < self.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
-
-    def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
-        yield self.everything
-        if slot.tenant in self.tenants:
-            yield self._queues[slot.tenant]
-
-
-def _ghost_key(slot: Slot) -> bytes:
-    """The bytes by which an object is known after its eviction; identities may share them."""
-    assert slot.entry is not None
-    return slot.entry.chunk_hash + slot.group_index.to_bytes(2, "little")

@@ -7,7 +7,7 @@ free, and a torn header is one whose checksum is wrong.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
@@ -15,7 +15,7 @@ from hybridkv.core.policies import EvictionPolicy
 from hybridkv.shm import slots as layout
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
-from hybridkv.store.eviction import EvictionOrder
+from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.extents import Extents
 from hybridkv.store.index import Namespace, Slot
 
@@ -51,7 +51,12 @@ class Store:
         self.slots: dict[int, Slot] = {}
         """Every slot that is not free, by its offset."""
         self._by_end: dict[int, Slot] = {}
-        self.order = EvictionOrder(policy, len(memory), tenant_bytes)
+        self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
+        self._policy = policy
+        self._tenant_bytes = tenant_bytes
+        self._tenant_queues: dict[int, EvictionQueue[Slot]] = {}
+        self.tenants: Counter[int] = Counter()
+        """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0
         """Bytes in slots that are granted and not yet committed."""
         self.committed_bytes = 0
@@ -98,7 +103,7 @@ class Store:
             index = namespace.gids.index(header.gid)
             if namespace.get(header.chunk_hash, index) is None:
                 namespace.enter(slot, header.chunk_hash, index)
-                self.order.add(slot)
+                self._queue(slot)
             else:
                 slot.tenant = 0
                 self.free(slot)
@@ -206,7 +211,7 @@ class Store:
         slot.parent_short = short_hash(parent) if parent else 0
         self._count_object(slot)
         namespace.enter(slot, chunk_hash, group_index, parent)
-        self.order.add(slot)
+        self._queue(slot)
         if self.on_change is not None:
             self.on_change(slot, True)
         self._write_header(slot)
@@ -218,9 +223,12 @@ class Store:
         if slot.state is SlotState.WRITING:
             self.writing_bytes -= slot.size_bytes
         else:
-            self.order.release(slot)
             self.committed_bytes -= slot.size_bytes
             self.objects -= 1
+            if slot.tenant in self.tenants:
+                self.tenants[slot.tenant] -= slot.size_bytes
+                if not self.tenants[slot.tenant]:
+                    del self.tenants[slot.tenant], self._tenant_queues[slot.tenant]
         slot.state = SlotState.FREE
         self._void(slot.offset)
         self.trailer.clear(slot.offset)
@@ -231,7 +239,10 @@ class Store:
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep objects where they are until `unpin`, and count them as used."""
         self.hold(slots)
-        self.order.use(slots)
+        self.queue.use(slots)
+        for slot in slots if self.tenants else ():
+            if slot.tenant in self.tenants:
+                self._tenant_queues[slot.tenant].use((slot,))
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, for a reader that does not count as use."""
@@ -243,7 +254,7 @@ class Store:
         for slot in slots:
             slot.pins -= 1
             if slot.entry is not None:
-                self.order.offer(slot)
+                self._offer(slot)
             elif not slot.pins:
                 self.free(slot)
 
@@ -258,9 +269,10 @@ class Store:
         if self.on_change is not None:
             self.on_change(slot, False)
         parent = entry.namespace.leave(slot, entry)
-        self.order.remove(slot)
+        for queue in self._queues_of(slot):
+            queue.remove(slot)
         for freed in filter(None, parent.slots if parent is not None else ()):
-            self.order.offer(freed)
+            self._offer(freed)
         if not slot.pins:
             return self.free(slot)
         self._write_header(slot)
@@ -274,7 +286,11 @@ class Store:
         for namespace in namespaces:
             namespace.check()
         assert set(entries) == {slot for namespace in namespaces for slot in namespace.objects()}
-        self.order.check(self.slots.values())
+        self.queue.check(Slot.may_go, entries)
+        for tenant, queue in self._tenant_queues.items():
+            queue.check(Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
+            theirs = [slot for slot in self.slots.values() if slot.tenant == tenant]
+            assert 0 < self.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
 
     def _check_slots(self) -> None:
         slots = self.slots.values()
@@ -297,7 +313,7 @@ class Store:
         others = filter(None, slot.entry.slots if slot.is_prefix else ())
         lost = [*(one for one in others if one is not slot and one.may_go()), slot]
         for one in lost:
-            self.order.remember(one)
+            self.queue.remember(one, _ghost_key(one))
             run = self.drop(one)
         self.evicted += len(lost)
         assert run is not None, "nobody reads it"
@@ -308,7 +324,7 @@ class Store:
         free_bytes = self.extents.free_bytes
         while not self.extents.fits(size):
             vain = self.extents.free_bytes - free_bytes
-            victim = self.order.victim() if vain <= VAIN_MAX * size else None
+            victim = self.queue.victim(Slot.may_go) if vain <= VAIN_MAX * size else None
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
@@ -325,13 +341,37 @@ class Store:
 
     def _make_room_of(self, tenant: int, size: int) -> bool:
         """Evict a tenant's own objects until it may have `size` bytes more; False if it may not."""
-        while not self.order.has_room(tenant, size):
-            victim = self.order.victim(tenant)
+        if not tenant or self._tenant_bytes is None:
+            return True
+        while self.tenants[tenant] + size > self._tenant_bytes:
+            queue = self._tenant_queues.get(tenant)
+            victim = queue.victim(Slot.may_go) if queue is not None else None
             if victim is None:
                 return False
             self.over_quota += 1
             self._evict(victim)
         return True
+
+    def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
+        yield self.queue
+        if slot.tenant in self.tenants:
+            yield self._tenant_queues[slot.tenant]
+
+    def _queue(self, slot: Slot) -> None:
+        """Append a new object of the index to the orders of eviction."""
+        if slot.tenant and self._tenant_bytes is not None:
+            if slot.tenant not in self.tenants:
+                queue: EvictionQueue[Slot] = EvictionQueue(self._policy, self._tenant_bytes)
+                self._tenant_queues[slot.tenant] = queue
+            self.tenants[slot.tenant] += slot.size_bytes
+        for queue in self._queues_of(slot):
+            queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
+
+    def _offer(self, slot: Slot) -> None:
+        """Consider an object for eviction again, if it may go from now on."""
+        if slot.may_go():
+            for queue in self._queues_of(slot):
+                queue.offer(slot)
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.offset] = slot
@@ -361,3 +401,9 @@ class Store:
     def _void(self, offset: int) -> None:
         """End a slot's generation: its header may soon be amid a payload that is written later."""
         self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()
+
+
+def _ghost_key(slot: Slot) -> bytes:
+    """The bytes by which an object is known after its eviction; identities may share them."""
+    assert slot.entry is not None
+    return slot.entry.chunk_hash + slot.group_index.to_bytes(2, "little")
