@@ -102,15 +102,13 @@ class Store:
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
             if namespace.get(header.chunk_hash, index) is None:
-                namespace.enter(slot, header.chunk_hash, index)
-                self._queue(slot)
+                self._enter(slot, namespace, index, header.chunk_hash)
             else:
-                slot.tenant = 0
                 self.free(slot)
         return namespaces, [slot for slot, header in found if header.state is SlotState.WRITING]
 
     def _sound_slots(self) -> list[tuple[Slot, SlotHeader]]:
-        """Take over the sound slots of an earlier daemon: each with its header, by offset."""
+        """Take over the sound slots of an earlier daemon, none as an object yet, by offset."""
         limit, extents = self.trailer.reserved_bytes, self.extents
         found: list[tuple[Slot, SlotHeader]] = []
         for offset, size in self.trailer.slots():
@@ -131,9 +129,7 @@ class Store:
             slot = Slot(offset, header.part_bytes, header.parts, header.generation)
             slot.parent_short, slot.tenant = header.parent_short, header.tenant
             self._add(slot)
-            if header.state is SlotState.COMMITTED:
-                self._count_object(slot)
-            else:
+            if header.state is SlotState.WRITING:
                 slot.owner = header.namespace
             found.append((slot, header))
         extents.grow(limit)
@@ -209,9 +205,7 @@ class Store:
             interior = interior or namespace.get(parent, group_index) is None
         slot.tenant, slot.interior = tenant, interior
         slot.parent_short = short_hash(parent) if parent else 0
-        self._count_object(slot)
-        namespace.enter(slot, chunk_hash, group_index, parent)
-        self._queue(slot)
+        self._enter(slot, namespace, group_index, chunk_hash, parent)
         if self.on_change is not None:
             self.on_change(slot, True)
         self._write_header(slot)
@@ -357,8 +351,15 @@ class Store:
         if slot.tenant in self.tenants:
             yield self._tenant_queues[slot.tenant]
 
-    def _queue(self, slot: Slot) -> None:
-        """Append a new object of the index to the orders of eviction."""
+    def _enter(
+        self, slot: Slot, namespace: Namespace, index: int, chunk_hash: bytes, parent: bytes = b""
+    ) -> None:
+        """Make a written slot an object of the index; its header is to be written next."""
+        self.writing_bytes -= slot.size_bytes
+        slot.state = SlotState.COMMITTED
+        self.committed_bytes += slot.size_bytes
+        self.objects += 1
+        namespace.enter(slot, chunk_hash, index, parent)
         if slot.tenant and self._tenant_bytes is not None:
             if slot.tenant not in self.tenants:
                 queue: EvictionQueue[Slot] = EvictionQueue(self._policy, self._tenant_bytes)
@@ -377,13 +378,6 @@ class Store:
         self.slots[slot.offset] = slot
         self._by_end[slot.offset + slot.size_bytes] = slot
         self.writing_bytes += slot.size_bytes
-
-    def _count_object(self, slot: Slot) -> None:
-        """Count a written slot as an object; its header is to be written next."""
-        self.writing_bytes -= slot.size_bytes
-        slot.state = SlotState.COMMITTED
-        self.committed_bytes += slot.size_bytes
-        self.objects += 1
 
     def _write_header(self, slot: Slot) -> None:
         """Write what the slot is now into shared memory."""

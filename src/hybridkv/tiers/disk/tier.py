@@ -159,10 +159,9 @@ class DiskTier(Tier):
         with self._index.lock:
             self._index.check()
             home = self._writers.home
-            real = [
-                path.stat().st_blocks for path in (*home.glob("??/*"), *home.glob(f"{TMP}/*/*"))
-            ]
-            assert sum(real) * BLOCK_BYTES <= self._index.held_bytes
+            files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
+            real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
+            assert real <= self._index.held_bytes
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self._index, item.key
