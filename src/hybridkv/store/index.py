@@ -91,7 +91,7 @@ class Namespace:
     identity: bytes
     gids: tuple[int, ...]
     shapes: tuple[frozenset[SlotShape], ...]
-    """Per group, the shapes of its objects; empty after a recovery until `Store.regroup`."""
+    """Per group, the shapes of its objects; empty after a recovery, see `Store.regroup`."""
     prefixes: tuple[bool, ...] = ()
     """Per group, whether a hit needs its objects of all chunks before; by default none does."""
     entries: dict[bytes, IndexEntry] = field(default_factory=dict)

@@ -60,8 +60,8 @@ class ByteLedger:
             more = longest - sizes.get(name, 0)
             plan.admitted.append(held + more <= self.bytes_max)
             if plan.admitted[-1]:
-                excess += longest - sizes.get(name, self._sizes.get(name, 0))
                 held += more
+                excess += longest - sizes.get(name, self._sizes.get(name, 0))
                 sizes[name] = longest
         for name, size in self._sizes.items():
             if excess <= 0:

@@ -202,10 +202,8 @@ class FileIndex:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(path, follow_symlinks=False)
                     found.append((status.st_mtime, name, path, taken_bytes(status)))
-            for container in (self.ours, self.others, self._doubled, self._again):
-                container.clear()
-            self._children.clear()
-            self._keys.clear()
+            self.ours, self.others, self._keys = {}, {}, {}
+            self._doubled, self._again, self._children = set(), set(), Counter()
             self._strays = {path: n for path, n in self._strays.items() if os.path.lexists(path)}
             self._stuck, self._taken_bytes = 0, sum(self._strays.values())
             if not self.max_bytes:

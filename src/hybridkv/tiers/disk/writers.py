@@ -9,6 +9,7 @@ allows.
 import contextlib
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable
@@ -67,12 +68,8 @@ def _check_layout(layout: str, what: str, works: str) -> None:
 
 def clock(root: Path) -> float:
     """The time by the files' clock, seconds since the epoch. Makes and removes a file."""
-    path = root / f"clock-{uuid.uuid4().hex}"
-    try:
-        path.touch(mode=0o600)
-        return path.stat().st_mtime
-    finally:
-        path.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="clock-", dir=root) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def silent_seconds(home: Path, now: float) -> float | None:
