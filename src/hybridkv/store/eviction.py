@@ -51,8 +51,7 @@ class EvictionQueue(Generic[T]):
         self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [])
         """By stage (tick, entry, item). Its tick may have grown; other entries of it are stale."""
         self._stale = 0
-        self._ticks = count(1)
-        self._entries = count(1)
+        self._numbers = count(1)
         self.protected_bytes = 0
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of items that were evicted unread, by their key, oldest first."""
@@ -61,7 +60,7 @@ class EvictionQueue(Generic[T]):
     def add(self, item: T, size: int, interior: bool, key: bytes) -> None:
         """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
         stage = _INTERIOR if interior else _PROBATION
-        queued = self._items[item] = _QueuedItem(stage, size, next(self._ticks))
+        queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._ghost_bytes -= ghost
@@ -70,7 +69,7 @@ class EvictionQueue(Generic[T]):
 
     def use(self, items: Iterable[T]) -> None:
         """The items are read, all at once. They may not go until each of them is offered again."""
-        tick = next(self._ticks)
+        tick = next(self._numbers)
         wanted = _PROTECTED if self._two_queues else _PROBATION
         known = self._items
         for item in items:
@@ -83,7 +82,7 @@ class EvictionQueue(Generic[T]):
         """Consider the item from now on, because it may go again."""
         queued = self._items[item]
         if not queued.entry:
-            queued.entry = next(self._entries)
+            queued.entry = next(self._numbers)
             heapq.heappush(self._heaps[queued.stage], (queued.tick, queued.entry, item))
 
     def remove(self, item: T) -> None:

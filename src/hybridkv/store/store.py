@@ -8,6 +8,7 @@ free, and a torn header is one whose checksum is wrong.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
@@ -52,9 +53,9 @@ class Store:
         """Every slot that is not free, by its offset."""
         self._by_end: dict[int, Slot] = {}
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
-        self._policy = policy
         self._tenant_bytes = tenant_bytes
-        self._tenant_queues: dict[int, EvictionQueue[Slot]] = {}
+        new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
+        self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0
@@ -361,9 +362,6 @@ class Store:
         self.objects += 1
         namespace.enter(slot, chunk_hash, index, parent)
         if slot.tenant and self._tenant_bytes is not None:
-            if slot.tenant not in self.tenants:
-                queue: EvictionQueue[Slot] = EvictionQueue(self._policy, self._tenant_bytes)
-                self._tenant_queues[slot.tenant] = queue
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
             queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
