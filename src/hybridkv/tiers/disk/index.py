@@ -57,7 +57,7 @@ class FileIndex:
         """Names of shards, two digits, that may hold another copy of a record that is gone."""
         self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
         self._children: Counter[bytes] = Counter()
-        """By short key: how many records must be evicted before it."""
+        """By short key: how many records must be evicted before it; empty = before none."""
         self._keys: dict[bytes, bytes] = {}
         """Key by short key."""
         self._taken_bytes = 0
@@ -92,8 +92,7 @@ class FileIndex:
         # The new file may have replaced one that could not be removed.
         self._taken_bytes += taken - self._strays.pop(path, 0)
         self._keys[short] = key
-        if before:
-            self._children[before] += 1
+        self._children[before] += 1
         self._order.add(key, taken, interior, key)
 
     def forget(self, key: bytes) -> None:
@@ -108,13 +107,12 @@ class FileIndex:
         short = _short_key(key)
         if self._keys.get(short) == key:
             del self._keys[short]
-        if file.parent:
-            self._children[file.parent] -= 1
-            if not self._children[file.parent]:
-                del self._children[file.parent]
-                parent = self._keys.get(file.parent)
-                if parent is not None:
-                    self._order.offer(parent)
+        self._children[file.parent] -= 1
+        if not self._children[file.parent]:
+            del self._children[file.parent]
+            parent = self._keys.get(file.parent)
+            if parent is not None:
+                self._order.offer(parent)
 
     def use(self, key: bytes) -> None:
         """A record was read."""
@@ -254,7 +252,7 @@ class FileIndex:
         assert not self.ours.keys() & self.others.keys()
         assert self._doubled <= self.ours.keys() | self.others.keys()
         assert not self._strays.keys() & {file.path for file in ours}
-        assert +self._children == Counter(file.parent for file in ours if file.parent)
+        assert +self._children == Counter(file.parent for file in ours)
 
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
