@@ -1038,7 +1038,7 @@ class Liar(Client):
         server = self.scene.system.server
         if server is None or not server.daemon.store.slots:
             return 0, 1
-        slot = self.rng.choice(list(server.daemon.store.slots))
+        slot = self.rng.choice(list(server.daemon.store.slots.values()))
         return slot.offset, slot.generation
 
 

@@ -50,7 +50,7 @@ SLEEPLESS_MAX = 2000
 VAIN_MAX = 20
 """Times that something is waited for that is there already."""
 TRACED = (
-    *("store/store.py", "store/slots.py", "store/index.py", "store/tenants.py", "store/extents.py"),
+    *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
     *("shm/trailer.py", "shm/slots.py"),
     *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
     *("tiers/promotion.py", "tiers/lookups.py", "tiers/load_or_compute.py"),

@@ -334,7 +334,7 @@ class World:
         assert not server._trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents
         assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]
-        assert all(not slot.pins for slot in server.daemon.store.slots)
+        assert all(not slot.pins for slot in server.daemon.store.slots.values())
         assert not self._logged.records or not self._books.is_exclusive, self._logged.records
         self.counts["objects_left"] += self._books.audit()
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
@@ -407,7 +407,7 @@ class World:
         self._settle()
         self._check()
         assert system.server is not None
-        assert all(not slot.pins for slot in system.server.daemon.store.slots)
+        assert all(not slot.pins for slot in system.server.daemon.store.slots.values())
         self._audit_vaults()
 
     def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:
@@ -613,7 +613,7 @@ class World:
     def _slot(self, state: SlotState) -> Any:
         if self._system.server is None:
             return None
-        slots = [slot for slot in self._daemon().store.slots if slot.state is state]
+        slots = [slot for slot in self._daemon().store.slots.values() if slot.state is state]
         return self._rng.choice(slots) if slots else None
 
     def _flip(self, start: int, stop: int) -> None:

@@ -64,7 +64,7 @@ _DAEMON = """
 import os, signal, sys
 left = int(sys.argv.pop(1))
 TRACED = (
-    *("store/store.py", "store/slots.py", "store/index.py", "store/tenants.py", "store/extents.py"),
+    *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
     *("shm/trailer.py", "shm/slots.py", "daemon/handlers.py"),
 )
 

@@ -66,7 +66,7 @@ class Stored:
         self.tier.open()
         self.size = self.record.size_bytes
         self._memory = pages(self.size + 2 * SLOT_ALIGN)
-        self._slot = Slot(SLOT_ALIGN, shape, SEED)
+        self._slot = Slot(SLOT_ALIGN, *shape, SEED)
         self.file = os.open(self.path, os.O_RDWR)
 
     def read(self) -> TierError | None:
@@ -290,7 +290,7 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
     memory = pages(sum(one.size for one in all_of_them))
     items, at = [], 0
     for one, shape in zip(all_of_them, shapes, strict=True):
-        items.append(JobItem(one.record._replace(seed=SEED), Slot(at, shape, SEED)))
+        items.append(JobItem(one.record._replace(seed=SEED), Slot(at, *shape, SEED)))
         at += one.size
     errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
     assert {

@@ -178,7 +178,7 @@ class TiersMachine(RuleBasedStateMachine):
                         RecordName(identity, group.gid, chunk_hash), size, parts, prompt + 1
                     )
                     write = TierJob(
-                        JobKind.WRITE, 0, [JobItem(record, Slot(0, (size, parts), prompt + 1))]
+                        JobKind.WRITE, 0, [JobItem(record, Slot(0, size, parts, prompt + 1))]
                     )
                     assert execute(tier, write, memory) == JobOutcome(errors=[None])
                     self.written.add((identity, index, chunk_hash))
@@ -421,7 +421,9 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(pick=PICK, at=st.integers(0, 1 << 20))
     def flip(self, pick: int, at: int) -> None:
         """A bit of an object changes in RAM; its reader sees it, and tiers never get it."""
-        slots = [slot for slot in self.daemon.store.slots if slot.state is SlotState.COMMITTED]
+        slots = [
+            slot for slot in self.daemon.store.slots.values() if slot.state is SlotState.COMMITTED
+        ]
         if slots:
             slot = slots[pick % len(slots)]
             start = payload_offset(slot.parts)
@@ -430,7 +432,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, which=PICK)
     def condemn(self, pick: int, which: int) -> None:
-        slots = list(self.daemon.store.slots)
+        slots = list(self.daemon.store.slots.values())
         if slots:
             slot = slots[which % len(slots)]
             condemn = ReportCorrupt(pack_u64([slot.offset]), pack_u64([slot.generation]))
@@ -504,7 +506,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert not any(
             values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting")
         )
-        assert all(not slot.pins for slot in self.daemon.store.slots)
+        assert all(not slot.pins for slot in self.daemon.store.slots.values())
         assert not self.daemon.promotion._reads
         assert not any(self.daemon.promotion._turns.values())
         assert not any(self.daemon.promotion._damaged.values())

@@ -177,15 +177,9 @@ HANDLERS = (
         NO + "it is the usual case of a later start",
     ),
     Listed(
-        "DiskTier._probe",
+        "FileIndex.remove",
         "suppress(FileNotFoundError)",
-        "A probe that could not be written has no file to remove.",
-        NO + "the probe's own error is raised",
-    ),
-    Listed(
-        "FileIndex.sweep",
-        "suppress(FileNotFoundError)",
-        "A file that could not be removed before is gone, and is counted no longer.",
+        "The file that is to be removed is gone already, and is counted no longer.",
         NO + "the wanted state is reached",
     ),
     Listed(
@@ -213,25 +207,25 @@ HANDLERS = (
         NO + "exactly one daemon is meant to succeed",
     ),
     Listed(
-        "Writers._adopt_all",
+        "Writers._adopt",
         "suppress(FileNotFoundError)",
         "What the lost writer left in the directory is gone already.",
         NO + "the wanted state is reached",
     ),
     Listed(
-        "Writers._adopt_all",
+        "Writers._adopt",
         "suppress(OSError)",
         "A directory that is not empty stays, and is taken over again later.",
         NO + "the next take-over tries it again",
     ),
     Listed(
-        "Writers._adopt_all",
+        "Writers._adopt",
         "suppress(FileNotFoundError)",
         "The record was removed before it could be taken over.",
         NO + "a record that is gone is a miss, which lookups count",
     ),
     Listed(
-        "records",
+        "shards",
         "suppress(FileNotFoundError)",
         "The writer's directory does not exist yet, or no longer, and so has no records.",
         NO + "an empty result is the right one",
@@ -273,7 +267,7 @@ HANDLERS = (
         NO + "a record that is gone does not belong to the report",
     ),
     Listed(
-        "_WriterCheck._leftover",
+        "_WriterCheck._check",
         "suppress(OSError)",
         "A leftover that cannot be removed stays, and the report tells it from the removed ones.",
         "leftovers_removed",

@@ -244,7 +244,8 @@ class Sessions:
         prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)
         known = self.namespaces.get(identity)
         if known is not None and not known.shapes:
-            self._store.regroup(known, Namespace(identity, gids, shapes, prefixes))
+            like = Namespace(identity, gids, shapes, prefixes)
+            known = self.namespaces[identity] = self._store.regroup(known, like)
         if known is None:
             if len(self.namespaces) >= NAMESPACES_MAX:
                 self._forget_namespaces()

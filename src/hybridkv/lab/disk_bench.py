@@ -99,7 +99,7 @@ def _jobs(object_bytes: int, total_bytes: int) -> dict[JobKind, list[TierJob]]:
     items = [
         JobItem(
             Record(RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES)), *shape, 1),
-            Slot(number % slots * size, shape, 1),
+            Slot(number % slots * size, *shape, 1),
         )
         for number in range(total_bytes // size)
     ]

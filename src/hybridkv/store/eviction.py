@@ -14,8 +14,8 @@ figures behind the defaults.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from enum import IntEnum
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -26,26 +26,18 @@ T = TypeVar("T", bound=Hashable)
 PROTECTED_SHARE = 2
 """At most 1/2 of the bytes are protected."""
 _STALE_MAX = 64
+_INTERIOR, _PROBATION, _PROTECTED = range(3)
+"""The stages, where items wait for their eviction."""
 
 
-class EvictionStage(IntEnum):
-    """Where an item waits for its eviction."""
-
-    INTERIOR = 0
-    PROBATION = 1
-    PROTECTED = 2
-
-
+@dataclass(slots=True, eq=False)
 class _QueuedItem:
     """The state of one item. `entry` numbers its one valid entry in a heap; 0 = it has none."""
 
-    __slots__ = ("entry", "size", "stage", "tick")
-
-    def __init__(self, stage: EvictionStage, size: int, tick: int) -> None:
-        self.stage = stage
-        self.size = size
-        self.tick = tick
-        self.entry = 0
+    stage: int
+    size: int
+    tick: int
+    entry: int = 0
 
 
 class EvictionQueue(Generic[T]):
@@ -54,68 +46,63 @@ class EvictionQueue(Generic[T]):
     def __init__(self, policy: EvictionPolicy, bound_bytes: int) -> None:
         """`bound_bytes` bounds all items together, and so the protected and the remembered ones."""
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
-        self._protected_max = bound_bytes // PROTECTED_SHARE
+        self._bound_bytes = bound_bytes
         self._items: dict[T, _QueuedItem] = {}
-        self._heaps: dict[EvictionStage, list[tuple[int, int, T]]] = {
-            stage: [] for stage in EvictionStage
-        }
-        """(tick, entry, item). The item's tick may have grown; other entries of it are stale."""
+        self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [])
+        """By stage (tick, entry, item). Its tick may have grown; other entries of it are stale."""
         self._stale = 0
-        self._ticks = count(1)
-        self._entries = count(1)
+        self._numbers = count(1)
         self.protected_bytes = 0
-        self._ghosts_max = bound_bytes
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of items that were evicted unread, by their key, oldest first."""
         self._ghost_bytes = 0
 
     def add(self, item: T, size: int, interior: bool, key: bytes) -> None:
         """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
-        stage = EvictionStage.INTERIOR if interior else EvictionStage.PROBATION
+        stage = _INTERIOR if interior else _PROBATION
+        queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._ghost_bytes -= ghost
-            stage = EvictionStage.PROTECTED
-            self.protected_bytes += size
-        self._items[item] = _QueuedItem(stage, size, next(self._ticks))
+            self._move(queued, _PROTECTED)
         self.offer(item)
 
     def use(self, items: Iterable[T]) -> None:
         """The items are read, all at once. They may not go until each of them is offered again."""
-        tick = next(self._ticks)
-        wanted = EvictionStage.PROTECTED if self._two_queues else EvictionStage.PROBATION
+        tick = next(self._numbers)
+        wanted = _PROTECTED if self._two_queues else _PROBATION
         known = self._items
         for item in items:
             queued = known[item]
             queued.tick = tick
-            if queued.stage is not wanted:
-                self._withdraw(queued)
+            if queued.stage != wanted:
                 self._move(queued, wanted)
 
     def offer(self, item: T) -> None:
         """Consider the item from now on, because it may go again."""
         queued = self._items[item]
         if not queued.entry:
-            queued.entry = next(self._entries)
+            queued.entry = next(self._numbers)
             heapq.heappush(self._heaps[queued.stage], (queued.tick, queued.entry, item))
 
     def remove(self, item: T) -> None:
         """Forget the item, which is gone for whatever reason."""
-        queued = self._items.pop(item)
-        self._withdraw(queued)
-        if queued.stage is EvictionStage.PROTECTED:
-            self.protected_bytes -= queued.size
+        self._move(self._items.pop(item), _PROBATION)
         if self._stale > len(self._items) + _STALE_MAX:
-            self._tidy()
+            valid = {queued.entry for queued in self._items.values()}
+            for heap in self._heaps:
+                heap[:] = [one for one in heap if one[1] in valid]
+                heapq.heapify(heap)
+            self._stale = 0
 
     def remember(self, item: T, key: bytes) -> None:
         """Note that the item is about to be evicted: stored again soon, it is protected."""
         queued = self._items[item]
-        if not self._two_queues or queued.stage is EvictionStage.PROTECTED:
+        if not self._two_queues or queued.stage == _PROTECTED:
             return
         self._ghosts[key] = self._ghosts.pop(key, 0) + queued.size
         self._ghost_bytes += queued.size
-        while self._ghost_bytes > self._ghosts_max:
+        while self._ghost_bytes > self._bound_bytes:
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def victim(self, may_go: Callable[[T], bool]) -> T | None:
@@ -123,38 +110,31 @@ class EvictionQueue(Generic[T]):
 
         Items for which `may_go` is false are not considered again before they are offered.
         """
-        found = self._oldest(EvictionStage.INTERIOR, may_go)
+        found = self._oldest(_INTERIOR, may_go)
         if found is not None:
             return found
-        if self.protected_bytes > self._protected_max:
+        if self.protected_bytes > self._bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
-            cold = self._oldest(EvictionStage.PROTECTED, may_go)
+            cold = self._oldest(_PROTECTED, may_go)
             if cold is not None:
-                queued = self._items[cold]
-                self._withdraw(queued)
-                self._move(queued, EvictionStage.PROBATION)
+                self._move(self._items[cold], _PROBATION)
                 self.offer(cold)
-        found = self._oldest(EvictionStage.PROBATION, may_go)
-        return found if found is not None else self._oldest(EvictionStage.PROTECTED, may_go)
+        found = self._oldest(_PROBATION, may_go)
+        return found if found is not None else self._oldest(_PROTECTED, may_go)
 
-    def check(self, may_go: Callable[[T], bool]) -> None:
-        """Re-derive every count, and that all that may go is offered; raises AssertionError."""
-        offered = {entry for heap in self._heaps.values() for _, entry, _ in heap}
+    def check(self, may_go: Callable[[T], bool], wanted: Collection[T]) -> None:
+        """The items are `wanted`, what may go is offered, and counts agree, or AssertionError."""
+        assert self._items.keys() == set(wanted)
+        offered = {entry for heap in self._heaps for _, entry, _ in heap}
         for item, queued in self._items.items():
             assert queued.entry in offered or (not queued.entry and not may_go(item))
         items = self._items.values()
-        protected = [queued.size for queued in items if queued.stage is EvictionStage.PROTECTED]
+        protected = [queued.size for queued in items if queued.stage == _PROTECTED]
         assert sum(protected) == self.protected_bytes
         assert self._stale == len(offered) - sum(1 for queued in items if queued.entry)
-        assert sum(self._ghosts.values()) == self._ghost_bytes <= self._ghosts_max
+        assert sum(self._ghosts.values()) == self._ghost_bytes <= self._bound_bytes
 
-    def __contains__(self, item: T) -> bool:
-        return item in self._items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def _oldest(self, stage: EvictionStage, may_go: Callable[[T], bool]) -> T | None:
+    def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         heap = self._heaps[stage]
         while heap:
             tick, entry, item = heap[0]
@@ -171,20 +151,9 @@ class EvictionQueue(Generic[T]):
                 return item
         return None
 
-    def _withdraw(self, queued: _QueuedItem) -> None:
-        if queued.entry:
-            queued.entry = 0
-            self._stale += 1
-
-    def _move(self, queued: _QueuedItem, stage: EvictionStage) -> None:
-        protected = EvictionStage.PROTECTED
-        self.protected_bytes += queued.size * ((stage is protected) - (queued.stage is protected))
+    def _move(self, queued: _QueuedItem, stage: int) -> None:
+        """Withdraw an item from the heap that it was offered in, and let it wait in a stage."""
+        self._stale += bool(queued.entry)
+        queued.entry = 0
+        self.protected_bytes += queued.size * ((stage == _PROTECTED) - (queued.stage == _PROTECTED))
         queued.stage = stage
-
-    def _tidy(self) -> None:
-        for heap in self._heaps.values():
-            heap[:] = [
-                one for one in heap if one[2] in self._items and self._items[one[2]].entry == one[1]
-            ]
-            heapq.heapify(heap)
-        self._stale = 0

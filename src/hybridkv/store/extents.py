@@ -26,16 +26,6 @@ class Extents:
             start, self.limit_bytes = self.limit_bytes, limit_bytes
             self.free(start, limit_bytes - start)
 
-    def take_over(self, limit_bytes: int, used: Iterable[tuple[int, int]]) -> None:
-        """Start with [0, limit_bytes) but for the (offset, size) of `used`, ascending, as free."""
-        assert not self.limit_bytes
-        self.limit_bytes = limit_bytes
-        end = 0
-        for offset, size in (*used, (limit_bytes, 0)):
-            if offset > end:
-                self._add(end, offset - end)
-            end = offset + size
-
     def allocate(self, size: int) -> int | None:
         """The offset of `size` bytes, or None where no run is long enough."""
         at = bisect_left(self._by_size, (size, 0))
@@ -65,21 +55,19 @@ class Extents:
         self._add(offset, size)
         return offset, size
 
-    def check(self) -> None:
-        """Re-derive every count; raises AssertionError."""
-        end = -1
-        total = 0
-        for offset, size in sorted(self._size_at.items()):
-            assert offset > end, "free runs touch or overlap"
+    def check(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Re-derive every count from the (offset, size) that are taken; raises AssertionError."""
+        assert all(offset not in self._start_of_end for offset in self._size_at), "runs touch"
+        end = 0
+        for offset, size in sorted([*taken, *self.runs()]):
+            assert offset == end, "what is taken and free runs must tile the arena"
             assert size > 0
             assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
-            assert self._start_of_end[offset + size] == offset
             end = offset + size
-            total += size
-        assert end <= self.limit_bytes
-        assert total == self.free_bytes
-        assert self._by_size == sorted((size, offset) for offset, size in self._size_at.items())
-        assert len(self._start_of_end) == len(self._size_at)
+        assert end == self.limit_bytes
+        assert sum(self._size_at.values()) == self.free_bytes
+        assert self._by_size == sorted((size, offset) for offset, size in self.runs())
+        assert self._start_of_end == {offset + size: offset for offset, size in self.runs()}
 
     def runs(self) -> list[tuple[int, int]]:
         """The (offset, size) of every free run, by offset."""

@@ -9,7 +9,7 @@ counting.
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -52,25 +52,24 @@ class ByteLedger:
         """How room is made for names and their sizes; for none, how the bound is kept."""
         sizes = {name: self._sizes[name] for name in self._writing}
         held = sum(sizes.values())  # by what cannot go: it is being written, or is wanted here
-        admitted = []
+        excess = self.bytes - self.bytes_max
+        plan = EvictionPlan([], [])
         for name, size in wanted:
             # While it is written over, the longer of the two may be there.
             longest = max(size, self._sizes.get(name, 0), sizes.get(name, 0))
-            fits = held - sizes.get(name, 0) + longest <= self.bytes_max
-            admitted.append(fits)
-            if fits:
-                held += longest - sizes.get(name, 0)
+            more = longest - sizes.get(name, 0)
+            plan.admitted.append(held + more <= self.bytes_max)
+            if plan.admitted[-1]:
+                held += more
+                excess += longest - sizes.get(name, self._sizes.get(name, 0))
                 sizes[name] = longest
-        more = sum(size - self._sizes.get(name, 0) for name, size in sizes.items())
-        excess = self.bytes + more - self.bytes_max
-        victims = []
         for name, size in self._sizes.items():
             if excess <= 0:
                 break
             if name not in sizes:
-                victims.append(name)
+                plan.victims.append(name)
                 excess -= size
-        return EvictionPlan(admitted, victims)
+        return plan
 
     def admit(self, name: str, size: int) -> None:
         """Count an object that is written next: its plan's victims are gone. `written` follows."""
@@ -110,13 +109,11 @@ class UnconfirmedWrite:
     """When the server has taken them or never will: some time after it answers again."""
 
 
-class UsageQuestion(NamedTuple):
-    """What a budget knew when the server was asked how much it uses."""
-
-    ended_bytes: int
-    unconfirmed: Sequence[UnconfirmedWrite]
+UsageQuestion = tuple[int, Sequence[UnconfirmedWrite]]
+"""What a budget knew when the server was asked: bytes of ended writes, and unconfirmed ones."""
 
 
+@dataclass
 class WriteBudget:
     """What may be written to a server that is to use no more than `bytes_max`.
 
@@ -125,33 +122,32 @@ class WriteBudget:
     and what is decided here.  So do, for `doubt_seconds`, those that were not confirmed.
     """
 
-    def __init__(self, bytes_max: int, doubt_seconds: float) -> None:
-        self.bytes_max = bytes_max
-        self._doubt_seconds = doubt_seconds
-        self._admitted_bytes = 0
-        """Bytes of all values that were ever admitted."""
-        self._ended_bytes = 0
-        """Bytes of those among them whose write has ended."""
-        self._unconfirmed: list[UnconfirmedWrite] = []
+    bytes_max: int
+    doubt_seconds: float
+    _admitted_bytes: int = 0
+    """Bytes of all values that were ever admitted."""
+    _ended_bytes: int = 0
+    """Bytes of those among them whose write has ended."""
+    _unconfirmed: list[UnconfirmedWrite] = field(default_factory=list)
 
     def ask(self, now: float) -> UsageQuestion:
         """The server is asked now; `now` is of the monotonic clock."""
         self._ended_bytes += sum(one.size for one in self._unconfirmed if one.until <= now)
         self._unconfirmed = [one for one in self._unconfirmed if one.until > now]
-        return UsageQuestion(self._ended_bytes, self._unconfirmed)
+        return self._ended_bytes, self._unconfirmed
 
     def admit(
         self, question: UsageQuestion, used: int, sizes: Sequence[int], now: float
     ) -> list[bool]:
         """Whether each value may be written, the server's answer being `used`; `ended` follows."""
-        for one in question.unconfirmed:
-            one.until = min(one.until, now + self._doubt_seconds)
+        ended_bytes, unconfirmed = question
+        for one in unconfirmed:
+            one.until = min(one.until, now + self.doubt_seconds)
         admitted = []
         for size in sizes:
-            held = used + self._admitted_bytes - question.ended_bytes
+            held = used + self._admitted_bytes - ended_bytes
             admitted.append(held + size <= self.bytes_max)
-            if admitted[-1]:
-                self._admitted_bytes += size
+            self._admitted_bytes += size * admitted[-1]
         return admitted
 
     def ended(self, confirmed: int, unconfirmed: int) -> None:

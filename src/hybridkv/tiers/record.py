@@ -16,14 +16,9 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.shm import slots as layout
 from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import (
-    HEADER_BYTES,
-    SHORT_HASH_BYTES,
-    SLOT_ALIGN,
-    payload_offset,
-    slot_bytes,
-)
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, payload_offset
 from hybridkv.store.index import Slot
 
 RECORD_VERSION = 1
@@ -75,12 +70,12 @@ class Record(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole record."""
-        return slot_bytes(self.part_bytes, self.parts)
+        return layout.slot_bytes(self.part_bytes, self.parts)
 
 
 def head_bytes(parts: int) -> int:
     """Bytes from the start of a record to the first page without header or checksums."""
-    return -(-payload_offset(parts) // SLOT_ALIGN) * SLOT_ALIGN
+    return -(-payload_offset(parts) // layout.SLOT_ALIGN) * layout.SLOT_ALIGN
 
 
 def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
@@ -98,9 +93,8 @@ def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
     end = payload + record.part_bytes * record.parts
     slot[end:] = bytes(len(slot) - end)
     head[:] = slot[: len(head)]
-    flags = _INTERIOR if record.interior else 0
-    name, part_bytes, parts, seed, parent, tenant, _ = record
-    common = (_MAGIC, RECORD_VERSION, parts, name.gid, flags, part_bytes)
+    name, part_bytes, parts, seed, parent, tenant, interior = record
+    common = (_MAGIC, RECORD_VERSION, parts, name.gid, _INTERIOR * interior, part_bytes)
     _HEADER.pack_into(head, 0, *common, name.namespace, name.chunk_hash, parent, tenant, seed)
     head[_HEADER.size : _CRC_OFFSET] = bytes(_CRC_OFFSET - _HEADER.size)
     _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload))
@@ -112,9 +106,8 @@ def read_head(head: memoryview) -> Record | None:
     `head` has at least the `head_bytes` of the record's number of parts.
     """
     parts = parts_of(head)
-    if not parts or len(head) < payload_offset(parts):
-        return None
-    if _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, payload_offset(parts)):
+    end = payload_offset(parts)
+    if not parts or len(head) < end or _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, end):
         return None
     header = _HEADER.unpack_from(head)
     _, _, _, gid, flags, part_bytes, namespace, chunk_hash, parent, tenant, seed = header
@@ -132,11 +125,10 @@ def parts_of(start: bytes | memoryview) -> int:
 
 def is_whole(record: Record, memory: memoryview) -> bool:
     """Whether `memory` has exactly the record's bytes; its header was read already."""
-    if len(memory) != record.size_bytes:
-        return False
     rest = bytes(memory[payload_offset(record.parts) + record.part_bytes * record.parts :])
-    is_signed_whole = is_signed(memory, record.part_bytes, record.parts, record.seed) is True
-    return is_signed_whole and rest.count(0) == len(rest)
+    if len(memory) != record.size_bytes or rest.strip(b"\0"):
+        return False
+    return is_signed(memory, record.part_bytes, record.parts, record.seed) is True
 
 
 def _crc(head: memoryview, payload: int) -> int:

@@ -68,7 +68,7 @@ def test_a_commit_that_came_to_nothing_is_told() -> None:
     store(daemon, 1, 1)
     store(daemon, 1, 1)
     assert turn(daemon) == [], "a duplicate is there"
-    daemon.store._order._tenant_bytes = 1
+    daemon.store._tenant_bytes = 1
     ((offset, generation),) = grant(daemon, 1, PART, 1)
     one = Commit(
         pack_u64([offset]), pack_u64([generation]), pack_u64([0]), hashes(2), tenants=pack_u64([9])

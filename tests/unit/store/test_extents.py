@@ -34,7 +34,7 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
         elif taken:
             offset = sorted(taken)[size % len(taken)]
             extents.free(offset, taken.pop(offset))
-        extents.check()
+        extents.check(taken.items())
         end = 0
         for offset, length in sorted([*taken.items(), *extents.runs()]):
             assert offset == end

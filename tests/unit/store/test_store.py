@@ -297,7 +297,7 @@ def test_what_comes_back_soon_after_its_eviction_is_protected() -> None:
         put(store, space, [10 + 2 * prompt, 11 + 2 * prompt])
     assert 0 not in kept(space)
     put(store, space, [0, 1])
-    assert store.protected_bytes == 2 * SIZE
+    assert store.queue.protected_bytes == 2 * SIZE
     for prompt in range(8):
         put(store, space, [30 + 2 * prompt, 31 + 2 * prompt])
     assert {0, 1} <= set(kept(space))
@@ -308,7 +308,7 @@ def test_a_window_that_comes_back_is_protected_with_its_chunk() -> None:
     for again in range(2):
         put(store, space, [0, 1])
         put(store, space, [0, 1], group=1)
-        assert store.protected_bytes == (0, 4 * SIZE)[again]
+        assert store.queue.protected_bytes == (0, 4 * SIZE)[again]
         for prompt in range(4):
             put(store, space, [10 + 10 * again + 2 * prompt, 11 + 10 * again + 2 * prompt])
         assert (kept(space, 1) == [0, 1]) == bool(again)
@@ -319,9 +319,9 @@ def test_what_is_protected_makes_room_when_it_becomes_too_much() -> None:
     for prompt in range(4):
         put(store, space, [2 * prompt, 2 * prompt + 1])
         read(store, space, [2 * prompt, 2 * prompt + 1])
-    assert store.protected_bytes == 8 * SIZE
+    assert store.queue.protected_bytes == 8 * SIZE
     put(store, space, [20, 21])
-    assert store.protected_bytes == 6 * SIZE
+    assert store.queue.protected_bytes == 6 * SIZE
     assert kept(space) == [2, 3, 4, 5, 6, 7, 20, 21]
 
 
@@ -332,12 +332,12 @@ def test_a_tenant_has_room_up_to_its_quota_at_the_cost_of_its_own() -> None:
     put(store, space, [20, 21], tenant=2)
     put(store, space, [30, 31], tenant=1)
     assert kept(space) == [0, 1, 10, 11, 12, 13, 14, 20, 21, 30, 31]
-    assert store.tenants == 2
+    assert len(store.tenants) == 2
     for entry in list(space.entries.values()):
         for slot in entry.slots:
             if slot is not None:
                 store.drop(slot)
-    assert store.tenants == 0
+    assert len(store.tenants) == 0
 
 
 def test_an_object_that_never_fits_its_quota_is_not_kept() -> None:
@@ -388,8 +388,7 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     put(store, full_and_window(), [0, 1, 2, 3], tenant=1)
     later = Store(memory, trailer=trailer, tenant_bytes=4 * SIZE)
     namespaces, _ = later.recover()
-    space = namespaces[bytes(32)]
-    later.regroup(space, full_and_window())
+    space = later.regroup(namespaces[bytes(32)], full_and_window())
     later.check()
     put(later, space, [4], tenant=1)
     assert kept(space) == [0, 1, 2, 4]

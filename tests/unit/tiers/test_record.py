@@ -45,7 +45,7 @@ def put(shape: tuple[int, int], number: int = 1) -> bytes:
     memory, tier = filled(shape, SEED), DictTier({}, is_remote=False)
     record = record_of(shape, number=number)
     outcome = execute(
-        tier, TierJob(JobKind.WRITE, 0, [JobItem(record, Slot(0, shape, SEED))]), memory
+        tier, TierJob(JobKind.WRITE, 0, [JobItem(record, Slot(0, *shape, SEED))]), memory
     )
     assert outcome == JobOutcome(errors=[None])
     return tier.records[record.name.key]
@@ -58,7 +58,7 @@ def get(shape: tuple[int, int], image: bytes | None) -> tuple[JobOutcome, memory
     record = record_of(shape, OTHER_SEED)
     tier = DictTier({} if image is None else {record.name.key: image}, is_remote=False)
     outcome = execute(
-        tier, TierJob(JobKind.READ, 0, [JobItem(record, Slot(size, shape, OTHER_SEED))]), memory
+        tier, TierJob(JobKind.READ, 0, [JobItem(record, Slot(size, *shape, OTHER_SEED))]), memory
     )
     assert set(memory[:size]) == set(memory[2 * size :]) == {0xEE}, "bytes of others were written"
     assert set(memory[size : size + HEADER_BYTES]) == {0xEE}, "headers are the daemon's"
@@ -152,7 +152,7 @@ def test_bytes_that_went_bad_in_ram_are_not_put(shape: tuple[int, int]) -> None:
     memory, tier = filled(shape, SEED), DictTier({}, is_remote=False)
     memory[payload_offset(shape[1])] ^= 1
     outcome = execute(
-        tier, TierJob(JobKind.WRITE, 0, [JobItem(record_of(shape), Slot(0, shape, SEED))]), memory
+        tier, TierJob(JobKind.WRITE, 0, [JobItem(record_of(shape), Slot(0, *shape, SEED))]), memory
     )
     assert isinstance(outcome.errors[0], WrongBytesError)
     assert not tier.records

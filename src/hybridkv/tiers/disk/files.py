@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -39,11 +40,9 @@ class FileName(NamedTuple):
 
 def parse_name(text: str) -> FileName | None:
     """What a file's name says; None where it is not the name of a record."""
-    digits, _, rest = text.partition(".")
+    key, _, parent = text.removesuffix("i").partition(".")
     try:
-        name = FileName(
-            bytes.fromhex(digits), bytes.fromhex(rest.removesuffix("i")), rest.endswith("i")
-        )
+        name = FileName(bytes.fromhex(key), bytes.fromhex(parent), text.endswith("i"))
     except ValueError:
         return None
     is_sound = len(name.key) == KEY_BYTES and len(name.parent) == SHORT_HASH_BYTES
@@ -60,11 +59,16 @@ def taken_bytes(status: os.stat_result) -> int:
     return max(status.st_size, status.st_blocks * BLOCK_BYTES)
 
 
-def records(home: str | Path) -> Iterator[tuple[str, FileName]]:
-    """(path, name) of every record of a writer."""
+def shards(home: Path) -> list[str]:
+    """The paths of a writer's directories of records."""
     with contextlib.suppress(FileNotFoundError):
-        for shard in sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2):
-            yield from shard_records(shard)
+        return sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2)
+    return []
+
+
+def records(home: Path) -> Iterator[tuple[str, FileName]]:
+    """(path, name) of every record of a writer."""
+    return chain.from_iterable(map(shard_records, shards(home)))
 
 
 def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
@@ -114,10 +118,8 @@ def prove(file: IO[bytes], size: int, name: FileName | None) -> FileProof:
 
     It takes no more memory than a sound header says. Raises OSError.
     """
-    if not size:
-        return FileProof(FileDamage.EMPTY)
-    if size % SLOT_ALIGN:
-        return FileProof(FileDamage.LENGTH)
+    if not size or size % SLOT_ALIGN:
+        return FileProof(FileDamage.LENGTH if size else FileDamage.EMPTY)
     start = file.read(HEADER_BYTES)
     wanted = min(size, head_bytes(parts_of(start)))
     start += file.read(wanted - len(start))

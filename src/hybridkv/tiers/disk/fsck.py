@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -72,9 +72,11 @@ class FsckReport:
 
 def list_files(root: Path) -> dict[Path, list[str]]:
     """The files of each writer, by its directory. Raises OSError."""
-    return {
-        home: [path for path in _files(home) if path != str(home / "alive")] for home in homes(root)
-    }
+    found: dict[Path, list[str]] = {}
+    for home in homes(root):
+        paths = (os.path.join(at, one) for at, _, names in os.walk(home) for one in sorted(names))
+        found[home] = [path for path in paths if path != str(home / "alive")]
+    return found
 
 
 def fsck(
@@ -100,35 +102,37 @@ def fsck(
     return report
 
 
+@dataclass
 class _WriterCheck:
     """The check of one writer's directory."""
 
-    def __init__(
-        self, root: Path, home: Path, writer: WriterReport, report: FsckReport, repair: bool
-    ) -> None:
-        self._root = root
-        self._home = home
-        self._writer = writer
-        self._report = report
-        self._repair = repair
-        self._misnamed: list[tuple[str, FileName, str]] = []
-        """Whole records of another name: the path, their own name, and where they are for now."""
+    root: Path
+    home: Path
+    writer: WriterReport
+    report: FsckReport
+    repair: bool
+    misnamed: list[tuple[str, FileName, str]] = field(default_factory=list)
+    """Whole records of another name: the path, their own name, and where they are for now."""
 
     def check(self, paths: list[str], step: Callable[[], None]) -> None:
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 self._check(path)
             step()
-        for path, name, aside in self._misnamed:
+        for path, name, aside in self.misnamed:
             self._found(path, FileDamage.MISNAMED, self._rename(name, aside))
 
     def _check(self, path: str) -> None:
-        writer = self._writer
+        writer, may_move = self.writer, self.repair and not self.writer.is_alive
         taken = files.taken_bytes(os.stat(path, follow_symlinks=False))
-        folder, base = os.path.split(os.path.relpath(path, self._home))
+        folder, base = os.path.split(os.path.relpath(path, self.home))
         name = files.parse_name(base)
         if folder.split(os.sep)[0] == TMP:
-            self._leftover(path)
+            writer.leftovers += 1
+            if may_move:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    writer.leftovers_removed += 1
             return
         if name is None or len(folder) != 2 or os.path.islink(path):
             writer.foreign += 1
@@ -146,58 +150,42 @@ class _WriterCheck:
         writer.damaged[damage] += 1
         writer.damaged_bytes += taken
         # A daemon that lives would not know, nor count, a file that appears under another name.
-        if self._repair and damage is FileDamage.MISNAMED and not writer.is_alive:
+        if may_move and damage is FileDamage.MISNAMED:
             assert proof.record is not None, "a whole record has a name"
             # Two files that have each other's names must both be out of the way first.
-            aside = str(self._home / TMP / f"fsck-{len(self._misnamed)}")
-            os.makedirs(self._home / TMP, mode=0o700, exist_ok=True)
+            aside = str(self.home / TMP / f"fsck-{len(self.misnamed)}")
+            os.makedirs(self.home / TMP, mode=0o700, exist_ok=True)
             os.rename(path, aside)
-            self._misnamed.append((path, files.name_of(proof.record), aside))
+            self.misnamed.append((path, files.name_of(proof.record), aside))
         else:
-            self._found(path, damage, self._set_aside(path) if self._repair else "")
-
-    def _leftover(self, path: str) -> None:
-        self._writer.leftovers += 1
-        if self._repair and not self._writer.is_alive:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-                self._writer.leftovers_removed += 1
+            self._found(path, damage, self._set_aside(path) if self.repair else "")
 
     def _set_aside(self, path: str) -> str:
         try:
-            files.set_aside(self._root, path)
-        except FileNotFoundError:
-            return "it is gone"
-        except OSError:
-            return ""
+            files.set_aside(self.root, path)
+        except OSError as error:
+            return "it is gone" if isinstance(error, FileNotFoundError) else ""
         return "put aside"
 
     def _rename(self, name: FileName, aside: str) -> str:
-        to = self._home / name.path
-        done = "removed, for it is there already"
+        to = self.home / name.path
+        done = f"renamed to {name.text}"
         try:
             to.parent.mkdir(mode=0o700, exist_ok=True)
             try:
                 os.link(aside, to)
-                done = f"renamed to {name.text}"
-            except FileExistsError:
-                pass
             except OSError:
-                # The file system has no hard links; the silent writer makes no files meanwhile.
                 if not os.path.lexists(to):
+                    # The file system has no hard links; the silent writer makes no files meanwhile.
                     os.rename(aside, to)
-                    return f"renamed to {name.text}"
+                    return done
+                done = "removed, for it is there already"
             os.unlink(aside)
         except OSError:
             return self._set_aside(aside)
         return done
 
     def _found(self, path: str, damage: FileDamage, done: str) -> None:
-        self._writer.repaired += bool(done)
-        if len(self._report.findings) < FINDINGS_MAX:
-            self._report.findings.append(FileFinding(path, damage, done))
-
-
-def _files(home: Path) -> Iterator[str]:
-    for folder, _, names in os.walk(home):
-        yield from (os.path.join(folder, name) for name in sorted(names))
+        self.writer.repaired += bool(done)
+        if len(self.report.findings) < FINDINGS_MAX:
+            self.report.findings.append(FileFinding(path, damage, done))

@@ -57,23 +57,22 @@ class FileIndex:
         """Names of shards, two digits, that may hold another copy of a record that is gone."""
         self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
         self._children: Counter[bytes] = Counter()
-        """By short key: how many records must be evicted before it."""
+        """By short key: how many records must be evicted before it; empty = before none."""
         self._keys: dict[bytes, bytes] = {}
         """Key by short key."""
         self._taken_bytes = 0
-        """Bytes of the files in `ours`."""
+        """Bytes of the files in `ours`, and of the strays."""
         self.writing_bytes = 0
         """The most that the files take that are being written."""
         self._strays: dict[str, int] = {}
         """This daemon's files that could not be removed yet, and the bytes that they take."""
-        self._stray_bytes = 0
         self._stuck = 0
         """Victims in a row that could not be removed since the last `sweep`."""
 
     @property
     def held_bytes(self) -> int:
         """All bytes that count against the bound."""
-        return self._taken_bytes + self.writing_bytes + self._stray_bytes
+        return self._taken_bytes + self.writing_bytes
 
     def path(self, key: bytes) -> str | None:
         """The file of a record."""
@@ -90,12 +89,10 @@ class FileIndex:
         self.ours[key] = OwnFile(path, taken, before, touched)
         if self.others.pop(key, None) is not None:
             self._doubled.add(key)
-        # The new file replaced one that could not be removed.
-        self._stray_bytes -= self._strays.pop(path, 0)
+        # The new file may have replaced one that could not be removed.
+        self._taken_bytes += taken - self._strays.pop(path, 0)
         self._keys[short] = key
-        self._taken_bytes += taken
-        if before:
-            self._children[before] += 1
+        self._children[before] += 1
         self._order.add(key, taken, interior, key)
 
     def forget(self, key: bytes) -> None:
@@ -110,13 +107,12 @@ class FileIndex:
         short = _short_key(key)
         if self._keys.get(short) == key:
             del self._keys[short]
-        if file.parent:
-            self._children[file.parent] -= 1
-            if not self._children[file.parent]:
-                del self._children[file.parent]
-                parent = self._keys.get(file.parent)
-                if parent is not None:
-                    self._order.offer(parent)
+        self._children[file.parent] -= 1
+        if not self._children[file.parent]:
+            del self._children[file.parent]
+            parent = self._keys.get(file.parent)
+            if parent is not None:
+                self._order.offer(parent)
 
     def use(self, key: bytes) -> None:
         """A record was read."""
@@ -128,14 +124,11 @@ class FileIndex:
             self._order.use((key,))
             if self._may_go(key):
                 self._order.offer(key)
-            is_late = now - file.touched > TOUCH_SECONDS
-            if is_late:
-                self.ours[key] = file._replace(touched=now)
-        if is_late:
-            with contextlib.suppress(OSError):
-                os.utime(file.path)
-
-    # Room
+            if now - file.touched <= TOUCH_SECONDS:
+                return
+            self.ours[key] = file._replace(touched=now)
+        with contextlib.suppress(OSError):
+            os.utime(file.path)
 
     def make_room(self, size: int) -> bool:
         """Evict until `size` more bytes fit; False where that is impossible. Raises OSError."""
@@ -147,22 +140,23 @@ class FileIndex:
 
     def evict_bytes(self, size: int) -> None:
         """Evict `size` bytes, or all that there is. Raises OSError."""
-        goal = self._taken_bytes + self._stray_bytes - size
-        while self.ours and self._taken_bytes + self._stray_bytes > goal:
+        goal = self._taken_bytes - size
+        while self.ours and self._taken_bytes > goal:
             self._evict()
 
     def remove(self, path: str, taken: int) -> None:
-        """Remove a file of this daemon that is not in the index."""
+        """Remove a file of this daemon that is not in the index, now or with a later `sweep`."""
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         except OSError:
             self.stray(path, taken)
+        else:
+            self._taken_bytes -= self._strays.pop(path, 0)
 
     def stray(self, path: str, taken: int) -> None:
         """Count a file that could not be removed until `sweep` removes it."""
-        self._stray_bytes += taken - self._strays.pop(path, 0)
+        self._taken_bytes += taken - self._strays.pop(path, 0)
         self._strays[path] = taken
 
     def sweep(self) -> None:
@@ -170,14 +164,8 @@ class FileIndex:
         self._stuck = 0
         for path in list(self._strays):
             with self.lock:
-                if path not in self._strays:
-                    continue
-                try:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
-                except OSError:
-                    continue
-                self._stray_bytes -= self._strays.pop(path)
+                if path in self._strays:
+                    self.remove(path, self._strays[path])
 
     def _may_go(self, key: bytes) -> bool:
         return _short_key(key) not in self._children
@@ -203,8 +191,6 @@ class FileIndex:
         self._order.remember(key, key)
         self.forget(key)
 
-    # What the directories hold
-
     def scan(self, home: Path) -> None:
         """Index the records in this daemon's directory, the oldest first, and keep the bound."""
         found = []
@@ -214,11 +200,10 @@ class FileIndex:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(path, follow_symlinks=False)
                     found.append((status.st_mtime, name, path, taken_bytes(status)))
-            for container in (self.ours, self.others, self._doubled, self._again):
-                container.clear()
-            self._children.clear()
-            self._keys.clear()
-            self._stuck = self._taken_bytes = 0
+            self.ours, self.others, self._keys = {}, {}, {}
+            self._doubled, self._again, self._children = set(), set(), Counter()
+            self._strays = {path: n for path, n in self._strays.items() if os.path.lexists(path)}
+            self._stuck, self._taken_bytes = 0, sum(self._strays.values())
             if not self.max_bytes:
                 system = os.statvfs(home)
                 free = system.f_bavail * system.f_frsize + sum(one[-1] for one in found)
@@ -229,28 +214,22 @@ class FileIndex:
                     self.enter(name, path, taken, touched)
                 else:
                     self.remove(path, taken)
-            for path in [path for path in self._strays if not os.path.lexists(path)]:
-                self._stray_bytes -= self._strays.pop(path)
             self.make_room(0)
 
     def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
         """Another writer's directory `shard` holds just these records now, by key their paths."""
         here = shard + os.sep
         with self.lock:
-            gone = [
-                key
-                for key, path in self.others.items()
-                if path.startswith(here) and key not in found
-            ]
-            for key in gone:
-                del self.others[key]
-                self._list_again(key)
-            self._doubled.update(
-                key
-                for key in found
-                if key in self.ours or not self.others.get(key, here).startswith(here)
-            )
-            self.others.update((key, path) for key, path in found.items() if key not in self.ours)
+            known = [key for key, path in self.others.items() if path.startswith(here)]
+            for key in known:
+                if key not in found:
+                    del self.others[key]
+                    self._list_again(key)
+            for key, path in found.items():
+                if key in self.ours or not self.others.get(key, here).startswith(here):
+                    self._doubled.add(key)
+                if key not in self.ours:
+                    self.others[key] = path
 
     def take_again(self) -> set[str]:
         """Names of the shards that are to be listed again; each is returned once."""
@@ -266,20 +245,17 @@ class FileIndex:
     def check(self) -> None:
         """Derive again what can be derived while nobody uses the index; raises AssertionError."""
         ours = self.ours.values()
-        self._order.check(self._may_go)
-        assert len(self._order) == len(self.ours)
-        assert sum(file.taken_bytes for file in ours) == self._taken_bytes
-        assert self._stray_bytes == sum(self._strays.values())
+        self._order.check(self._may_go, self.ours)
+        taken = sum(file.taken_bytes for file in ours) + sum(self._strays.values())
+        assert taken == self._taken_bytes <= self.max_bytes
         assert not self.writing_bytes
-        assert self.held_bytes <= self.max_bytes
         assert not self.ours.keys() & self.others.keys()
         assert self._doubled <= self.ours.keys() | self.others.keys()
         assert not self._strays.keys() & {file.path for file in ours}
-        assert +self._children == Counter(file.parent for file in ours if file.parent)
+        assert +self._children == Counter(file.parent for file in ours)
 
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
     """The namespace, the first SHORT_HASH_BYTES of the hash (`of_hash` if given), and the gid."""
-    return (
-        key[:HASH_BYTES] + (of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]) + key[-2:]
-    )
+    short_hash = of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]
+    return key[:HASH_BYTES] + short_hash + key[-2:]

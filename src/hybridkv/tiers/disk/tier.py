@@ -40,9 +40,7 @@ _SLACK_BYTES = SLOT_ALIGN
 """What a file may take beside its bytes."""
 _ROOM_BYTES = 64 << 10
 """What is evicted where a full file system has no room for the little that a start writes."""
-_SETTINGS = frozenset(
-    (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
-)
+_SETTINGS = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
 """Errors that say that another directory is needed; any other error may pass."""
 
 
@@ -63,39 +61,40 @@ class DiskTier(Tier):
         self._direct = os.O_DIRECT
         self._numbers = count(1)
 
-    # The contract
-
     def open(self) -> None:
         """Scan the directory; raises ConfigError where it cannot be used."""
+        index, writers = self._index, self._writers
         try:
             try:
-                self._writers.enter()
+                writers.enter()
             except FileNotFoundError:
                 # Another daemon was taking it over, after a long time in which nobody was here.
-                self._writers.enter()
-            self._scan()
+                writers.enter()
+            writers.scan()
+            sizes = format_size(index.held_bytes), format_size(index.max_bytes)
+            direct = "" if self._direct else "; no direct I/O there"
+            told = "disk: %s has %d objects of ours, %s of at most %s%s"
+            logger.info(told, writers.root, len(index.ours), *sizes, direct)
             try:
                 self._settle()
             except OSError as error:
                 if error.errno not in FULL_ERRORS:
                     raise
-                with self._index.lock:
-                    self._index.evict_bytes(_ROOM_BYTES)
+                with index.lock:
+                    index.evict_bytes(_ROOM_BYTES)
                 self._settle()
         except OSError as error:
             if error.errno not in _SETTINGS:
                 raise _translated(error) from error
-            raise ConfigError(
-                f"disk: {self._writers.root} cannot be used ({error.strerror})",
-                "a directory that you may write to works",
-            ) from error
-        self._writers.look()
+            what = f"disk: {writers.root} cannot be used ({error.strerror})"
+            raise ConfigError(what, "a directory that you may write to works") from error
+        writers.look()
 
-    def peek(self, key: bytes) -> bool | None:
+    def peek(self, key: bytes) -> bool:
         return key in self._index.ours or key in self._index.others
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._index.ours or key in self._index.others for key in keys]
+        return [self.peek(key) for key in keys]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return [self._get(item) for item in items]
@@ -107,7 +106,7 @@ class DiskTier(Tier):
         index = self._index
         for key in keys:
             with index.lock:
-                path = index.path(key)
+                path, file = index.path(key), index.ours.get(key)
                 if path is None:
                     continue
                 try:
@@ -117,9 +116,9 @@ class DiskTier(Tier):
                         os.unlink(path)
                 except OSError as error:
                     is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(path)
-                    if key in index.ours and not is_gone:
-                        index.stray(path, index.ours[key].taken_bytes)
-                # The file's room is given to no other record while it is there.
+                    if file is not None and not is_gone:
+                        # Its room is given to no other record while it is there.
+                        index.stray(path, file.taken_bytes)
                 index.forget(key)
 
     def keys(self) -> Iterator[bytes]:
@@ -131,10 +130,8 @@ class DiskTier(Tier):
         now = time.monotonic()
         try:
             if not self._writers.show_alive(now):
-                home = self._writers.home
-                logger.info(
-                    "disk: others took over what was in %s, for it was silent for too long", home
-                )
+                told = "disk: others took over what was in %s, for it was silent for too long"
+                logger.info(told, self._writers.home)
                 self.open()
             self._index.sweep()
             self._writers.tend(now)
@@ -155,25 +152,20 @@ class DiskTier(Tier):
 
     def leave(self) -> None:
         """There will be no next life of this writer: others may take over what it wrote, now."""
-        self._writers.leave()
+        os.utime(self._writers.alive, (0, 0))
 
     def check(self) -> None:
         """Derive again what can be derived while nobody uses the tier; raises AssertionError."""
         with self._index.lock:
             self._index.check()
-            real = [
-                path.stat().st_blocks * BLOCK_BYTES
-                for kind in ("??/*", f"{TMP}/*/*")
-                for path in self._writers.home.glob(kind)
-            ]
-            assert sum(real) <= self._index.held_bytes
-
-    # Files
+            home = self._writers.home
+            files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
+            real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
+            assert real <= self._index.held_bytes
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self._index, item.key
-        file = index.ours.get(key)
-        path = file.path if file is not None else index.others.get(key)
+        file, path = index.ours.get(key), index.path(key)
         if path is None:
             return contract.MissingError("it is not there")
         try:
@@ -181,8 +173,7 @@ class DiskTier(Tier):
         except FileNotFoundError:
             with index.lock:
                 # Another thread may have put it again meanwhile.
-                is_same = index.ours.get(key) is file
-                if is_same and (file is not None or index.others.get(key) == path):
+                if index.ours.get(key) is file and index.path(key) == path:
                     index.forget(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
@@ -195,10 +186,9 @@ class DiskTier(Tier):
         wanted = sum(map(len, pieces))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
         try:
-            size = os.fstat(fd).st_size
+            size, done = os.fstat(fd).st_size, 0
             if size != wanted:
                 return contract.DamagedError(f"{path} has {size} bytes instead of {wanted}")
-            done = 0
             while done < size:
                 got = os.preadv(fd, _after(pieces, done), done)
                 if not got:
@@ -212,8 +202,7 @@ class DiskTier(Tier):
         index, size = self._index, sum(map(len, item.pieces))
         reserved = size + _SLACK_BYTES
         name = FileName(item.key, item.parent, item.interior)
-        number = next(self._numbers)
-        home = self._writers.home
+        number, home = next(self._numbers), self._writers.home
         temporary = str(home / TMP / str(number % TMP_DIRECTORIES) / str(number))
         path = str(home / name.path)
         with index.lock:
@@ -221,9 +210,8 @@ class DiskTier(Tier):
                 return None
             try:
                 if not index.make_room(reserved):
-                    return contract.FullError(
-                        f"{format_size(size)} do not fit into {format_size(index.max_bytes)}"
-                    )
+                    most = format_size(index.max_bytes)
+                    return contract.FullError(f"{format_size(size)} do not fit into {most}")
             except OSError as error:
                 return _translated(error)
             index.writing_bytes += reserved
@@ -263,38 +251,24 @@ class DiskTier(Tier):
         finally:
             os.close(fd)
 
-    def _scan(self) -> None:
-        self._writers.scan()
-        logger.info(
-            "disk: %s has %d objects of ours, %s of at most %s%s",
-            self._writers.root,
-            len(self._index.ours),
-            format_size(self._index.held_bytes),
-            format_size(self._index.max_bytes),
-            "" if self._direct else "; no direct I/O there",
-        )
-
     def _settle(self) -> None:
         """Write the little that a start writes. Raises OSError."""
         self._probe()
-        self._writers.claim()
+        self._writers.alive.write_text(self._writers.token)
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""
         page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
-        path = str(self._writers.home / TMP / "probe")
-        self._direct = os.O_DIRECT
-        while True:
+        path = self._writers.home / TMP / "probe"
+        for self._direct in (os.O_DIRECT, 0):
             try:
-                self._write(path, [page], len(page))
+                self._write(str(path), [page], len(page))
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._direct = 0
             finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                path.unlink(missing_ok=True)
 
 
 def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -9,14 +9,16 @@ allows.
 import contextlib
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.tiers.contract import TierError
-from hybridkv.tiers.disk.files import FileName, records, shard_records, taken_bytes
+from hybridkv.tiers.disk.files import FileName, records, shard_records, shards, taken_bytes
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -41,11 +43,8 @@ _LOST = ".lost-"
 def homes(root: Path) -> list[Path]:
     """Every writer's directory."""
     with contextlib.suppress(FileNotFoundError):
-        return sorted(
-            Path(entry.path)
-            for entry in os.scandir(root / "objects")
-            if entry.is_dir(follow_symlinks=False)
-        )
+        entries = os.scandir(root / "objects")
+        return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
     return []
 
 
@@ -54,13 +53,11 @@ def check_root(root: Path, setting: str) -> None:
     works = "the directory of a daemon's --disk works"
     try:
         layout = (root / LAYOUT_FILE).read_text()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(
-            f"{setting}: {root} is no directory of records (it has no {LAYOUT_FILE})", works
-        ) from None
     except OSError as error:
-        what = f"{setting}: {root} cannot be read ({error.strerror})"
-        raise ConfigError(what, works) from error
+        what = f"cannot be read ({error.strerror})"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            what = f"is no directory of records (it has no {LAYOUT_FILE})"
+        raise ConfigError(f"{setting}: {root} {what}", works) from error
     _check_layout(layout, f"{setting}: {root}", "its own version of hybridkv works")
 
 
@@ -71,12 +68,8 @@ def _check_layout(layout: str, what: str, works: str) -> None:
 
 def clock(root: Path) -> float:
     """The time by the files' clock, seconds since the epoch. Makes and removes a file."""
-    path = root / f"clock-{uuid.uuid4().hex}"
-    try:
-        path.touch(mode=0o600)
-        return path.stat().st_mtime
-    finally:
-        path.unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(prefix="clock-", dir=root) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def silent_seconds(home: Path, now: float) -> float | None:
@@ -97,9 +90,11 @@ class Writers:
         """`writer` names this daemon; `adopts`: whether it takes over what lost writers left."""
         self.root = root
         self.home = root / "objects" / writer
+        self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
+        """What `alive` says while the directory is this daemon's."""
         self._alive_at = 0.0
         self._look_at = 0.0
         self._seen: dict[str, tuple[int, int]] = {}
@@ -110,7 +105,7 @@ class Writers:
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             # Nobody takes the directory over from here on.
-            os.utime(self.home / "alive")
+            os.utime(self.alive)
         for number in range(TMP_DIRECTORIES):
             (self.home / TMP / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
@@ -127,14 +122,6 @@ class Writers:
         self._index.scan(self.home)
         self._seen.clear()
 
-    def claim(self) -> None:
-        """Say that the directory is this daemon's."""
-        (self.home / "alive").write_text(self._token)
-
-    def leave(self) -> None:
-        """Let other daemons take over at once what this one wrote."""
-        os.utime(self.home / "alive", (0, 0))
-
     def show_alive(self, now: float) -> bool:
         """Touch `alive` where that is due; False where others took the directory over.
 
@@ -142,15 +129,12 @@ class Writers:
         """
         if now < self._alive_at:
             return True
-        alive = self.home / "alive"
         try:
-            if alive.read_text() != self._token:
-                raise TierError(
-                    f"another daemon writes to {self.home}; "
-                    "give each node its own name (--node), or directory"
-                )
+            if self.alive.read_text() != self.token:
+                works = "give each node its own name (--node), or directory"
+                raise TierError(f"another daemon writes to {self.home}; {works}")
             # It is not written anew: on a full file system it would be empty afterwards.
-            os.utime(alive)
+            os.utime(self.alive)
         except FileNotFoundError:
             return False
         self._alive_at = now + ALIVE_SECONDS
@@ -170,25 +154,18 @@ class Writers:
         for path in self._seen:
             if os.path.basename(path) in again:
                 self._seen[path] = 0, 0
-        gone = dict.fromkeys(self._seen)
-        for home in self._others():
-            try:
-                shards = [entry.path for entry in os.scandir(home) if len(entry.name) == 2]
-            except FileNotFoundError:
-                continue
-            for shard in shards:
-                gone.pop(shard, None)
-                with contextlib.suppress(FileNotFoundError):
-                    self._look_into(shard)
+        gone = set(self._seen)
+        for shard in chain.from_iterable(map(shards, self._others())):
+            gone.discard(shard)
+            with contextlib.suppress(FileNotFoundError):
+                changed = os.stat(shard).st_mtime_ns
+                known, looks = self._seen.get(shard, (0, 0))
+                # A directory's clock may be coarse: a second look sees what came within one tick.
+                if known != changed or looks <= 1:
+                    self._seen[shard] = changed, looks + 1 if known == changed else 0
+                    found = {name.key: path for path, name in shard_records(shard)}
+                    self._index.replace(shard, found)
         self._forget(gone)
-
-    def _look_into(self, shard: str) -> None:
-        changed = os.stat(shard).st_mtime_ns
-        known, looks = self._seen.get(shard, (0, 0))
-        # The clock of a directory may be coarse: a second look sees what came within one tick.
-        if known != changed or looks <= 1:
-            self._seen[shard] = changed, looks + 1 if known == changed else 0
-            self._index.replace(shard, {name.key: path for path, name in shard_records(shard)})
 
     def _forget(self, shards: Iterable[str]) -> None:
         for shard in shards:
@@ -199,7 +176,7 @@ class Writers:
         return [home for home in homes(self.root) if home != self.home]
 
     def _adopt(self) -> None:
-        now = (self.home / "alive").stat().st_mtime
+        now = self.alive.stat().st_mtime
         for home in self._others():
             silent = silent_seconds(home, now)
             if silent is None or silent < LOST_SECONDS:
@@ -210,18 +187,15 @@ class Writers:
                 os.rename(home, lost)
                 self._forget([path for path in self._seen if os.path.dirname(path) == str(home)])
                 logger.info("disk: taking over what %s left", home.name)
-                self._adopt_all(lost)
-
-    def _adopt_all(self, home: Path) -> None:
-        for path, name in list(records(home)):
-            with contextlib.suppress(FileNotFoundError):
-                self._adopt_one(path, name)
-        for directory, _, files in os.walk(home, topdown=False):
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(directory, file))
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+                for path, name in list(records(lost)):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._adopt_one(path, name)
+                for directory, _, files in os.walk(lost, topdown=False):
+                    for file in files:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(os.path.join(directory, file))
+                    with contextlib.suppress(OSError):
+                        os.rmdir(directory)
 
     def _adopt_one(self, path: str, name: FileName) -> None:
         index, to = self._index, str(self.home / name.path)
@@ -230,13 +204,11 @@ class Writers:
         try:
             os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
             with index.lock:
-                fits = name.key not in index.ours and index.held_bytes + taken <= index.max_bytes
-                if fits:
+                if name.key not in index.ours and index.held_bytes + taken <= index.max_bytes:
                     os.rename(path, to)
                     index.enter(name, to, taken, status.st_mtime)
+                    return
         except OSError as error:
             if error.errno not in FULL_ERRORS:
                 raise
-            fits = False
-        if not fits:
-            os.unlink(path)
+        os.unlink(path)
