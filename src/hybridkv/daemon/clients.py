@@ -242,7 +242,7 @@ class ClientSockets:
         client = ClientSocket(sock, self._last_number, process)
         self._by_socket[sock] = self._by_number[client.number] = client
         self._selector.register(sock, selectors.EVENT_READ)
-        self._daemon.connect(client.number, process)
+        self._daemon.sessions.connect(client.number, process)
         if uid != os.geteuid():
             owner = f"this daemon belongs to user id {os.geteuid()}"
             message = f"{owner} and serves nobody else; start your own"

@@ -25,10 +25,10 @@ from hybridkv.daemon.clients import CONNECTIONS_MAX, TURN_SECONDS, ClientSockets
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.web import serve_web
 from hybridkv.store.store import Store
+from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -91,12 +91,11 @@ class DaemonServer:
         self._keeps_arena = True
         self._await_tiers()
         self._reserver = ArenaReserver(self._arena, self.daemon.store, self._waker.wake)
-        state = self.daemon.state
         if options.metrics_port >= 0:
-            state.metrics_url = serve_web(self._ask, options.metrics_port)
+            self.daemon.metrics_url = serve_web(self._ask, options.metrics_port)
         self._exporter = self._export() if options.traces_url else None
-        size = format_size(self._arena.slots_bytes)
-        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, state.metrics_url)
+        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
+        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -185,8 +184,9 @@ class DaemonServer:
         )
         self._runner = TierRunner(options.tiers, options.node, memory, self._waker.wake)
         sizes = self._arena.size_bytes, self._arena.slots_bytes
-        info = DaemonInfo(boot, str(self._arena.path), *sizes, os.getpid())
-        self.daemon = Daemon(store, info, self._runner.tiers)
+        place = boot, str(self._arena.path)
+        welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
+        self.daemon = Daemon(store, welcome, self._runner.tiers)
         if not warm:
             return True
         try:
@@ -196,7 +196,7 @@ class DaemonServer:
                     living.append(known)
                 else:
                     self._trailer.forget(known)
-            self.daemon.recover(living)
+            self.daemon.sessions.recover(living)
         except Exception:
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
             del self.daemon
@@ -211,7 +211,7 @@ class DaemonServer:
         except ImportError as error:
             raise ConfigError(f"traces: {error}", "pip install 'hybridkv[otel]' works") from error
         exporter = traces.SpanExporter(self._options.traces_url, self._options.node)
-        self.daemon.state.spans = exporter
+        self.daemon.spans = exporter
         return exporter
 
     def _ask(self) -> Future[Snapshot]:

@@ -121,7 +121,7 @@ class Sessions:
         self.geometries: dict[bytes, tuple[Geometry, str]] = {}
         """By identity: the geometry of the last engine that greeted with it, and its model."""
 
-    def connect(self, connection_id: int, process: Process | None) -> None:
+    def connect(self, connection_id: int, process: Process | None = None) -> None:
         """A socket was accepted; a client without a process ends with its connection."""
         process = process or Process(0, connection_id)
         self.connections[connection_id] = ClientConnection(connection_id, process)
@@ -135,6 +135,7 @@ class Sessions:
             self.held.setdefault(slot.owner, []).append(slot)
         for owner in list(self.held):
             self._retire(owner)
+        self._counters["objects_recovered"] = self._store.objects
 
     def disconnect(self, connection_id: int) -> None:
         """A socket is closed; its process may still copy."""

@@ -31,8 +31,8 @@ def reserve(
         raise RequestError(ErrorCode.PART_BYTES, f"no group of this engine has objects of {parts}")
     size = slot_bytes(*shape)
     room = min(
-        state.info.slots_bytes // SESSION_SHARE - session.writing_bytes,
-        state.info.slots_bytes // 2 - state.store.writing_bytes,
+        state.welcome.slots_bytes // SESSION_SHARE - session.writing_bytes,
+        state.welcome.slots_bytes // 2 - state.store.writing_bytes,
     )
     wanted = min(request.count, CHANGES_MAX)
     count = min(wanted, max(0, room) // size)

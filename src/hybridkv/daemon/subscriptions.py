@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from hybridkv.daemon.sessions import ClientConnection
 from hybridkv.store.index import Namespace, Slot
-from hybridkv.wire.messages import REMOVED_MAX, Removed
+from hybridkv.wire.messages import REMOVED_MAX, Removed, Subscribe
 
 QUEUE_MAX = 1 << 16
 """Objects that wait to be told to one session."""
@@ -40,14 +41,14 @@ class Subscriptions:
         """Sessions that subscribed."""
         return len(self._subscribers)
 
-    def subscribe(self, connection_id: int, namespace: Namespace) -> None:
+    def subscribe(self, connection: ClientConnection, _: Subscribe | None = None) -> None:
         """Tell a session of objects that go from now on."""
-        self._subscribers[connection_id] = Subscriber(namespace)
+        self._subscribers[connection.number] = Subscriber(connection.session.namespace)
 
-    def identified(self, connection_id: int, namespace: Namespace) -> None:
+    def identified(self, connection: ClientConnection) -> None:
         """The session has another identity, of whose objects it was told nothing."""
-        if connection_id in self._subscribers:
-            self.subscribe(connection_id, namespace)
+        if connection.number in self._subscribers:
+            self.subscribe(connection)
 
     def forget(self, connection_id: int) -> None:
         """The connection has ended."""

@@ -116,7 +116,7 @@ class DaemonView:
             "bytes_writing": store.writing_bytes,
             "bytes_held": sum(held),
             "bytes_reserved": store.extents.limit_bytes,
-            "bytes_arena": state.info.slots_bytes,
+            "bytes_arena": state.welcome.slots_bytes,
             "bytes_protected": store.protected_bytes,
             "evicted": store.evicted,
             "over_quota": store.over_quota,
