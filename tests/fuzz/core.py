@@ -39,7 +39,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_from_wire,
 )
-from hybridkv.wire.protocol import RULES, ConnectionState, ErrorCode, closes, refused
+from hybridkv.wire.protocol import CLOSING, RULES, ConnectionState, ErrorCode, refused
 from tests.fuzz.liar import KINDS, Liar, Peer
 from tests.unit.daemon.dict_tier import DictTier
 
@@ -276,7 +276,7 @@ class CoreFuzz:
             assert before is None or _kept(before) == _kept(self.daemon.view.values().named()), (
                 "a refused message changed something"
             )
-            line.closed = closes(reply.code)
+            line.closed = reply.code in CLOSING
             assert not line.closed or isinstance(request, Identify)
             return
         assert because is None

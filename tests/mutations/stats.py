@@ -137,8 +137,12 @@ FAULTS: tuple[Mutation, ...] = (
         "quota-untold",
         "an object that a quota left no room is announced for ever",
         "slot_requests:commit",
-        "is_stored = _store(state, session, row, row.slot)",
-        "is_stored = _store(state, session, row, row.slot) or True",
+        "is_stored = state.store.commit(slot, session.namespace, *name, bool(interior), tenant)",
+        """
+        is_stored = (
+            state.store.commit(slot, session.namespace, *name, bool(interior), tenant) or True
+        )
+        """,
         ("C13",),
         (f"{SUBSCRIPTIONS}::test_a_commit_that_came_to_nothing_is_told",),
     ),

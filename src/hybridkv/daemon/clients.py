@@ -15,7 +15,7 @@ from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Error, Reply
-from hybridkv.wire.protocol import ErrorCode, closes
+from hybridkv.wire.protocol import CLOSING, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -56,15 +56,11 @@ class ProcessWatcher:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
-        self._pidfds: dict[Process, int] = {}
-
-    def __len__(self) -> int:
-        """Processes that are watched."""
-        return len(self._pidfds)
+        self.pidfds: dict[Process, int] = {}
 
     def watch(self, process: Process) -> bool:
         """Whether the end of a process will be noticed. Raises OSError on a shortage."""
-        if process in self._pidfds:
+        if process in self.pidfds:
             return True
         try:
             fd = os.pidfd_open(process.pid)
@@ -72,32 +68,22 @@ class ProcessWatcher:
             if error.errno in SHORTAGES:
                 raise
             return False
+        is_same = False
         try:
             is_same = process_of(process.pid) == process
-        except OSError:
-            os.close(fd)
-            raise
-        if not is_same:
-            os.close(fd)
-            return False
-        self._pidfds[process] = fd
-        self._selector.register(fd, selectors.EVENT_READ, process)
-        return True
-
-    def is_watched(self, process: Process, fd: int) -> bool:
-        """Whether the descriptor is still that of the process, and not a later one's."""
-        return self._pidfds.get(process) == fd
+        finally:
+            if not is_same:
+                os.close(fd)
+        if is_same:
+            self.pidfds[process] = fd
+            self._selector.register(fd, selectors.EVENT_READ, process)
+        return is_same
 
     def unwatch(self, process: Process) -> None:
         """Close the process's descriptor, if it is watched."""
-        fd = self._pidfds.pop(process, None)
+        fd = self.pidfds.pop(process, None)
         if fd is not None:
             self._selector.unregister(fd)
-            os.close(fd)
-
-    def close(self) -> None:
-        """Close every descriptor; the selector is closed next."""
-        for fd in self._pidfds.values():
             os.close(fd)
 
 
@@ -119,28 +105,19 @@ class ClientSockets:
         """While nobody can be accepted: when to try again, in monotonic seconds."""
         self._is_short = False
         """Whether the last client could not be served for lack of descriptors."""
-        self._by_socket: dict[socket.socket, ClientSocket] = {}
-        self._by_number: dict[int, ClientSocket] = {}
+        self.connected: dict[int, ClientSocket] = {}
+        """By number."""
         self._last_number = 0
         self.behind: dict[ClientSocket, None] = {}
         """Clients whose messages wait for their turn, in order."""
-        selector.register(listener, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ, self.accept)
 
-    def __len__(self) -> int:
-        """Clients that are connected."""
-        return len(self._by_socket)
-
-    def serve(self, fileobj: object, events: int) -> None:
-        """Handle what the selector reports for the listener or a client."""
-        if fileobj is self._listener:
-            self._accept()
-            return
-        client = self._by_socket.get(fileobj)  # type: ignore[call-overload]  # as registered
-        if client is None:
-            return
-        if events & selectors.EVENT_READ and not client.received:
+    def serve(self, client: ClientSocket, events: int) -> None:
+        """Handle what the selector reports for a client."""
+        is_heard = events & selectors.EVENT_READ and not client.received
+        if is_heard and client.number in self.connected:
             self._receive(client, TURN_SECONDS)
-        if events & selectors.EVENT_WRITE and client.sock in self._by_socket:
+        if events & selectors.EVENT_WRITE and client.number in self.connected:
             self._flush(client)
 
     def listens_at(self, now: float) -> float:
@@ -154,14 +131,14 @@ class ClientSockets:
         self.behind.pop(client, None)
         until = time.monotonic() + seconds
         try:
-            while client.received and not client.closing and client.sock in self._by_socket:
+            while client.received and not client.closing and client.number in self.connected:
                 if time.monotonic() > until:
                     self.behind[client] = None
                     return
                 request = decode_request(client.received.popleft())
                 reply = self._daemon.handle(client.number, request, time.monotonic())
                 if reply is not None:
-                    client.closing = isinstance(reply, Error) and closes(reply.code)
+                    client.closing = isinstance(reply, Error) and reply.code in CLOSING
                     self.send(client, reply)
         except WireError as error:
             self._refuse(client, ErrorCode.WIRE, str(error))
@@ -181,16 +158,15 @@ class ClientSockets:
 
     def send_to(self, number: int, reply: Reply) -> None:
         """Send a message to a client by its number, if it is still there."""
-        client = self._by_number.get(number)
+        client = self.connected.get(number)
         if client is not None and not client.closing:
             self.send(client, reply)
 
     def drop(self, client: ClientSocket) -> None:
         """Close a client's connection."""
-        if self._by_socket.pop(client.sock, None) is None:
+        if self.connected.pop(client.number, None) is None:
             return
         self.behind.pop(client, None)
-        del self._by_number[client.number]
         self._selector.unregister(client.sock)
         client.sock.close()
         self._listen()
@@ -200,14 +176,14 @@ class ClientSockets:
 
     def process_ended(self, process: Process, fd: int) -> None:
         """A watched process has ended."""
-        if not self._processes.is_watched(process, fd):
+        if self._processes.pidfds.get(process) != fd:
             # Another event of this turn made it unwatched, and its descriptor may be another's.
             return
         for client in self._of(process):
             # Its last messages, such as a commit, may still be in the socket.
             self.answer(client, math.inf)
             for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
-                if client.sock not in self._by_socket or not self._receive(client, math.inf):
+                if client.number not in self.connected or not self._receive(client, math.inf):
                     break
             self.drop(client)
         self._daemon.sessions.process_ended(process)
@@ -215,10 +191,11 @@ class ClientSockets:
 
     def close(self) -> None:
         """Close every connection."""
-        for client in list(self._by_socket.values()):
+        for client in list(self.connected.values()):
             self.drop(client)
 
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Take the next client of the listener's queue."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -240,14 +217,14 @@ class ClientSockets:
         except OSError as error:
             shortage = error
         client = ClientSocket(sock, self._last_number, process)
-        self._by_socket[sock] = self._by_number[client.number] = client
-        self._selector.register(sock, selectors.EVENT_READ)
+        self.connected[client.number] = client
+        self._selector.register(sock, selectors.EVENT_READ, client)
         self._daemon.sessions.connect(client.number, process)
         if uid != os.geteuid():
             owner = f"this daemon belongs to user id {os.geteuid()}"
             message = f"{owner} and serves nobody else; start your own"
             self._refuse(client, ErrorCode.OTHER_USER, message)
-        elif len(self) > CONNECTIONS_MAX:
+        elif len(self.connected) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
             self._refuse(client, ErrorCode.CONNECTIONS, message)
         elif shortage is not None:
@@ -261,17 +238,15 @@ class ClientSockets:
 
     def _warn_of_shortage(self, error: OSError) -> None:
         if not self._is_short:
-            logger.warning(
-                "no more clients can be served: %s; a higher limit (ulimit -n) works",
-                error.strerror,
-            )
+            message = "no more clients can be served: %s; a higher limit (ulimit -n) works"
+            logger.warning(message, error.strerror)
         self._is_short = True
 
     def _listen(self) -> None:
         """Hear the listener again."""
         if self._listen_at is not None:
             self._listen_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
 
     def _receive(self, client: ClientSocket, seconds: float) -> bool:
         """Read what has come, and answer for so long; whether there was anything."""
@@ -312,7 +287,7 @@ class ClientSockets:
             self.drop(client)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)
-        self._selector.modify(client.sock, events)
+        self._selector.modify(client.sock, events, client)
 
     def _unwatch(self, process: Process) -> None:
         """Stop watching a process, unless its end still matters."""
@@ -320,7 +295,7 @@ class ClientSockets:
             self._processes.unwatch(process)
 
     def _of(self, process: Process) -> list[ClientSocket]:
-        return [client for client in self._by_socket.values() if client.process == process]
+        return [client for client in self.connected.values() if client.process == process]
 
 
 def process_of(pid: int) -> Process | None:

@@ -172,7 +172,7 @@ class Daemon(DaemonState):
             raise RequestError(ErrorCode.LEASE, fault)
         # A hit of more chunks might need more slots than fit in a message.
         hashes = lookup.hashes[: BATCH_MAX // len(geometry.groups) * HASH_BYTES]
-        present = masks, entries, chunks = _present(namespace, geometry, hashes)
+        present = masks, entries, chunks = resident_chunks(namespace, geometry, hashes)
         self.counters["lookups"] += 1
         self.counters["chunks_asked"] += len(entries)
         self.counters["tokens_asked"] += len(entries) * geometry.chunk_tokens
@@ -189,7 +189,7 @@ class Daemon(DaemonState):
             why = _sentence(waiting)
             if waiting.located:
                 # Room may have been made at the cost of this hit, for what then did not come.
-                present = _present(namespace, geometry, hashes)
+                present = resident_chunks(namespace, geometry, hashes)
         return self._found(session, asked, present, {}, why)
 
     def _answer_ended(self, ended: Iterable[WaitingLookup]) -> None:
@@ -197,7 +197,7 @@ class Daemon(DaemonState):
         for waiting in ended:
             asked = waiting.request
             session = self.sessions.connections[asked.connection_id].session
-            masks, entries, chunks = _present(asked.namespace, asked.geometry, asked.hashes)
+            masks, entries, chunks = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
             if session.namespace is not asked.namespace:
                 # The engine has other weights by now.
                 masks, chunks = [bytes(len(mask)) for mask in masks], 0
@@ -312,7 +312,7 @@ class Daemon(DaemonState):
         return wire.Explained(explain.id, latest, known.identity, known.explanation, others)
 
 
-def _present(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
+def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
     """What RAM has of some chunks."""
     get = namespace.entries.get
     found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]

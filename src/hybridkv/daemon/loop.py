@@ -20,8 +20,8 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
+from hybridkv.daemon import clients
 from hybridkv.daemon.background import ArenaReserver, TierRunner, Waker
-from hybridkv.daemon.clients import CONNECTIONS_MAX, TURN_SECONDS, ClientSockets, ProcessWatcher
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
@@ -37,7 +37,7 @@ IDLE_SECONDS = 0.0005
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
+DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 """Descriptors that the daemon may need: a socket and a process for each connection, and some."""
 OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
@@ -75,8 +75,8 @@ class DaemonServer:
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
-        self._selector.register(self._waker.reader, selectors.EVENT_READ)
-        self._processes = ProcessWatcher(self._selector)
+        self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
+        self._processes = clients.ProcessWatcher(self._selector)
         if not self._open(options.fresh):
             # Whatever the last daemon left, it must not keep this one from serving.
             self._trailer.release()
@@ -84,7 +84,9 @@ class DaemonServer:
             self._open(fresh=True)
             self.daemon.counters["recoveries_failed"] += 1
         self._listener = listen(options.socket_path)
-        self.clients = ClientSockets(self.daemon, self._selector, self._processes, self._listener)
+        self.clients = clients.ClientSockets(
+            self.daemon, self._selector, self._processes, self._listener
+        )
         self._asked: deque[Future[Snapshot]] = deque()
         """Snapshots that other threads wait for."""
         self._running = True
@@ -110,14 +112,15 @@ class DaemonServer:
         behind = list(self.clients.behind)
         ready = self._selector.select(self._patience())
         for key, events in ready:
-            if isinstance(key.data, Process):
-                self.clients.process_ended(key.data, key.fd)
-            elif key.fileobj is self._waker.reader:
-                self._waker.clear()
-            else:
-                self.clients.serve(key.fileobj, events)
+            match key.data:
+                case clients.ClientSocket():
+                    self.clients.serve(key.data, events)
+                case Process():
+                    self.clients.process_ended(key.data, key.fd)
+                case accept_or_clear:
+                    accept_or_clear()
         for client in behind:
-            self.clients.answer(client, TURN_SECONDS)
+            self.clients.answer(client, clients.TURN_SECONDS)
         self._reserver.adopt()
         self._take_outcomes()
         while self._asked:
@@ -225,7 +228,8 @@ class DaemonServer:
         self._running = False
         self._reserver.close()
         self.clients.close()
-        self._processes.close()
+        for fd in self._processes.pidfds.values():
+            os.close(fd)
         have_ended = self._runner.close(CLOSE_SECONDS)
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)

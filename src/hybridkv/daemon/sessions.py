@@ -82,10 +82,6 @@ class Session:
         slot = self.writing.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
-    def takes(self, slot: Slot, group: int) -> bool:
-        """Whether the slot has the shape of an object of that group."""
-        return group < len(self.namespace.shapes) and slot.shape in self.namespace.shapes[group]
-
 
 @dataclass
 class ClientConnection:
@@ -147,12 +143,8 @@ class Sessions:
             self.process_ended(connection.process)
         elif connection.engine_id:
             owner = owner_of(connection.engine_id)
-            known = self._workers.get(owner, {}).get(connection.process)
-            if (
-                known is not None
-                and known.connection == connection_id
-                and known.drained >= wire.NEVER
-            ):
+            known = self._workers.get(owner, {}).get(connection.process, CopyProgress(0, 0))
+            if known.connection == connection_id and known.drained >= wire.NEVER:
                 # It does not copy again, however long its process lives.
                 self._forget_worker(owner, connection.process)
             self._retire(owner)
@@ -171,7 +163,18 @@ class Sessions:
     def greet(self, connection: ClientConnection, hello: wire.Hello, now: float) -> None:
         """Open the session of an engine, or add a worker. Raises RequestError."""
         if hello.role == ConnectionState.ENGINE:
-            connection.greeted = self._open(connection, hello, now)
+            if hello.namespace is None or hello.geometry is None or not hello.engine_id:
+                raise RequestError(ErrorCode.HELLO_INCOMPLETE)
+            try:
+                geometry = wire.geometry_from_wire(hello.geometry)
+            except HybridKVError as error:
+                raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
+            if len(self.all) >= SESSIONS_MAX:
+                raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
+            namespace = self._namespace(hello.namespace, geometry, hello.model)
+            told = connection.number, hello.session, hello.model
+            connection.greeted = Session(hello.engine_id, geometry, namespace, *told, now)
+            self.all.append(connection.greeted)
         elif hello.role == ConnectionState.WORKER:
             owner = owner_of(hello.engine_id)
             # What the process said before may be of an engine of the same name that has ended. A
@@ -187,20 +190,19 @@ class Sessions:
     def identify(self, session: Session, identity: bytes) -> None:
         """Give a session another identity. Raises RequestError."""
         try:
-            session.namespace = self._namespace(identity, session.geometry)
+            session.namespace = self._namespace(identity, session.geometry, session.model)
         except RequestError as error:
             # The bytes are not of the old identity any more, so the connection ends.
             raise RequestError(ErrorCode.IDENTIFY) from error
-        self._describe(session)
 
     def drained(self, connection: ClientConnection, request: wire.Drained) -> None:
         """A worker copies nothing more that was planned before a greeting of its engine."""
         owner = owner_of(connection.engine_id)
         workers = self._workers.get(owner, {})
-        known = workers.get(connection.process)
-        if known is not None and known.connection == connection.number:
-            progress = CopyProgress(connection.number, max(known.drained, request.session))
-            workers[connection.process] = progress
+        known = workers.get(connection.process, CopyProgress(0, 0))
+        if known.connection == connection.number:
+            drained = max(known.drained, request.session)
+            workers[connection.process] = CopyProgress(connection.number, drained)
             self._retire(owner)
 
     def slots(self) -> Iterable[Slot]:
@@ -212,34 +214,18 @@ class Sessions:
         pins: Counter[Slot] = Counter()
         writing: list[Slot] = []
         for session in self.all:
-            for slots in session.leases.values():
-                pins.update(slots)
-            own = [*session.writing.values()]
+            pins.update(chain.from_iterable(session.leases.values()))
+            own = session.writing.values()
             assert session.writing_bytes == sum(slot.size_bytes for slot in own)
             writing += own
-        for slots in self.held.values():
-            writing += slots
+        writing += chain.from_iterable(self.held.values())
         assert len(set(writing)) == len(writing), "a slot has one writer"
         return pins, set(writing)
 
-    def _open(self, connection: ClientConnection, hello: wire.Hello, now: float) -> Session:
-        if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-            raise RequestError(ErrorCode.HELLO_INCOMPLETE)
-        try:
-            geometry = wire.geometry_from_wire(hello.geometry)
-        except HybridKVError as error:
-            raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
-        if len(self.all) >= SESSIONS_MAX:
-            raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
-        namespace = self._namespace(hello.namespace, geometry)
-        session = Session(
-            hello.engine_id, geometry, namespace, connection.number, hello.session, hello.model, now
-        )
-        self._describe(session)
-        self.all.append(session)
-        return session
-
-    def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
+    def _namespace(
+        self, identity: bytes, geometry: Geometry, model: wire.WireModel | None
+    ) -> Namespace:
+        """An identity's objects, of which an engine told its geometry. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)
@@ -248,29 +234,19 @@ class Sessions:
             self._store.regroup(known, Namespace(identity, gids, shapes, prefixes))
         if known is None:
             if len(self.namespaces) >= NAMESPACES_MAX:
-                self._forget_namespaces()
+                # Those that have neither objects nor sessions are forgotten.
+                used = {session.namespace.identity for session in self.all}
+                for other, namespace in list(self.namespaces.items()):
+                    if not namespace.entries and other not in used:
+                        self.namespaces.pop(other).is_current = False
+                        self.geometries.pop(other, None)
             known = self.namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
+        # An engine that names no model does not make an earlier one's forgotten.
+        _, name = self.geometries.get(identity, (None, ""))
+        self.geometries[identity] = geometry, (model.name if model is not None else "") or name
         return known
-
-    def _forget_namespaces(self) -> None:
-        """Forget identities that have neither objects nor sessions."""
-        used = {session.namespace.identity for session in self.all}
-        for identity, namespace in list(self.namespaces.items()):
-            if not namespace.entries and identity not in used:
-                self.namespaces.pop(identity).is_current = False
-        self.geometries = {
-            identity: told
-            for identity, told in self.geometries.items()
-            if identity in self.namespaces
-        }
-
-    def _describe(self, session: Session) -> None:
-        """Keep an identity's geometry and model, also where a later engine names no model."""
-        _, model = self.geometries.get(session.namespace.identity, (None, ""))
-        described = session.geometry, session.model_name or model
-        self.geometries[session.namespace.identity] = described
 
     def _forget_worker(self, owner: bytes, process: Process) -> None:
         del self._workers[owner][process]

@@ -1,11 +1,9 @@
 """What people are shown of a daemon: its values, their past, and a snapshot of everything."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from heapq import nlargest
 
-from hybridkv.core.geometry import Geometry
-from hybridkv.daemon.sessions import SESSIONS_MAX, Session
+from hybridkv.daemon.sessions import Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe.catalog import TIER_PREFIX, Values
 from hybridkv.observe.series import Sample, Series
@@ -16,7 +14,6 @@ from hybridkv.observe.snapshot import (
     Snapshot,
 )
 from hybridkv.observe.status import StatusReport
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
 
@@ -68,7 +65,38 @@ class DaemonView:
     def values(self) -> Values:
         """Every counter and gauge."""
         state = self._state
-        plain = {**state.counters, **self._gauges()}
+        store, sessions, ceiling = state.store, state.sessions, state.ceiling
+        held = (slot.size_bytes for slots in sessions.held.values() for slot in slots)
+        plain = {
+            **state.counters,
+            "objects": store.objects,
+            "bytes_committed": store.committed_bytes,
+            "bytes_writing": store.writing_bytes,
+            "bytes_held": sum(held),
+            "bytes_reserved": store.extents.limit_bytes,
+            "bytes_arena": state.welcome.slots_bytes,
+            "bytes_protected": store.protected_bytes,
+            "evicted": store.evicted,
+            "over_quota": store.over_quota,
+            "tenants": store.tenants,
+            "duplicates": store.duplicates,
+            "sessions": len(sessions.all),
+            "watching": len(state.subscriptions),
+            "removals_overflowed": state.subscriptions.overflows,
+            "leases": sum(len(session.leases) for session in sessions.all),
+            "connections": len(sessions.connections),
+            "spans_dropped": 0 if state.spans is None else state.spans.dropped,
+            "lookups_waited": state.waits.cumulative[-1][1],
+            "lookup_wait_seconds": state.waits.total,
+            "ceiling_lookups": ceiling.lookups,
+            "ceiling_lookups_left_out": ceiling.lookups_left_out,
+            "ceiling_asked_tokens": ceiling.asked_tokens,
+            "ceiling_hit_tokens": ceiling.hit_tokens,
+            "ceiling_tokens": ceiling.ceiling_tokens,
+            "ceiling_chunks": len(ceiling),
+            "ceiling_chunks_max": ceiling.remembered_max,
+            "ceiling_chunks_forgotten": ceiling.forgotten,
+        }
         if state.tiers:
             plain["lookups_waiting"] = len(state.promotion)
             plain["writes_waiting"] = state.demotion.waiting
@@ -104,41 +132,14 @@ class DaemonView:
 
     def tiers(self) -> list[TierStatus]:
         """Every tier below RAM."""
-        return [_tier(tier) for tier in self._state.tiers]
-
-    def _gauges(self) -> dict[str, float]:
-        state = self._state
-        store, sessions, ceiling = state.store, state.sessions, state.ceiling
-        held = (slot.size_bytes for slots in sessions.held.values() for slot in slots)
-        return {
-            "objects": store.objects,
-            "bytes_committed": store.committed_bytes,
-            "bytes_writing": store.writing_bytes,
-            "bytes_held": sum(held),
-            "bytes_reserved": store.extents.limit_bytes,
-            "bytes_arena": state.welcome.slots_bytes,
-            "bytes_protected": store.protected_bytes,
-            "evicted": store.evicted,
-            "over_quota": store.over_quota,
-            "tenants": store.tenants,
-            "duplicates": store.duplicates,
-            "sessions": len(sessions.all),
-            "watching": len(state.subscriptions),
-            "removals_overflowed": state.subscriptions.overflows,
-            "leases": sum(len(session.leases) for session in sessions.all),
-            "connections": len(sessions.connections),
-            "spans_dropped": 0 if state.spans is None else state.spans.dropped,
-            "lookups_waited": state.waits.cumulative[-1][1],
-            "lookup_wait_seconds": state.waits.total,
-            "ceiling_lookups": ceiling.lookups,
-            "ceiling_lookups_left_out": ceiling.lookups_left_out,
-            "ceiling_asked_tokens": ceiling.asked_tokens,
-            "ceiling_hit_tokens": ceiling.hit_tokens,
-            "ceiling_tokens": ceiling.ceiling_tokens,
-            "ceiling_chunks": len(ceiling),
-            "ceiling_chunks_max": ceiling.remembered_max,
-            "ceiling_chunks_forgotten": ceiling.forgotten,
-        }
+        return [
+            TierStatus(
+                *(tier.name, tier.spec.shown, str(tier.spec.write), tier.spec.max_bytes),
+                *(tier.is_open, tier.is_shut, tier.is_hung),
+                values=dict(tier.values()),
+            )
+            for tier in self._state.tiers
+        ]
 
     def _groups(self) -> Iterator[GroupStatus]:
         """The groups that take most first, and the sum of the others."""
@@ -152,8 +153,7 @@ class DaemonView:
         shown = nlargest(GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
         for size, namespace, index in shown:
             geometry, model = sessions.geometries.get(namespace.identity, (None, ""))
-            is_known = geometry is not None and namespace.shapes
-            kind = str(geometry.groups[index].kind) if geometry is not None and is_known else ""
+            kind = str(geometry.groups[index].kind) if geometry and namespace.shapes else ""
             identity, objects = namespace.identity.hex()[:12], namespace.held_objects[index]
             yield GroupStatus(identity, model, namespace.gids[index], kind, objects, size)
         if len(held) > len(shown):
@@ -169,27 +169,9 @@ def _session(session: Session, now: float) -> SessionStatus:
         session.model_name,
         session.namespace.identity.hex()[:12],
         session.geometry.chunk_tokens,
-        _groups_of(session.geometry),
+        describe_groups(session.geometry.groups),
         len(session.leases),
         session.writing_bytes,
         session.engine_connection is not None,
         round(now - session.since, 3),
-    )
-
-
-@lru_cache(maxsize=SESSIONS_MAX)
-def _groups_of(geometry: Geometry) -> str:
-    return describe_groups(geometry.groups)
-
-
-def _tier(tier: TierState) -> TierStatus:
-    return TierStatus(
-        tier.name,
-        tier.spec.shown,
-        str(tier.spec.write),
-        tier.spec.max_bytes,
-        tier.is_open,
-        tier.is_shut,
-        tier.is_hung,
-        dict(tier.values()),
     )

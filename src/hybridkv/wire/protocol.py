@@ -57,9 +57,8 @@ class ErrorCode(StrEnum):
     CONNECTIONS = "connections", "there are as many connections as a daemon keeps", True
 
 
-def closes(code: str) -> bool:
-    """Whether the daemon closes the connection after an Error with this code."""
-    return any(one.closes for one in ErrorCode if one == code)
+CLOSING = frozenset(code for code in ErrorCode if code.closes)
+"""The daemon closes the connection after an Error with one of these codes."""
 
 
 @dataclass(frozen=True, slots=True)
