@@ -10,15 +10,8 @@ import stat
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.shm.arena import (
-    SHM_DIR,
-    Arena,
-    ArenaGoneError,
-    attach_arena,
-    check_ram,
-    create_arena,
-    default_ram_bytes,
-)
+from hybridkv.shm import arena as shm
+from hybridkv.shm.arena import SHM_DIR, Arena
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 
@@ -38,8 +31,7 @@ def make_private_directory(directory: Path, setting: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        fault = f"directory {directory} cannot be made ({error.strerror})"
-        raise _refusal(setting, fault) from error
+        raise _refusal(setting, f"directory {directory} cannot be made", error) from error
     check_private_directory(directory, setting)
 
 
@@ -51,22 +43,21 @@ def check_private_directory(directory: Path, setting: str) -> None:
         above = next(parent for parent in directory.parents if parent.exists())
         if os.access(above, os.W_OK | os.X_OK):
             return
-        fault = f"you may not make directory {directory} in {above}"
-        raise _refusal(setting, fault) from None
+        raise _refusal(setting, f"you may not make directory {directory} in {above}") from None
     except OSError as error:
-        fault = f"directory {directory} cannot be used ({error.strerror})"
-        raise _refusal(setting, fault) from error
+        raise _refusal(setting, f"directory {directory} cannot be used", error) from error
     if not stat.S_ISDIR(status.st_mode):
         raise _refusal(setting, f"{directory} is not a directory of its own (a link?)")
     if status.st_uid != os.geteuid():
         raise _refusal(setting, f"{directory} belongs to user id {status.st_uid}, not to you")
     if status.st_mode & 0o022:
-        raise _refusal(setting, f"others may write to {directory}", ", or chmod 700 it")
+        raise _refusal(setting, f"others may write to {directory}", more=", or chmod 700 it")
 
 
-def _refusal(setting: str, fault: str, more: str = "") -> ConfigError:
+def _refusal(setting: str, fault: str, error: OSError | None = None, more: str = "") -> ConfigError:
+    why = "" if error is None else f" ({error.strerror})"
     works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
-    return ConfigError(f"{setting}: {fault}", works + more)
+    return ConfigError(f"{setting}: {fault}{why}", works + more)
 
 
 def take_lock(socket_path: Path) -> int:
@@ -78,8 +69,7 @@ def take_lock(socket_path: Path) -> int:
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        fault = f"{lock_path} cannot be opened ({error.strerror})"
-        raise _refusal("socket", fault) from error
+        raise _refusal("socket", f"{lock_path} cannot be opened", error) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -100,23 +90,14 @@ def listen(socket_path: Path) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        fault = f"no socket can be made at {socket_path} ({error.strerror})"
-        raise _refusal("socket", fault) from error
+        raise _refusal("socket", f"no socket can be made at {socket_path}", error) from error
     return listener
-
-
-def arena_path(socket_path: Path, boot: str) -> Path:
-    """The arena's file, whose name has a digest of the socket's path."""
-    return SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
 
 
 def stale_arenas(socket_path: Path) -> list[Path]:
     """Arenas that dead daemons of this socket left behind; the caller holds the lock."""
-    return [
-        path
-        for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*")
-        if path.lstat().st_uid == os.geteuid()
-    ]
+    found = SHM_DIR.glob(f"{_arena_prefix(socket_path)}*")
+    return [path for path in found if path.lstat().st_uid == os.geteuid()]
 
 
 def open_arena(
@@ -129,17 +110,17 @@ def open_arena(
     """
     taken: tuple[Arena, Trailer] | None = None
     for path in stale_arenas(socket_path):
-        if taken is None and not fresh:
-            taken = _take_over(path, ram_bytes)
-            if taken is not None:
-                continue
-        path.unlink(missing_ok=True)
+        found = None if fresh or taken is not None else _take_over(path, ram_bytes)
+        if found is None:
+            path.unlink(missing_ok=True)
+        taken = taken or found
     if taken is not None:
         return *taken, True
-    wanted_bytes = default_ram_bytes() if ram_bytes is None else ram_bytes
-    check_ram(wanted_bytes, "ram")
-    slots_bytes = _aligned(wanted_bytes)
-    arena = create_arena(arena_path(socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
+    wanted_bytes = shm.default_ram_bytes() if ram_bytes is None else ram_bytes
+    shm.check_ram(wanted_bytes, "ram")
+    slots_bytes = wanted_bytes // SLOT_ALIGN * SLOT_ALIGN
+    path = SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
+    arena = shm.create_arena(path, slots_bytes, trailer_bytes(slots_bytes))
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()
     return arena, trailer, False
@@ -147,13 +128,14 @@ def open_arena(
 
 def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
     slots_bytes = left_slots_bytes(path)
-    if slots_bytes is None or (ram_bytes is not None and _aligned(ram_bytes) != slots_bytes):
+    wanted_bytes = slots_bytes if ram_bytes is None else ram_bytes // SLOT_ALIGN * SLOT_ALIGN
+    if slots_bytes is None or slots_bytes != wanted_bytes:
         logger.warning("%s is not taken over: it is of another size or version", path.name)
         return None
     try:
         size_bytes = slots_bytes + trailer_bytes(slots_bytes)
-        arena = attach_arena(path, size_bytes, slots_bytes, owner=True)
-    except (ArenaGoneError, BlockingIOError) as error:
+        arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
+    except (shm.ArenaGoneError, BlockingIOError) as error:
         logger.warning("%s is not taken over: %s", path.name, error)
         return None
     return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
@@ -165,10 +147,7 @@ def node_name(socket_path: Path) -> str:
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
-def _aligned(ram_bytes: int) -> int:
-    return ram_bytes // SLOT_ALIGN * SLOT_ALIGN
-
-
 def _arena_prefix(socket_path: Path) -> str:
+    """The start of the names of arenas: it has a digest of the socket's path."""
     digest = hashlib.sha256(str(socket_path).encode()).hexdigest()[:12]
     return f"hybridkv-{os.geteuid()}-{digest}-"

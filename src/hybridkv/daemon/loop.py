@@ -21,13 +21,14 @@ from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients
-from hybridkv.daemon.background import ArenaReserver, TierRunner, Waker
+from hybridkv.daemon.background import ArenaReserver, Waker, make_tiers
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.web import serve_web
 from hybridkv.store.store import Store
+from hybridkv.tiers.jobs import JobOutcome, TierJob
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -77,6 +78,7 @@ class DaemonServer:
         self._waker = Waker()
         self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
         self._processes = clients.ProcessWatcher(self._selector)
+        self._outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
         if not self._open(options.fresh):
             # Whatever the last daemon left, it must not keep this one from serving.
             self._trailer.release()
@@ -126,7 +128,9 @@ class DaemonServer:
         while self._asked:
             self._asked.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
         if not ready and not behind:
-            self._use_idle_time()
+            until = time.monotonic() + IDLE_SECONDS
+            while self.daemon.ceiling.has_work and time.monotonic() < until:
+                self.daemon.ceiling.work()
 
     def stop(self, keep_arena: bool) -> None:
         """End `run`, and keep the arena for the next daemon or remove it.
@@ -137,14 +141,9 @@ class DaemonServer:
         self._running = False
         self._waker.wake()
 
-    def _use_idle_time(self) -> None:
-        until = time.monotonic() + IDLE_SECONDS if self.daemon.ceiling.has_work else 0.0
-        while self.daemon.ceiling.has_work and time.monotonic() < until:
-            self.daemon.ceiling.work()
-
     def _patience(self) -> float | None:
         """Seconds that the loop may sleep; None for any time."""
-        if self.clients.behind or self._runner.outcomes or self.daemon.ceiling.has_work:
+        if self.clients.behind or self._outcomes or self.daemon.ceiling.has_work:
             return 0.0
         now = time.monotonic()
         due = min(self.clients.listens_at(now), self.daemon.wakes_at())
@@ -164,7 +163,7 @@ class DaemonServer:
 
         Raises ConfigError, at the start only.
         """
-        outcomes, later = self._runner.outcomes, self.daemon.later
+        outcomes, later = self._outcomes, self.daemon.later
         while outcomes:
             job, outcome = outcomes.popleft()
             if is_start and outcome.config:
@@ -185,11 +184,11 @@ class DaemonServer:
         store = Store(
             memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes
         )
-        self._runner = TierRunner(options.tiers, options.node, memory, self._waker.wake)
+        tiers, self._threads = make_tiers(options.tiers, options.node, memory, self._job_done)
         sizes = self._arena.size_bytes, self._arena.slots_bytes
         place = boot, str(self._arena.path)
         welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
-        self.daemon = Daemon(store, welcome, self._runner.tiers)
+        self.daemon = Daemon(store, welcome, tiers)
         if not warm:
             return True
         try:
@@ -217,6 +216,11 @@ class DaemonServer:
         self.daemon.spans = exporter
         return exporter
 
+    def _job_done(self, job: TierJob, outcome: JobOutcome) -> None:
+        """Called by the tiers' threads."""
+        self._outcomes.append((job, outcome))
+        self._waker.wake()
+
     def _ask(self) -> Future[Snapshot]:
         """A snapshot that the loop makes for another thread."""
         asked: Future[Snapshot] = Future()
@@ -230,7 +234,7 @@ class DaemonServer:
         self.clients.close()
         for fd in self._processes.pidfds.values():
             os.close(fd)
-        have_ended = self._runner.close(CLOSE_SECONDS)
+        ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self._selector.close()
@@ -240,7 +244,7 @@ class DaemonServer:
             self._options.socket_path.unlink()
         if not self._keeps_arena:
             self._arena.unlink()
-        if have_ended:
+        if all(ended):
             self._arena.close()
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
@@ -255,7 +259,11 @@ def serve(options: ServeOptions) -> None:
         # in the middle of the engine's step.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    _allow_descriptors()
+    # The usual limit is for programs that use select(), and far below ours.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # A signal that comes as soon as the socket is there waits for its handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -265,11 +273,3 @@ def serve(options: ServeOptions) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     server.run()
-
-
-def _allow_descriptors() -> None:
-    """The usual limit is for programs that use select(), and far below ours."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
-        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -164,7 +164,7 @@ class Sessions:
         """Open the session of an engine, or add a worker. Raises RequestError."""
         if hello.role == ConnectionState.ENGINE:
             if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-                raise RequestError(ErrorCode.HELLO_INCOMPLETE)
+                raise RequestError(ErrorCode.INCOMPLETE)
             try:
                 geometry = wire.geometry_from_wire(hello.geometry)
             except HybridKVError as error:

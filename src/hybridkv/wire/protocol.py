@@ -35,10 +35,7 @@ class ErrorCode(StrEnum):
 
     HELLO_FIRST = "hello_first", "the first message of a connection must be hello"
     HELLO_TWICE = "hello_twice", "hello comes once in a connection"
-    HELLO_INCOMPLETE = (
-        "hello_incomplete",
-        "an engine's hello needs engine_id, namespace and geometry",
-    )
+    INCOMPLETE = "hello_incomplete", "an engine's hello needs engine_id, namespace and geometry"
     VERSION = "version", "the daemon speaks another version of the protocol"
     GEOMETRY = "geometry", "the geometry contradicts itself or cannot be served"
     IDENTITY = "identity", "this identity is in use with another geometry"
