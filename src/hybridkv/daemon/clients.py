@@ -55,7 +55,7 @@ class ProcessWatcher:
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
+        self.selector = selector
         self.pidfds: dict[Process, int] = {}
 
     def watch(self, process: Process) -> bool:
@@ -76,29 +76,23 @@ class ProcessWatcher:
                 os.close(fd)
         if is_same:
             self.pidfds[process] = fd
-            self._selector.register(fd, selectors.EVENT_READ, process)
+            self.selector.register(fd, selectors.EVENT_READ, process)
         return is_same
 
     def unwatch(self, process: Process) -> None:
         """Close the process's descriptor, if it is watched."""
         fd = self.pidfds.pop(process, None)
         if fd is not None:
-            self._selector.unregister(fd)
+            self.selector.unregister(fd)
             os.close(fd)
 
 
 class ClientSockets:
     """The listener and every accepted socket."""
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        selector: selectors.BaseSelector,
-        processes: ProcessWatcher,
-        listener: socket.socket,
-    ) -> None:
+    def __init__(self, daemon: Daemon, processes: ProcessWatcher, listener: socket.socket) -> None:
         self._daemon = daemon
-        self._selector = selector
+        self._selector = processes.selector
         self._processes = processes
         self._listener = listener
         self._listen_at: float | None = None
@@ -110,7 +104,7 @@ class ClientSockets:
         self._last_number = 0
         self.behind: dict[ClientSocket, None] = {}
         """Clients whose messages wait for their turn, in order."""
-        selector.register(listener, selectors.EVENT_READ, self.accept)
+        self._selector.register(listener, selectors.EVENT_READ, self.accept)
 
     def serve(self, client: ClientSocket, events: int) -> None:
         """Handle what the selector reports for a client."""
@@ -156,12 +150,6 @@ class ClientSockets:
         client.out += frame
         self._flush(client)
 
-    def send_to(self, number: int, reply: Reply) -> None:
-        """Send a message to a client by its number, if it is still there."""
-        client = self.connected.get(number)
-        if client is not None and not client.closing:
-            self.send(client, reply)
-
     def drop(self, client: ClientSocket) -> None:
         """Close a client's connection."""
         if self.connected.pop(client.number, None) is None:
@@ -189,11 +177,6 @@ class ClientSockets:
         self._daemon.sessions.process_ended(process)
         self._unwatch(process)
 
-    def close(self) -> None:
-        """Close every connection."""
-        for client in list(self.connected.values()):
-            self.drop(client)
-
     def accept(self) -> None:
         """Take the next client of the listener's queue."""
         try:
@@ -216,25 +199,24 @@ class ClientSockets:
                 process = None
         except OSError as error:
             shortage = error
-        client = ClientSocket(sock, self._last_number, process)
-        self.connected[client.number] = client
+        client = self.connected[self._last_number] = ClientSocket(sock, self._last_number, process)
         self._selector.register(sock, selectors.EVENT_READ, client)
         self._daemon.sessions.connect(client.number, process)
+        code, message = ErrorCode.CONNECTIONS, ""
         if uid != os.geteuid():
-            owner = f"this daemon belongs to user id {os.geteuid()}"
-            message = f"{owner} and serves nobody else; start your own"
-            self._refuse(client, ErrorCode.OTHER_USER, message)
+            code, owner = ErrorCode.OTHER_USER, f"user id {os.geteuid()}"
+            message = f"this daemon belongs to {owner} and serves nobody else; start your own"
         elif len(self.connected) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
-            self._refuse(client, ErrorCode.CONNECTIONS, message)
         elif shortage is not None:
             # It would be taken for gone at the end of its connection, and might still be copying.
             fault = f"process {pid} cannot be watched ({shortage.strerror})"
-            self._warn_of_shortage(shortage)
             message = f"{fault}; a higher limit (ulimit -n) works"
-            self._refuse(client, ErrorCode.CONNECTIONS, message)
+            self._warn_of_shortage(shortage)
         else:
             self._is_short = False
+        if message:
+            self._refuse(client, code, message)
 
     def _warn_of_shortage(self, error: OSError) -> None:
         if not self._is_short:

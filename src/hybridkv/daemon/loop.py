@@ -86,9 +86,7 @@ class DaemonServer:
             self._open(fresh=True)
             self.daemon.counters["recoveries_failed"] += 1
         self._listener = listen(options.socket_path)
-        self.clients = clients.ClientSockets(
-            self.daemon, self._selector, self._processes, self._listener
-        )
+        self.clients = clients.ClientSockets(self.daemon, self._processes, self._listener)
         self._asked: deque[Future[Snapshot]] = deque()
         """Snapshots that other threads wait for."""
         self._running = True
@@ -171,7 +169,10 @@ class DaemonServer:
             self.daemon.transferred(job, outcome, time.monotonic())
         self.daemon.tick(time.monotonic())
         while later:
-            self.clients.send_to(*later.popleft())
+            number, reply = later.popleft()
+            client = self.clients.connected.get(number)
+            if client is not None and not client.closing:
+                self.clients.send(client, reply)
 
     def _open(self, fresh: bool) -> bool:
         """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
@@ -231,7 +232,8 @@ class DaemonServer:
     def _close(self) -> None:
         self._running = False
         self._reserver.close()
-        self.clients.close()
+        for client in list(self.clients.connected.values()):
+            self.clients.drop(client)
         for fd in self._processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]

@@ -4,14 +4,18 @@ A *session* is one greeting of an engine's scheduler. What it holds (write slots
 ends with processes, never with a timer. A worker may still copy after its scheduler died, so a
 session whose scheduler is gone ends when each of the engine's worker processes is gone, or has said
 that it copies nothing more for it.
+
+A session that subscribed is told which objects of its identity RAM has no more. While it sends
+nothing it is sent only UNHEARD_MAX messages, and what it is not told meanwhile is queued. A queue
+that would be longer than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import slot_shapes
@@ -21,10 +25,15 @@ from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode
 
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
+QUEUE_MAX = 1 << 16
+"""Objects that wait to be told to one session."""
+UNHEARD_MAX = 8
+"""Messages to a session since it last sent one."""
 
 
 class RequestError(HybridKVError):
@@ -62,7 +71,7 @@ class Session:
     engine_connection: int | None
     number: int = 0
     """The number of the engine's greeting."""
-    model: wire.WireModel | None = None
+    model: WireModel | None = None
     since: float = 0.0
     """When it greeted, by the daemon's clock."""
     leases: dict[int, list[Slot]] = field(default_factory=dict)
@@ -71,11 +80,6 @@ class Session:
     writing: dict[int, Slot] = field(default_factory=dict)
     """Granted slots that are not committed, by offset."""
     writing_bytes: int = 0
-
-    @property
-    def model_name(self) -> str:
-        """The model's name, empty where the engine told none."""
-        return self.model.name if self.model is not None else ""
 
     def unwritten(self, offset: int, generation: int) -> Slot | None:
         """The session's granted slot of that offset and generation, if it has one."""
@@ -222,9 +226,7 @@ class Sessions:
         assert len(set(writing)) == len(writing), "a slot has one writer"
         return pins, set(writing)
 
-    def _namespace(
-        self, identity: bytes, geometry: Geometry, model: wire.WireModel | None
-    ) -> Namespace:
+    def _namespace(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
         """An identity's objects, of which an engine told its geometry. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
@@ -276,6 +278,90 @@ class Sessions:
                 self._store.free(slot)
             self.all.remove(session)
             self._counters["sessions_ended"] += 1
+
+
+@dataclass(eq=False)
+class Subscriber:
+    """One session that subscribed."""
+
+    namespace: Namespace
+    queue: dict[tuple[bytes, int], None] = field(default_factory=dict)
+    """(chunk hash, group index) of objects that went and are not told, the oldest first."""
+    everything: bool = False
+    """Whether more objects went than the queue takes."""
+    unheard: int = 0
+
+
+class Subscriptions:
+    """Every session that subscribed, by its connection."""
+
+    def __init__(self) -> None:
+        self._subscribers: dict[int, Subscriber] = {}
+        self.overflows = 0
+
+    def __len__(self) -> int:
+        """Sessions that subscribed."""
+        return len(self._subscribers)
+
+    def subscribe(self, connection: ClientConnection, _: wire.Subscribe | None = None) -> None:
+        """Tell a session of objects that go from now on."""
+        self._subscribers[connection.number] = Subscriber(connection.session.namespace)
+
+    def identified(self, connection: ClientConnection) -> None:
+        """The session has another identity, of whose objects it was told nothing."""
+        if connection.number in self._subscribers:
+            self.subscribe(connection)
+
+    def forget(self, connection_id: int) -> None:
+        """The connection has ended."""
+        self._subscribers.pop(connection_id, None)
+
+    def heard(self, connection_id: int) -> None:
+        """The session sent a message, so it reads."""
+        if self._subscribers and connection_id in self._subscribers:
+            self._subscribers[connection_id].unheard = 0
+
+    def object_changed(self, slot: Slot, is_there: bool) -> None:
+        """The store has the slot's object from now on, or no longer."""
+        entry = slot.entry
+        if not self._subscribers or entry is None:
+            return
+        for subscriber in self._subscribers.values():
+            if subscriber.namespace is not entry.namespace:
+                continue
+            if is_there:
+                subscriber.queue.pop((entry.chunk_hash, slot.group_index), None)
+            else:
+                self._queue(subscriber, entry.chunk_hash, slot.group_index)
+
+    def missing(self, connection_id: int | None, chunk_hash: bytes, group_index: int) -> None:
+        """A slot that a session committed did not become an object, which it does not know."""
+        subscriber = self._subscribers.get(connection_id) if connection_id is not None else None
+        if subscriber is not None and group_index < len(subscriber.namespace.gids):
+            entry = subscriber.namespace.entries.get(chunk_hash)
+            if entry is None or entry.slots[group_index] is None:
+                self._queue(subscriber, chunk_hash, group_index)
+
+    def due(self) -> Iterator[tuple[int, wire.Removed]]:
+        """(connection, message) of everything that may be told now."""
+        for number, subscriber in self._subscribers.items():
+            while (subscriber.queue or subscriber.everything) and subscriber.unheard < UNHEARD_MAX:
+                told = list(islice(subscriber.queue, wire.REMOVED_MAX))
+                for one in told:
+                    del subscriber.queue[one]
+                everything, subscriber.everything = subscriber.everything, False
+                subscriber.unheard += 1
+                hashes = b"".join(chunk_hash for chunk_hash, _ in told)
+                groups = bytes(group for _, group in told)
+                yield number, wire.Removed(0, hashes, groups, everything)
+
+    def _queue(self, subscriber: Subscriber, chunk_hash: bytes, group_index: int) -> None:
+        if len(subscriber.queue) >= QUEUE_MAX:
+            subscriber.queue.clear()
+            subscriber.everything = True
+            self.overflows += 1
+        if not subscriber.everything:
+            subscriber.queue[chunk_hash, group_index] = None
 
 
 @lru_cache(maxsize=SESSIONS_MAX)

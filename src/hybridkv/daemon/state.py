@@ -3,8 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from hybridkv.daemon.sessions import Sessions
-from hybridkv.daemon.subscriptions import Subscriptions
+from hybridkv.daemon.sessions import Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.histogram import Histogram
 from hybridkv.observe.history import RequestHistory

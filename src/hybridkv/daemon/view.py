@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from heapq import nlargest
 
-from hybridkv.daemon.sessions import Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe.catalog import TIER_PREFIX, Values
 from hybridkv.observe.series import Sample, Series
@@ -116,7 +115,7 @@ class DaemonView:
             self.values(),
             tuple(state.waits.cumulative),
             tuple(self._groups()),
-            tuple(_session(session, now) for session in state.sessions.all[:SESSIONS_SHOWN_MAX]),
+            tuple(self._sessions(now)),
             tuple(self.tiers()),
             self._columns,
             self._hour.samples,
@@ -141,6 +140,20 @@ class DaemonView:
             for tier in self._state.tiers
         ]
 
+    def _sessions(self, now: float) -> Iterator[SessionStatus]:
+        for session in self._state.sessions.all[:SESSIONS_SHOWN_MAX]:
+            yield SessionStatus(
+                session.engine_id,
+                session.model.name if session.model is not None else "",
+                session.namespace.identity.hex()[:12],
+                session.geometry.chunk_tokens,
+                describe_groups(session.geometry.groups),
+                len(session.leases),
+                session.writing_bytes,
+                session.engine_connection is not None,
+                round(now - session.since, 3),
+            )
+
     def _groups(self) -> Iterator[GroupStatus]:
         """The groups that take most first, and the sum of the others."""
         sessions = self._state.sessions
@@ -161,17 +174,3 @@ class DaemonView:
             objects -= sum(namespace.held_objects[index] for _, namespace, index in shown)
             size = sum(size for size, *_ in held) - sum(size for size, *_ in shown)
             yield GroupStatus("", "", 0, "", objects, size)
-
-
-def _session(session: Session, now: float) -> SessionStatus:
-    return SessionStatus(
-        session.engine_id,
-        session.model_name,
-        session.namespace.identity.hex()[:12],
-        session.geometry.chunk_tokens,
-        describe_groups(session.geometry.groups),
-        len(session.leases),
-        session.writing_bytes,
-        session.engine_connection is not None,
-        round(now - session.since, 3),
-    )
