@@ -11,7 +11,7 @@ from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import ClientConnection, RequestError, Session
+from hybridkv.daemon.sessions import ClientConnection, RequestError
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
@@ -190,40 +190,33 @@ class Daemon(DaemonState):
             if waiting.located:
                 # Room may have been made at the cost of this hit, for what then did not come.
                 present = resident_chunks(namespace, geometry, hashes)
-        return self._found(session, asked, present, {}, why)
+        return self._found(asked, present, {}, why)
 
     def _answer_ended(self, ended: Iterable[WaitingLookup]) -> None:
         """Answer lookups that waited for tiers, from what RAM has now."""
         for waiting in ended:
             asked = waiting.request
-            session = self.sessions.connections[asked.connection_id].session
-            masks, entries, chunks = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
-            if session.namespace is not asked.namespace:
-                # The engine has other weights by now.
-                masks, chunks = [bytes(len(mask)) for mask in masks], 0
+            present = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
             self.waits.add(self.now - asked.asked_at)
-            origins = sorted(waiting.origins.items())
-            tiers = Counter(name for chunk, name in origins if chunk < chunks)
-            for name, count in tiers.items():
-                self.labelled["tier_chunks_hit", name] += count
-            present = masks, entries, chunks
-            found = self._found(session, asked, present, dict(tiers), _sentence(waiting))
+            found = self._found(asked, present, waiting.origins, _sentence(waiting))
             self.later.append((asked.connection_id, found))
             self.store.unpin(waiting.held)
 
     def _found(
-        self,
-        session: Session,
-        asked: LookupRequest,
-        present: _Present,
-        tiers: dict[str, int],
-        why: str,
+        self, asked: LookupRequest, present: _Present, origins: Mapping[int, str], why: str
     ) -> wire.Found:
-        """Open the lease of a hit; the answer, which names its slots."""
+        """Open the lease of a hit; the answer. `origins` are the tiers that chunks came from."""
         masks, entries, chunks = present
-        geometry, identity = asked.geometry, asked.namespace.identity
+        session = self.sessions.connections[asked.connection_id].session
+        geometry, identity = session.geometry, session.namespace.identity
         if asked.namespace is session.namespace:
             self.ceiling.answered(identity, geometry, asked.hashes, masks, chunks)
+        else:
+            # The engine has other weights by now.
+            masks, chunks = [bytes(len(mask)) for mask in masks], 0
+        tiers = Counter(name for chunk, name in sorted(origins.items()) if chunk < chunks)
+        for name, count in tiers.items():
+            self.labelled["tier_chunks_hit", name] += count
         slots: list[Slot] = []
         if chunks:
             for index, group in enumerate(geometry.groups):
@@ -241,7 +234,7 @@ class Daemon(DaemonState):
         if self.spans is not None:
             facts: Facts = {
                 "engine": session.engine_id,
-                "identity": session.namespace.identity.hex()[:12],
+                "identity": identity.hex()[:12],
                 "asked_tokens": len(entries) * geometry.chunk_tokens,
                 "hit_tokens": chunks * geometry.chunk_tokens,
                 "why": why,
@@ -250,7 +243,7 @@ class Daemon(DaemonState):
             span = self.spans.put("lookup", (asked.asked_at, self.now), facts)
             if chunks:
                 session.spans[asked.lease] = self.now, span
-        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why)
+        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, dict(tiers), why)
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
         session = connection.session
@@ -270,30 +263,20 @@ class Daemon(DaemonState):
     # What people ask
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
-        return wire.Report(
-            stats.id,
-            self.view.values().named(),
-            self.view.tiers(),
-            self.metrics_url,
-            self.view.status(self.now) if stats.status else None,
-        )
+        values, tiers = self.view.values().named(), self.view.tiers()
+        status = self.view.status(self.now) if stats.status else None
+        return wire.Report(stats.id, values, tiers, self.metrics_url, status)
 
     def _list_engines(self, _: ClientConnection, request: wire.ListEngines) -> Reply:
-        engines = [
-            wire.WireEngine(
-                session.engine_id,
-                session.namespace.identity,
-                wire.geometry_to_wire(session.geometry),
-                session.model,
-            )
-            for session in self.sessions.all
-        ]
+        engines = []
+        for one in self.sessions.all:
+            about = wire.geometry_to_wire(one.geometry), one.model
+            engines.append(wire.WireEngine(one.engine_id, one.namespace.identity, *about))
         return wire.Engines(request.id, engines)
 
     def _report_request(self, connection: ClientConnection, told: wire.ReportRequest) -> None:
-        identity, now = connection.session.namespace.identity, self.now
-        outcome = RequestOutcome(told.request_id, identity, told.explanation, now)
-        self.history.add_request(outcome)
+        ended = told.request_id, connection.session.namespace.identity, told.explanation
+        self.history.add_request(RequestOutcome(*ended, self.now))
 
     def _report_identity(self, connection: ClientConnection, told: wire.ReportIdentity) -> None:
         self.history.add_identity(connection.session.namespace.identity, told.facts)

@@ -182,9 +182,8 @@ class DaemonServer:
         )
         memory = self._arena.memory[: self._arena.slots_bytes]
         first_generation = time.time_ns() // 10**6 << GENERATION_BITS
-        store = Store(
-            memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes
-        )
+        rules = options.eviction, options.salt_quota_bytes
+        store = Store(memory, first_generation, self._trailer, *rules)
         tiers, self._threads = make_tiers(options.tiers, options.node, memory, self._job_done)
         sizes = self._arena.size_bytes, self._arena.slots_bytes
         place = boot, str(self._arena.path)

@@ -95,14 +95,8 @@ class ClientConnection:
     process: Process
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
-    greeted: Session | None = None
-    """The session that it opened; None unless its role is engine."""
-
-    @property
-    def session(self) -> Session:
-        """The session of an engine's connection."""
-        assert self.greeted is not None, "an engine's connection has a session"
-        return self.greeted
+    session: Session = field(init=False, repr=False)
+    """The session that it opened, as an engine's."""
 
 
 class Sessions:
@@ -177,8 +171,8 @@ class Sessions:
                 raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
             namespace = self._namespace(hello.namespace, geometry, hello.model)
             told = connection.number, hello.session, hello.model
-            connection.greeted = Session(hello.engine_id, geometry, namespace, *told, now)
-            self.all.append(connection.greeted)
+            connection.session = Session(hello.engine_id, geometry, namespace, *told, now)
+            self.all.append(connection.session)
         elif hello.role == ConnectionState.WORKER:
             owner = owner_of(hello.engine_id)
             # What the process said before may be of an engine of the same name that has ended. A

@@ -92,9 +92,6 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Clear: MessageRule(_GREETED, wire.Done),
 }
 
-UNASKED: frozenset[type[Reply]] = frozenset((wire.Removed,))
-"""What the daemon sends without being asked, between any two replies."""
-
 
 def refused(state: ConnectionState, message: type[Request]) -> ErrorCode | None:
     """The error with which a message is refused in this state; None where it is taken."""
