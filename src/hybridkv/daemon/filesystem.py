@@ -17,10 +17,6 @@ from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 
 logger = logging.getLogger("hybridkv.daemon")
 
-_BACKLOG = 128
-_HOST_NAME_MAX = 64
-"""Linux has no longer host names, in characters."""
-
 
 class AlreadyServedError(HybridKVError):
     """Another daemon holds this socket."""
@@ -87,7 +83,7 @@ def listen(socket_path: Path) -> socket.socket:
             socket_path.unlink()
         listener.bind(str(socket_path))
         socket_path.chmod(0o600)
-        listener.listen(_BACKLOG)
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise _refusal("socket", f"no socket can be made at {socket_path}", error) from error
@@ -143,7 +139,8 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
 
 def node_name(socket_path: Path) -> str:
     """A name for the daemon of this socket among all that use the same storage."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:_HOST_NAME_MAX]
+    # Linux has no host names of more than 64 characters.
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 

@@ -154,7 +154,13 @@ class Daemon(DaemonState):
         return replace(self.welcome, id=hello.id)
 
     def _identify(self, connection: ClientConnection, request: wire.Identify) -> Reply:
-        self.sessions.identify(connection.session, request.namespace)
+        session = connection.session
+        told = request.namespace, session.geometry, session.model
+        try:
+            session.namespace = self.sessions.named(*told)
+        except RequestError as error:
+            # The bytes are not of the old identity any more, so the connection ends.
+            raise RequestError(ErrorCode.IDENTIFY) from error
         self.subscriptions.identified(connection)
         return wire.Done(request.id, 0)
 

@@ -6,8 +6,8 @@ session whose scheduler is gone ends when each of the engine's worker processes 
 that it copies nothing more for it.
 
 A session that subscribed is told which objects of its identity RAM has no more. While it sends
-nothing it is sent only UNHEARD_MAX messages, and what it is not told meanwhile is queued. A queue
-that would be longer than QUEUE_MAX is replaced by one flag: any object may be gone.
+nothing it is sent only UNHEARD_MAX messages, and objects of which it is not told are queued. A
+queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
@@ -31,9 +31,7 @@ from hybridkv.wire.protocol import ConnectionState, ErrorCode
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 QUEUE_MAX = 1 << 16
-"""Objects that wait to be told to one session."""
 UNHEARD_MAX = 8
-"""Messages to a session since it last sent one."""
 
 
 class RequestError(HybridKVError):
@@ -169,7 +167,7 @@ class Sessions:
                 raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
             if len(self.all) >= SESSIONS_MAX:
                 raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
-            namespace = self._namespace(hello.namespace, geometry, hello.model)
+            namespace = self.named(hello.namespace, geometry, hello.model)
             told = connection.number, hello.session, hello.model
             connection.session = Session(hello.engine_id, geometry, namespace, *told, now)
             self.all.append(connection.session)
@@ -184,14 +182,6 @@ class Sessions:
         connection.state = ConnectionState(hello.role)
         if connection.state is not ConnectionState.CONTROL:
             connection.engine_id = hello.engine_id
-
-    def identify(self, session: Session, identity: bytes) -> None:
-        """Give a session another identity. Raises RequestError."""
-        try:
-            session.namespace = self._namespace(identity, session.geometry, session.model)
-        except RequestError as error:
-            # The bytes are not of the old identity any more, so the connection ends.
-            raise RequestError(ErrorCode.IDENTIFY) from error
 
     def drained(self, connection: ClientConnection, request: wire.Drained) -> None:
         """A worker copies nothing more that was planned before a greeting of its engine."""
@@ -220,8 +210,8 @@ class Sessions:
         assert len(set(writing)) == len(writing), "a slot has one writer"
         return pins, set(writing)
 
-    def _namespace(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
-        """An identity's objects, of which an engine told its geometry. Raises RequestError."""
+    def named(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
+        """The namespace of an identity, as an engine told of it. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)

@@ -4,14 +4,10 @@ from collections.abc import Iterator
 from heapq import nlargest
 
 from hybridkv.daemon.state import DaemonState
+from hybridkv.observe import snapshot as shown
 from hybridkv.observe.catalog import TIER_PREFIX, Values
 from hybridkv.observe.series import Sample, Series
-from hybridkv.observe.snapshot import (
-    DECISIONS_SHOWN_MAX,
-    GROUPS_SHOWN_MAX,
-    SESSIONS_SHOWN_MAX,
-    Snapshot,
-)
+from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.status import StatusReport
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
@@ -28,7 +24,6 @@ HOUR = 10.0, 361
 """Seconds between two samples, and how many are kept."""
 DAY = 60.0, 1441
 STATUS_SECONDS = 0.25
-"""A client may be told a status as old as this."""
 
 
 class DaemonView:
@@ -120,7 +115,7 @@ class DaemonView:
             self._columns,
             self._hour.samples,
             self._day.samples,
-            tuple(state.history.latest(DECISIONS_SHOWN_MAX)),
+            tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
         )
 
     def status(self, now: float) -> Status:
@@ -141,7 +136,7 @@ class DaemonView:
         ]
 
     def _sessions(self, now: float) -> Iterator[SessionStatus]:
-        for session in self._state.sessions.all[:SESSIONS_SHOWN_MAX]:
+        for session in self._state.sessions.all[: shown.SESSIONS_SHOWN_MAX]:
             yield SessionStatus(
                 session.engine_id,
                 session.model.name if session.model is not None else "",
@@ -163,14 +158,14 @@ class DaemonView:
             if namespace.entries
             for index in range(len(namespace.gids))
         ]
-        shown = nlargest(GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
-        for size, namespace, index in shown:
+        largest = nlargest(shown.GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
+        for size, namespace, index in largest:
             geometry, model = sessions.geometries.get(namespace.identity, (None, ""))
             kind = str(geometry.groups[index].kind) if geometry and namespace.shapes else ""
             identity, objects = namespace.identity.hex()[:12], namespace.held_objects[index]
             yield GroupStatus(identity, model, namespace.gids[index], kind, objects, size)
-        if len(held) > len(shown):
+        if len(held) > len(largest):
             objects = sum(sum(one.held_objects) for one in sessions.namespaces.values())
-            objects -= sum(namespace.held_objects[index] for _, namespace, index in shown)
-            size = sum(size for size, *_ in held) - sum(size for size, *_ in shown)
+            objects -= sum(namespace.held_objects[index] for _, namespace, index in largest)
+            size = sum(size for size, *_ in held) - sum(size for size, *_ in largest)
             yield GroupStatus("", "", 0, "", objects, size)

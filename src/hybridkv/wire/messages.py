@@ -424,20 +424,9 @@ class Error(_Numbered, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-EngineMessage = (
-    Hello
-    | Drained
-    | Identify
-    | Subscribe
-    | Lookup
-    | Release
-    | Reserve
-    | Commit
-    | Free
-    | ReportCorrupt
-    | ReportRequest
-    | ReportIdentity
-)
+SessionMessage = Hello | Drained | Identify | Subscribe
+SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
+EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity
 """What an engine sends; control connections send the rest."""
 Request = EngineMessage | Stats | ListEngines | Clear | Explain
 Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error
