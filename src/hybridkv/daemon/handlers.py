@@ -1,6 +1,5 @@
 """What the daemon decides: requests in, replies out. It has no socket, clock, thread or file."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -220,9 +219,10 @@ class Daemon(DaemonState):
         else:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
-        tiers = Counter(name for chunk, name in sorted(origins.items()) if chunk < chunks)
-        for name, count in tiers.items():
-            self.labelled["tier_chunks_hit", name] += count
+        tiers: dict[str, int] = {}
+        for _, name in sorted((chunk, name) for chunk, name in origins.items() if chunk < chunks):
+            tiers[name] = tiers.get(name, 0) + 1
+            self.labelled["tier_chunks_hit", name] += 1
         slots: list[Slot] = []
         if chunks:
             for index, group in enumerate(geometry.groups):
@@ -249,7 +249,7 @@ class Daemon(DaemonState):
             span = self.spans.put("lookup", (asked.asked_at, self.now), facts)
             if chunks:
                 session.spans[asked.lease] = self.now, span
-        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, dict(tiers), why)
+        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why)
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
         session = connection.session
