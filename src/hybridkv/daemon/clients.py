@@ -79,13 +79,6 @@ class ProcessWatcher:
             self.selector.register(fd, selectors.EVENT_READ, process)
         return is_same
 
-    def unwatch(self, process: Process) -> None:
-        """Close the process's descriptor, if it is watched."""
-        fd = self.pidfds.pop(process, None)
-        if fd is not None:
-            self.selector.unregister(fd)
-            os.close(fd)
-
 
 class ClientSockets:
     """The listener and every accepted socket."""
@@ -95,7 +88,7 @@ class ClientSockets:
         self._selector = processes.selector
         self._processes = processes
         self._listener = listener
-        self._listen_at: float | None = None
+        self._listen_at = math.inf
         """While nobody can be accepted: when to try again, in monotonic seconds."""
         self._is_short = False
         """Whether the last client could not be served for lack of descriptors."""
@@ -116,9 +109,9 @@ class ClientSockets:
 
     def listens_at(self, now: float) -> float:
         """When the listener is heard again; infinity while it is heard."""
-        if self._listen_at is not None and self._listen_at <= now:
+        if self._listen_at <= now:
             self._listen()
-        return math.inf if self._listen_at is None else self._listen_at
+        return self._listen_at
 
     def answer(self, client: ClientSocket, seconds: float) -> None:
         """Handle what a client sent, for so long; the rest waits for its next turn."""
@@ -226,8 +219,8 @@ class ClientSockets:
 
     def _listen(self) -> None:
         """Hear the listener again."""
-        if self._listen_at is not None:
-            self._listen_at = None
+        if self._listen_at < math.inf:
+            self._listen_at = math.inf
             self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
 
     def _receive(self, client: ClientSocket, seconds: float) -> bool:
@@ -274,7 +267,10 @@ class ClientSockets:
     def _unwatch(self, process: Process) -> None:
         """Stop watching a process, unless its end still matters."""
         if not self._of(process) and process not in self._daemon.sessions.processes():
-            self._processes.unwatch(process)
+            fd = self._processes.pidfds.pop(process, None)
+            if fd is not None:
+                self._selector.unregister(fd)
+                os.close(fd)
 
     def _of(self, process: Process) -> list[ClientSocket]:
         return [client for client in self.connected.values() if client.process == process]

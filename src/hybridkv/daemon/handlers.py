@@ -26,8 +26,6 @@ from hybridkv.wire.protocol import RULES, ErrorCode, refused
 
 LEASES_MAX = 1 << 16
 LATEST_MAX = 20
-TRACED = (JobKind.READ, JobKind.WRITE, JobKind.FIND)
-"""Jobs of tiers that are exported as spans."""
 
 _Present = tuple[list[bytes], Sequence[Sequence[Slot | None] | None], int]
 """What RAM has of some chunks: each group's mask; each chunk's slots by group index, None where RAM
@@ -91,7 +89,8 @@ class Daemon(DaemonState):
         tier = self.tiers[job.tier]
         was_open = tier.is_open
         tier.finished(job, outcome, now)
-        if self.spans is not None and job.kind in TRACED:
+        is_traced = job.kind in (JobKind.READ, JobKind.WRITE, JobKind.FIND)
+        if self.spans is not None and is_traced:
             facts: Facts = {"tier": tier.name, "objects": len(job.items), "bytes": job.size_bytes}
             error = "" if outcome.error is None else str(outcome.error)
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
