@@ -27,7 +27,8 @@ def make_private_directory(directory: Path, setting: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise _refusal(setting, f"directory {directory} cannot be made", error) from error
+        fault = f"directory {directory} cannot be made ({error.strerror})"
+        raise _refusal(setting, fault) from error
     check_private_directory(directory, setting)
 
 
@@ -41,19 +42,19 @@ def check_private_directory(directory: Path, setting: str) -> None:
             return
         raise _refusal(setting, f"you may not make directory {directory} in {above}") from None
     except OSError as error:
-        raise _refusal(setting, f"directory {directory} cannot be used", error) from error
+        fault = f"directory {directory} cannot be used ({error.strerror})"
+        raise _refusal(setting, fault) from error
     if not stat.S_ISDIR(status.st_mode):
         raise _refusal(setting, f"{directory} is not a directory of its own (a link?)")
     if status.st_uid != os.geteuid():
         raise _refusal(setting, f"{directory} belongs to user id {status.st_uid}, not to you")
     if status.st_mode & 0o022:
-        raise _refusal(setting, f"others may write to {directory}", more=", or chmod 700 it")
+        raise _refusal(setting, f"others may write to {directory}", ", or chmod 700 it")
 
 
-def _refusal(setting: str, fault: str, error: OSError | None = None, more: str = "") -> ConfigError:
-    why = "" if error is None else f" ({error.strerror})"
+def _refusal(setting: str, fault: str, more: str = "") -> ConfigError:
     works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
-    return ConfigError(f"{setting}: {fault}{why}", works + more)
+    return ConfigError(f"{setting}: {fault}", works + more)
 
 
 def take_lock(socket_path: Path) -> int:
@@ -65,7 +66,8 @@ def take_lock(socket_path: Path) -> int:
     try:
         fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise _refusal("socket", f"{lock_path} cannot be opened", error) from error
+        fault = f"{lock_path} cannot be opened ({error.strerror})"
+        raise _refusal("socket", fault) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -86,7 +88,8 @@ def listen(socket_path: Path) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise _refusal("socket", f"no socket can be made at {socket_path}", error) from error
+        fault = f"no socket can be made at {socket_path} ({error.strerror})"
+        raise _refusal("socket", fault) from error
     return listener
 
 
