@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta, Struct, convert
+from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
@@ -433,8 +433,14 @@ Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:
-    """The part of a geometry that the daemon needs."""
-    return convert(geometry, WireGeometry, from_attributes=True)
+    """The part of a geometry that the daemon needs; what it may not be, the daemon says."""
+    first, *others = WireGeometry.__struct_fields__
+    assert first == "groups", "the groups come first"
+    groups = [
+        WireGroup(*(getattr(group, name) for name in WireGroup.__struct_fields__))
+        for group in geometry.groups
+    ]
+    return WireGeometry(groups, *(getattr(geometry, name) for name in others))
 
 
 def geometry_from_wire(wire: WireGeometry) -> Geometry:
