@@ -756,7 +756,7 @@ class Worker(Client):
         server = self.scene.system.server
         is_leased = (
             server is not None
-            and server.daemon.state.info.boot == load.boot
+            and server.daemon.welcome.boot == load.boot
             and self.scene.books.is_exact
         )
         assert not is_leased, f"a load under a living lease failed: {error}"

@@ -14,6 +14,7 @@ import xxhash
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.daemon.handlers import resident_chunks
 from hybridkv.shm import signature as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
@@ -167,7 +168,7 @@ class Books:
         if server is None:
             return ("down", self._system.lives)
         daemon = server.daemon
-        counts = (daemon.counters["objects_condemned"], daemon.state.labelled["requests", "clear"])
+        counts = (daemon.counters["objects_condemned"], daemon.labelled["requests", "clear"])
         wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
@@ -335,7 +336,7 @@ class Waits:
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
                 session = server.daemon.sessions.connections[number].session
-                there, _ = server.daemon._present(session.namespace, request.hashes)
+                there, _, _ = resident_chunks(session.namespace, session.geometry, request.hashes)
                 self._expect(there == reply.masks, "an answer says what was so a moment ago")
             return reply
 
@@ -405,7 +406,7 @@ class Waits:
 
 def _drops(server: Any, namespace: object) -> tuple[object, ...]:
     """Changes whenever an object that is held may be lost."""
-    state = server.daemon.state
+    state = server.daemon
     wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
     condemned, cleared = state.counters["objects_condemned"], state.labelled["requests", "clear"]
     return namespace, condemned, cleared, wrong

@@ -392,10 +392,11 @@ class Selector:
         self._wanted[fileobj] = events
         self._data[fileobj] = data
 
-    def modify(self, fileobj: Any, events: int) -> None:
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
         """See selectors."""
         assert fileobj in self._wanted
         self._wanted[fileobj] = events
+        self._data[fileobj] = data
 
     def unregister(self, fileobj: Any) -> None:
         """See selectors."""

@@ -328,8 +328,8 @@ class World:
             for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")
         }
         assert not any(left.values()), f"LEAK: {left}"
-        assert not server._processes, "LEAK: processes are watched for nobody"
-        assert not server.clients
+        assert not server._processes.pidfds, "LEAK: processes are watched for nobody"
+        assert not server.clients.connected
         assert not server.daemon.sessions.processes()
         assert not server._trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents

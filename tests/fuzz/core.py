@@ -13,7 +13,6 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import ClientConnection, Process
 from hybridkv.daemon.slot_requests import clear
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import TierError
@@ -22,6 +21,7 @@ from hybridkv.tiers.state import TierState as TierLine
 from hybridkv.wire.codec import Frames, WireError, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     BATCH_MAX,
+    PROTOCOL_VERSION,
     Clear,
     Commit,
     Drained,
@@ -36,9 +36,10 @@ from hybridkv.wire.messages import (
     Reply,
     Request,
     Reserved,
+    Welcome,
     geometry_from_wire,
 )
-from hybridkv.wire.protocol import RULES, ConnectionState, ErrorCode, closes, refused
+from hybridkv.wire.protocol import CLOSING, RULES, ConnectionState, ErrorCode, refused
 from tests.fuzz.liar import KINDS, Liar, Peer
 from tests.unit.daemon.dict_tier import DictTier
 
@@ -105,7 +106,9 @@ class CoreFuzz:
             for at, (tier, write) in enumerate(zip(tiers, ("through", "back"), strict=True))
         ]
         self.daemon = Daemon(
-            store, DaemonInfo("boot", "/nowhere", ARENA_BYTES, ARENA_BYTES, 1), lines
+            store,
+            Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA_BYTES, ARENA_BYTES, 1),
+            lines,
         )
         self._numbers = 0
         self._generation = FIRST_GENERATION
@@ -133,7 +136,7 @@ class CoreFuzz:
         values = self.daemon.view.values().named()
         for name in ("sessions", "leases", "connections", "bytes_writing", "lookups_waiting"):
             assert values[name] == 0, f"{name} {values[name]} after the last client"
-        while clear(self.daemon.state, ClientConnection(0, Process(0, 0)), Clear(0)).count:
+        while clear(self.daemon, ClientConnection(0, Process(0, 0)), Clear(0)).count:
             pass
         assert self.daemon.store.objects == 0
         self.daemon.check()
@@ -232,7 +235,7 @@ class CoreFuzz:
 
     def _open(self, kind: int) -> TierState:
         self._numbers += 1
-        self.daemon.connect(self._numbers)
+        self.daemon.sessions.connect(self._numbers)
         return TierState(self._numbers, self._liar.peer(kind))
 
     def _again(self, kind: int) -> None:
@@ -273,7 +276,7 @@ class CoreFuzz:
             assert before is None or _kept(before) == _kept(self.daemon.view.values().named()), (
                 "a refused message changed something"
             )
-            line.closed = closes(reply.code)
+            line.closed = reply.code in CLOSING
             assert not line.closed or isinstance(request, Identify)
             return
         assert because is None

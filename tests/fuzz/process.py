@@ -30,7 +30,7 @@ from hybridkv.wire.messages import (
     Reserved,
     geometry_to_wire,
 )
-from hybridkv.wire.protocol import closes
+from hybridkv.wire.protocol import CLOSING
 from tests.fuzz.liar import KINDS, Liar, Peer
 from tests.layouts import LAYOUTS
 from tests.waiting import DEADLINE_SECONDS
@@ -185,7 +185,7 @@ class _Liars:
 
 
 def _closes(code: str) -> bool:
-    return bool(code) and closes(code)
+    return code in CLOSING
 
 
 def _hashes(first: int, count: int) -> bytes:

@@ -19,7 +19,6 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import SLOT_ALIGN, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -193,7 +192,7 @@ class DaemonMachine(RuleBasedStateMachine):
 
     def started(self) -> Daemon:
         store = Store(self.memory, self.clock, self.trailer, self.policy, self.quota)
-        return Daemon(store, DaemonInfo("boot", "/nowhere", ARENA, ARENA, 1))
+        return Daemon(store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA, ARENA, 1))
 
     @precondition(lambda self: len(self.index) > 4)
     @rule(step=st.sampled_from((-(1 << 38), -1, 0, 1, 1 << 30)))
@@ -201,7 +200,7 @@ class DaemonMachine(RuleBasedStateMachine):
         """It is killed and started, by a clock that may step back; its objects stay."""
         self.clock += step
         self.daemon = self.started()
-        self.daemon.recover(())
+        self.daemon.sessions.recover(())
         self.retired += [thing.ref for thing in self.leaving]
         self.retired += [ref for held in self.sessions for ref in held.writing]
         self.leaving.clear()
@@ -220,7 +219,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def greet(self, hello: Hello) -> tuple[int, object]:
         self.numbers += 1
         self.lines[self.numbers] = Line()
-        self.daemon.connect(self.numbers)
+        self.daemon.sessions.connect(self.numbers)
         return self.numbers, self.daemon.handle(self.numbers, hello)
 
     @rule(name=st.sampled_from(ENGINES), pick=st.integers(0, 2), workers=st.integers(0, 2))

@@ -18,7 +18,6 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState, payload_offset, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -145,10 +144,12 @@ class TiersMachine(RuleBasedStateMachine):
             for at, (tier, spec) in enumerate(zip(self.tiers, specs, strict=True))
         ]
         self.daemon = Daemon(
-            store, DaemonInfo("boot", "/nowhere", self.arena, self.arena, 1), lines
+            store,
+            Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", self.arena, self.arena, 1),
+            lines,
         )
         if not fresh:
-            self.daemon.recover(())
+            self.daemon.sessions.recover(())
         store.grow(self.arena)
         self.tick()
         for job in list(self.jobs):
@@ -211,7 +212,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def connect(self, identity: bytes) -> Engine:
         self.numbers += 1
-        self.daemon.connect(self.numbers)
+        self.daemon.sessions.connect(self.numbers)
         hello = Hello(
             1,
             PROTOCOL_VERSION,

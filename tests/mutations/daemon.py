@@ -38,7 +38,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "masks-of-the-first-group",
         "every group is said to have what the first one has",
-        "Daemon._present",
+        "resident_chunks",
         "bytes([entry is not None and entry[index] is not None for entry in entries])",
         "bytes([entry is not None and entry[0] is not None for entry in entries])",
         ("A27", "B13"),
@@ -47,7 +47,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "lease-without-pins",
         "what a lease names may be evicted",
-        "Daemon._take",
+        "Daemon._found",
         "self.store.pin(slots)",
         "",
         ("C16", "C42"),

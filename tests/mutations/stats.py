@@ -119,8 +119,8 @@ FAULTS: tuple[Mutation, ...] = (
         "told-of-another-identity",
         "an engine with other weights hears of its old objects",
         "Subscriptions.identified",
-        "self.subscribe(connection_id, namespace)",
-        "self._subscribers[connection_id].namespace = namespace",
+        "self.subscribe(connection)",
+        "self._subscribers[connection.number].namespace = connection.session.namespace",
         ("C13",),
         (f"{SUBSCRIPTIONS}::test_another_identity_begins_with_nothing_to_tell",),
     ),
@@ -128,8 +128,8 @@ FAULTS: tuple[Mutation, ...] = (
         "identity-of-the-past",
         "an engine goes on hearing of the objects it had before its weights changed",
         "Subscriptions.identified",
-        "self.subscribe(connection_id, namespace)",
-        "self._subscribers[connection_id].queue.clear()",
+        "self.subscribe(connection)",
+        "self._subscribers[connection.number].queue.clear()",
         ("C13",),
         (f"{SUBSCRIPTIONS}::test_another_identity_begins_with_nothing_to_tell",),
     ),
@@ -137,8 +137,12 @@ FAULTS: tuple[Mutation, ...] = (
         "quota-untold",
         "an object that a quota left no room is announced for ever",
         "slot_requests:commit",
-        "is_stored = _store(state, session, row, row.slot)",
-        "is_stored = _store(state, session, row, row.slot) or True",
+        "is_stored = state.store.commit(slot, session.namespace, *name, bool(interior), tenant)",
+        """
+        is_stored = (
+            state.store.commit(slot, session.namespace, *name, bool(interior), tenant) or True
+        )
+        """,
         ("C13",),
         (f"{SUBSCRIPTIONS}::test_a_commit_that_came_to_nothing_is_told",),
     ),

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from hybridkv.core.sizes import format_size
@@ -50,35 +50,26 @@ class Waker:
         self._writer.close()
 
 
-class TierRunner:
-    """The tiers below RAM with their threads, and the outcomes of jobs for the loop to take."""
+def make_tiers(
+    specs: Iterable[TierSpec],
+    node: str,
+    memory: memoryview,
+    done: Callable[[TierJob, JobOutcome], None],
+) -> tuple[list[TierState], list[TierThreads]]:
+    """The tiers below RAM, and their threads, which call `done` after each job.
 
-    def __init__(
-        self, specs: Iterable[TierSpec], node: str, memory: memoryview, wake: Callable[[], None]
-    ) -> None:
-        """`memory` has the slots. Raises ConfigError."""
-        self.tiers: list[TierState] = []
-        self.outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
-        self._threads: list[TierThreads] = []
-        self._wake = wake
-        names: Counter[str] = Counter()
-        for number, spec in enumerate(specs):
-            tier = make_tier(spec, node)
-            names[tier.name] += 1
-            name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
-            threads = TierThreads(tier, memory, self._done)
-            self._threads.append(threads)
-            self.tiers.append(TierState(number, name, tier, spec, threads.submit))
-
-    def close(self, seconds: float) -> bool:
-        """End the threads, each tier's within so many seconds; whether all have ended."""
-        ended = [threads.close(seconds) for threads in self._threads]
-        return all(ended)
-
-    def _done(self, job: TierJob, outcome: JobOutcome) -> None:
-        """Called by the tiers' threads."""
-        self.outcomes.append((job, outcome))
-        self._wake()
+    `memory` has the slots. Raises ConfigError.
+    """
+    tiers: list[TierState] = []
+    threads: list[TierThreads] = []
+    names: Counter[str] = Counter()
+    for number, spec in enumerate(specs):
+        tier = make_tier(spec, node)
+        names[tier.name] += 1
+        name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
+        threads.append(TierThreads(tier, memory, done))
+        tiers.append(TierState(number, name, tier, spec, threads[-1].submit))
+    return tiers, threads
 
 
 class ArenaReserver:
@@ -117,8 +108,8 @@ class ArenaReserver:
 
     def close(self) -> None:
         """End the thread."""
-        self._closed = True
         with self._changed:
+            self._closed = True
             self._changed.notify()
         self._thread.join()
 

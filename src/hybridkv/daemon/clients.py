@@ -15,7 +15,7 @@ from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Error, Reply
-from hybridkv.wire.protocol import ErrorCode, closes
+from hybridkv.wire.protocol import CLOSING, ErrorCode
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -55,16 +55,12 @@ class ProcessWatcher:
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-        self._pidfds: dict[Process, int] = {}
-
-    def __len__(self) -> int:
-        """Processes that are watched."""
-        return len(self._pidfds)
+        self.selector = selector
+        self.pidfds: dict[Process, int] = {}
 
     def watch(self, process: Process) -> bool:
         """Whether the end of a process will be noticed. Raises OSError on a shortage."""
-        if process in self._pidfds:
+        if process in self.pidfds:
             return True
         try:
             fd = os.pidfd_open(process.pid)
@@ -72,96 +68,64 @@ class ProcessWatcher:
             if error.errno in SHORTAGES:
                 raise
             return False
+        is_same = False
         try:
             is_same = process_of(process.pid) == process
-        except OSError:
-            os.close(fd)
-            raise
-        if not is_same:
-            os.close(fd)
-            return False
-        self._pidfds[process] = fd
-        self._selector.register(fd, selectors.EVENT_READ, process)
-        return True
-
-    def is_watched(self, process: Process, fd: int) -> bool:
-        """Whether the descriptor is still that of the process, and not a later one's."""
-        return self._pidfds.get(process) == fd
-
-    def unwatch(self, process: Process) -> None:
-        """Close the process's descriptor, if it is watched."""
-        fd = self._pidfds.pop(process, None)
-        if fd is not None:
-            self._selector.unregister(fd)
-            os.close(fd)
-
-    def close(self) -> None:
-        """Close every descriptor; the selector is closed next."""
-        for fd in self._pidfds.values():
-            os.close(fd)
+        finally:
+            if not is_same:
+                os.close(fd)
+        if is_same:
+            self.pidfds[process] = fd
+            self.selector.register(fd, selectors.EVENT_READ, process)
+        return is_same
 
 
 class ClientSockets:
     """The listener and every accepted socket."""
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        selector: selectors.BaseSelector,
-        processes: ProcessWatcher,
-        listener: socket.socket,
-    ) -> None:
+    def __init__(self, daemon: Daemon, processes: ProcessWatcher, listener: socket.socket) -> None:
         self._daemon = daemon
-        self._selector = selector
+        self._selector = processes.selector
         self._processes = processes
         self._listener = listener
-        self._listen_at: float | None = None
+        self._listen_at = math.inf
         """While nobody can be accepted: when to try again, in monotonic seconds."""
         self._is_short = False
         """Whether the last client could not be served for lack of descriptors."""
-        self._by_socket: dict[socket.socket, ClientSocket] = {}
-        self._by_number: dict[int, ClientSocket] = {}
+        self.connected: dict[int, ClientSocket] = {}
+        """By number."""
         self._last_number = 0
         self.behind: dict[ClientSocket, None] = {}
         """Clients whose messages wait for their turn, in order."""
-        selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(listener, selectors.EVENT_READ, self.accept)
 
-    def __len__(self) -> int:
-        """Clients that are connected."""
-        return len(self._by_socket)
-
-    def serve(self, fileobj: object, events: int) -> None:
-        """Handle what the selector reports for the listener or a client."""
-        if fileobj is self._listener:
-            self._accept()
-            return
-        client = self._by_socket.get(fileobj)  # type: ignore[call-overload]  # as registered
-        if client is None:
-            return
-        if events & selectors.EVENT_READ and not client.received:
+    def serve(self, client: ClientSocket, events: int) -> None:
+        """Handle what the selector reports for a client."""
+        is_heard = events & selectors.EVENT_READ and not client.received
+        if is_heard and client.number in self.connected:
             self._receive(client, TURN_SECONDS)
-        if events & selectors.EVENT_WRITE and client.sock in self._by_socket:
+        if events & selectors.EVENT_WRITE and client.number in self.connected:
             self._flush(client)
 
     def listens_at(self, now: float) -> float:
         """When the listener is heard again; infinity while it is heard."""
-        if self._listen_at is not None and self._listen_at <= now:
+        if self._listen_at <= now:
             self._listen()
-        return math.inf if self._listen_at is None else self._listen_at
+        return self._listen_at
 
     def answer(self, client: ClientSocket, seconds: float) -> None:
         """Handle what a client sent, for so long; the rest waits for its next turn."""
         self.behind.pop(client, None)
         until = time.monotonic() + seconds
         try:
-            while client.received and not client.closing and client.sock in self._by_socket:
+            while client.received and not client.closing and client.number in self.connected:
                 if time.monotonic() > until:
                     self.behind[client] = None
                     return
                 request = decode_request(client.received.popleft())
                 reply = self._daemon.handle(client.number, request, time.monotonic())
                 if reply is not None:
-                    client.closing = isinstance(reply, Error) and closes(reply.code)
+                    client.closing = isinstance(reply, Error) and reply.code in CLOSING
                     self.send(client, reply)
         except WireError as error:
             self._refuse(client, ErrorCode.WIRE, str(error))
@@ -179,18 +143,11 @@ class ClientSockets:
         client.out += frame
         self._flush(client)
 
-    def send_to(self, number: int, reply: Reply) -> None:
-        """Send a message to a client by its number, if it is still there."""
-        client = self._by_number.get(number)
-        if client is not None and not client.closing:
-            self.send(client, reply)
-
     def drop(self, client: ClientSocket) -> None:
         """Close a client's connection."""
-        if self._by_socket.pop(client.sock, None) is None:
+        if self.connected.pop(client.number, None) is None:
             return
         self.behind.pop(client, None)
-        del self._by_number[client.number]
         self._selector.unregister(client.sock)
         client.sock.close()
         self._listen()
@@ -200,25 +157,21 @@ class ClientSockets:
 
     def process_ended(self, process: Process, fd: int) -> None:
         """A watched process has ended."""
-        if not self._processes.is_watched(process, fd):
+        if self._processes.pidfds.get(process) != fd:
             # Another event of this turn made it unwatched, and its descriptor may be another's.
             return
         for client in self._of(process):
             # Its last messages, such as a commit, may still be in the socket.
             self.answer(client, math.inf)
             for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
-                if client.sock not in self._by_socket or not self._receive(client, math.inf):
+                if client.number not in self.connected or not self._receive(client, math.inf):
                     break
             self.drop(client)
         self._daemon.sessions.process_ended(process)
         self._unwatch(process)
 
-    def close(self) -> None:
-        """Close every connection."""
-        for client in list(self._by_socket.values()):
-            self.drop(client)
-
-    def _accept(self) -> None:
+    def accept(self) -> None:
+        """Take the next client of the listener's queue."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -239,39 +192,36 @@ class ClientSockets:
                 process = None
         except OSError as error:
             shortage = error
-        client = ClientSocket(sock, self._last_number, process)
-        self._by_socket[sock] = self._by_number[client.number] = client
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._daemon.connect(client.number, process)
+        client = self.connected[self._last_number] = ClientSocket(sock, self._last_number, process)
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        self._daemon.sessions.connect(client.number, process)
+        code, message = ErrorCode.CONNECTIONS, ""
         if uid != os.geteuid():
-            owner = f"this daemon belongs to user id {os.geteuid()}"
-            message = f"{owner} and serves nobody else; start your own"
-            self._refuse(client, ErrorCode.OTHER_USER, message)
-        elif len(self) > CONNECTIONS_MAX:
+            code, owner = ErrorCode.OTHER_USER, f"user id {os.geteuid()}"
+            message = f"this daemon belongs to {owner} and serves nobody else; start your own"
+        elif len(self.connected) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
-            self._refuse(client, ErrorCode.CONNECTIONS, message)
         elif shortage is not None:
             # It would be taken for gone at the end of its connection, and might still be copying.
             fault = f"process {pid} cannot be watched ({shortage.strerror})"
-            self._warn_of_shortage(shortage)
             message = f"{fault}; a higher limit (ulimit -n) works"
-            self._refuse(client, ErrorCode.CONNECTIONS, message)
+            self._warn_of_shortage(shortage)
         else:
             self._is_short = False
+        if message:
+            self._refuse(client, code, message)
 
     def _warn_of_shortage(self, error: OSError) -> None:
         if not self._is_short:
-            logger.warning(
-                "no more clients can be served: %s; a higher limit (ulimit -n) works",
-                error.strerror,
-            )
+            message = "no more clients can be served: %s; a higher limit (ulimit -n) works"
+            logger.warning(message, error.strerror)
         self._is_short = True
 
     def _listen(self) -> None:
         """Hear the listener again."""
-        if self._listen_at is not None:
-            self._listen_at = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
+        if self._listen_at < math.inf:
+            self._listen_at = math.inf
+            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
 
     def _receive(self, client: ClientSocket, seconds: float) -> bool:
         """Read what has come, and answer for so long; whether there was anything."""
@@ -312,15 +262,18 @@ class ClientSockets:
             self.drop(client)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)
-        self._selector.modify(client.sock, events)
+        self._selector.modify(client.sock, events, client)
 
     def _unwatch(self, process: Process) -> None:
         """Stop watching a process, unless its end still matters."""
         if not self._of(process) and process not in self._daemon.sessions.processes():
-            self._processes.unwatch(process)
+            fd = self._processes.pidfds.pop(process, None)
+            if fd is not None:
+                self._selector.unregister(fd)
+                os.close(fd)
 
     def _of(self, process: Process) -> list[ClientSocket]:
-        return [client for client in self._by_socket.values() if client.process == process]
+        return [client for client in self.connected.values() if client.process == process]
 
 
 def process_of(pid: int) -> Process | None:

@@ -10,23 +10,12 @@ import stat
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.shm.arena import (
-    SHM_DIR,
-    Arena,
-    ArenaGoneError,
-    attach_arena,
-    check_ram,
-    create_arena,
-    default_ram_bytes,
-)
+from hybridkv.shm import arena as shm
+from hybridkv.shm.arena import SHM_DIR, Arena
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 
 logger = logging.getLogger("hybridkv.daemon")
-
-_BACKLOG = 128
-_HOST_NAME_MAX = 64
-"""Linux has no longer host names, in characters."""
 
 
 class AlreadyServedError(HybridKVError):
@@ -51,8 +40,7 @@ def check_private_directory(directory: Path, setting: str) -> None:
         above = next(parent for parent in directory.parents if parent.exists())
         if os.access(above, os.W_OK | os.X_OK):
             return
-        fault = f"you may not make directory {directory} in {above}"
-        raise _refusal(setting, fault) from None
+        raise _refusal(setting, f"you may not make directory {directory} in {above}") from None
     except OSError as error:
         fault = f"directory {directory} cannot be used ({error.strerror})"
         raise _refusal(setting, fault) from error
@@ -97,7 +85,7 @@ def listen(socket_path: Path) -> socket.socket:
             socket_path.unlink()
         listener.bind(str(socket_path))
         socket_path.chmod(0o600)
-        listener.listen(_BACKLOG)
+        listener.listen(128)
     except OSError as error:
         listener.close()
         fault = f"no socket can be made at {socket_path} ({error.strerror})"
@@ -105,18 +93,10 @@ def listen(socket_path: Path) -> socket.socket:
     return listener
 
 
-def arena_path(socket_path: Path, boot: str) -> Path:
-    """The arena's file, whose name has a digest of the socket's path."""
-    return SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
-
-
 def stale_arenas(socket_path: Path) -> list[Path]:
     """Arenas that dead daemons of this socket left behind; the caller holds the lock."""
-    return [
-        path
-        for path in SHM_DIR.glob(f"{_arena_prefix(socket_path)}*")
-        if path.lstat().st_uid == os.geteuid()
-    ]
+    found = SHM_DIR.glob(f"{_arena_prefix(socket_path)}*")
+    return [path for path in found if path.lstat().st_uid == os.geteuid()]
 
 
 def open_arena(
@@ -129,17 +109,17 @@ def open_arena(
     """
     taken: tuple[Arena, Trailer] | None = None
     for path in stale_arenas(socket_path):
-        if taken is None and not fresh:
-            taken = _take_over(path, ram_bytes)
-            if taken is not None:
-                continue
-        path.unlink(missing_ok=True)
+        found = None if fresh or taken is not None else _take_over(path, ram_bytes)
+        if found is None:
+            path.unlink(missing_ok=True)
+        taken = taken or found
     if taken is not None:
         return *taken, True
-    wanted_bytes = default_ram_bytes() if ram_bytes is None else ram_bytes
-    check_ram(wanted_bytes, "ram")
-    slots_bytes = _aligned(wanted_bytes)
-    arena = create_arena(arena_path(socket_path, boot), slots_bytes, trailer_bytes(slots_bytes))
+    wanted_bytes = shm.default_ram_bytes() if ram_bytes is None else ram_bytes
+    shm.check_ram(wanted_bytes, "ram")
+    slots_bytes = wanted_bytes // SLOT_ALIGN * SLOT_ALIGN
+    path = SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
+    arena = shm.create_arena(path, slots_bytes, trailer_bytes(slots_bytes))
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()
     return arena, trailer, False
@@ -147,13 +127,14 @@ def open_arena(
 
 def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
     slots_bytes = left_slots_bytes(path)
-    if slots_bytes is None or (ram_bytes is not None and _aligned(ram_bytes) != slots_bytes):
+    wanted_bytes = slots_bytes if ram_bytes is None else ram_bytes // SLOT_ALIGN * SLOT_ALIGN
+    if slots_bytes is None or slots_bytes != wanted_bytes:
         logger.warning("%s is not taken over: it is of another size or version", path.name)
         return None
     try:
         size_bytes = slots_bytes + trailer_bytes(slots_bytes)
-        arena = attach_arena(path, size_bytes, slots_bytes, owner=True)
-    except (ArenaGoneError, BlockingIOError) as error:
+        arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
+    except (shm.ArenaGoneError, BlockingIOError) as error:
         logger.warning("%s is not taken over: %s", path.name, error)
         return None
     return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
@@ -161,14 +142,12 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
 
 def node_name(socket_path: Path) -> str:
     """A name for the daemon of this socket among all that use the same storage."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:_HOST_NAME_MAX]
+    # Linux has no host names of more than 64 characters.
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
-def _aligned(ram_bytes: int) -> int:
-    return ram_bytes // SLOT_ALIGN * SLOT_ALIGN
-
-
 def _arena_prefix(socket_path: Path) -> str:
+    """The start of the names of arenas: it has a digest of the socket's path."""
     digest = hashlib.sha256(str(socket_path).encode()).hexdigest()[:12]
     return f"hybridkv-{os.geteuid()}-{digest}-"

@@ -20,15 +20,16 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.daemon.background import ArenaReserver, TierRunner, Waker
-from hybridkv.daemon.clients import CONNECTIONS_MAX, TURN_SECONDS, ClientSockets, ProcessWatcher
+from hybridkv.daemon import clients
+from hybridkv.daemon.background import ArenaReserver, Waker, make_tiers
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.web import serve_web
 from hybridkv.store.store import Store
+from hybridkv.tiers.jobs import JobOutcome, TierJob
+from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -37,7 +38,7 @@ IDLE_SECONDS = 0.0005
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-DESCRIPTORS_MAX = 2 * CONNECTIONS_MAX + 64
+DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 """Descriptors that the daemon may need: a socket and a process for each connection, and some."""
 OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
@@ -75,8 +76,9 @@ class DaemonServer:
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
-        self._selector.register(self._waker.reader, selectors.EVENT_READ)
-        self._processes = ProcessWatcher(self._selector)
+        self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
+        self._processes = clients.ProcessWatcher(self._selector)
+        self._outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
         if not self._open(options.fresh):
             # Whatever the last daemon left, it must not keep this one from serving.
             self._trailer.release()
@@ -84,7 +86,7 @@ class DaemonServer:
             self._open(fresh=True)
             self.daemon.counters["recoveries_failed"] += 1
         self._listener = listen(options.socket_path)
-        self.clients = ClientSockets(self.daemon, self._selector, self._processes, self._listener)
+        self.clients = clients.ClientSockets(self.daemon, self._processes, self._listener)
         self._asked: deque[Future[Snapshot]] = deque()
         """Snapshots that other threads wait for."""
         self._running = True
@@ -93,12 +95,11 @@ class DaemonServer:
         self._reserver = ArenaReserver(
             self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
         )
-        state = self.daemon.state
         if options.metrics_port >= 0:
-            state.metrics_url = serve_web(self._ask, options.metrics_port)
+            self.daemon.metrics_url = serve_web(self._ask, options.metrics_port)
         self._exporter = self._export() if options.traces_url else None
-        size = format_size(self._arena.slots_bytes)
-        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, state.metrics_url)
+        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
+        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -113,20 +114,23 @@ class DaemonServer:
         behind = list(self.clients.behind)
         ready = self._selector.select(self._patience())
         for key, events in ready:
-            if isinstance(key.data, Process):
-                self.clients.process_ended(key.data, key.fd)
-            elif key.fileobj is self._waker.reader:
-                self._waker.clear()
-            else:
-                self.clients.serve(key.fileobj, events)
+            match key.data:
+                case clients.ClientSocket():
+                    self.clients.serve(key.data, events)
+                case Process():
+                    self.clients.process_ended(key.data, key.fd)
+                case accept_or_clear:
+                    accept_or_clear()
         for client in behind:
-            self.clients.answer(client, TURN_SECONDS)
+            self.clients.answer(client, clients.TURN_SECONDS)
         self._reserver.adopt()
         self._take_outcomes()
         while self._asked:
             self._asked.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
         if not ready and not behind:
-            self._use_idle_time()
+            until = time.monotonic() + IDLE_SECONDS
+            while self.daemon.ceiling.has_work and time.monotonic() < until:
+                self.daemon.ceiling.work()
 
     def stop(self, keep_arena: bool) -> None:
         """End `run`, and keep the arena for the next daemon or remove it.
@@ -137,14 +141,9 @@ class DaemonServer:
         self._running = False
         self._waker.wake()
 
-    def _use_idle_time(self) -> None:
-        until = time.monotonic() + IDLE_SECONDS if self.daemon.ceiling.has_work else 0.0
-        while self.daemon.ceiling.has_work and time.monotonic() < until:
-            self.daemon.ceiling.work()
-
     def _patience(self) -> float | None:
         """Seconds that the loop may sleep; None for any time."""
-        if self.clients.behind or self._runner.outcomes or self.daemon.ceiling.has_work:
+        if self.clients.behind or self._outcomes or self.daemon.ceiling.has_work:
             return 0.0
         now = time.monotonic()
         due = min(self.clients.listens_at(now), self.daemon.wakes_at())
@@ -164,7 +163,7 @@ class DaemonServer:
 
         Raises ConfigError, at the start only.
         """
-        outcomes, later = self._runner.outcomes, self.daemon.later
+        outcomes, later = self._outcomes, self.daemon.later
         while outcomes:
             job, outcome = outcomes.popleft()
             if is_start and outcome.config:
@@ -172,7 +171,10 @@ class DaemonServer:
             self.daemon.transferred(job, outcome, time.monotonic())
         self.daemon.tick(time.monotonic())
         while later:
-            self.clients.send_to(*later.popleft())
+            number, reply = later.popleft()
+            client = self.clients.connected.get(number)
+            if client is not None and not client.closing:
+                self.clients.send(client, reply)
 
     def _open(self, fresh: bool) -> bool:
         """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
@@ -182,13 +184,13 @@ class DaemonServer:
         )
         memory = self._arena.memory[: self._arena.slots_bytes]
         first_generation = time.time_ns() // 10**6 << GENERATION_BITS
-        store = Store(
-            memory, first_generation, self._trailer, options.eviction, options.salt_quota_bytes
-        )
-        self._runner = TierRunner(options.tiers, options.node, memory, self._waker.wake)
+        rules = options.eviction, options.salt_quota_bytes
+        store = Store(memory, first_generation, self._trailer, *rules)
+        tiers, self._threads = make_tiers(options.tiers, options.node, memory, self._job_done)
         sizes = self._arena.size_bytes, self._arena.slots_bytes
-        info = DaemonInfo(boot, str(self._arena.path), *sizes, os.getpid())
-        self.daemon = Daemon(store, info, self._runner.tiers)
+        place = boot, str(self._arena.path)
+        welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
+        self.daemon = Daemon(store, welcome, tiers)
         if not warm:
             return True
         try:
@@ -198,7 +200,7 @@ class DaemonServer:
                     living.append(known)
                 else:
                     self._trailer.forget(known)
-            self.daemon.recover(living)
+            self.daemon.sessions.recover(living)
         except Exception:
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
             del self.daemon
@@ -213,8 +215,13 @@ class DaemonServer:
         except ImportError as error:
             raise ConfigError(f"traces: {error}", "pip install 'hybridkv[otel]' works") from error
         exporter = traces.SpanExporter(self._options.traces_url, self._options.node)
-        self.daemon.state.spans = exporter
+        self.daemon.spans = exporter
         return exporter
+
+    def _job_done(self, job: TierJob, outcome: JobOutcome) -> None:
+        """Called by the tiers' threads."""
+        self._outcomes.append((job, outcome))
+        self._waker.wake()
 
     def _ask(self) -> Future[Snapshot]:
         """A snapshot that the loop makes for another thread."""
@@ -226,9 +233,11 @@ class DaemonServer:
     def _close(self) -> None:
         self._running = False
         self._reserver.close()
-        self.clients.close()
-        self._processes.close()
-        have_ended = self._runner.close(CLOSE_SECONDS)
+        for client in list(self.clients.connected.values()):
+            self.clients.drop(client)
+        for fd in self._processes.pidfds.values():
+            os.close(fd)
+        ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self._selector.close()
@@ -238,7 +247,7 @@ class DaemonServer:
             self._options.socket_path.unlink()
         if not self._keeps_arena:
             self._arena.unlink()
-        if have_ended:
+        if all(ended):
             self._arena.close()
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
@@ -253,7 +262,11 @@ def serve(options: ServeOptions) -> None:
         # in the middle of the engine's step.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    _allow_descriptors()
+    # The usual limit is for programs that use select(), and far below ours.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     # A signal that comes as soon as the socket is there waits for its handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -263,11 +276,3 @@ def serve(options: ServeOptions) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     server.run()
-
-
-def _allow_descriptors() -> None:
-    """The usual limit is for programs that use select(), and far below ours."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
-        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

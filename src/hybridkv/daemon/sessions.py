@@ -4,14 +4,18 @@ A *session* is one greeting of an engine's scheduler. What it holds (write slots
 ends with processes, never with a timer. A worker may still copy after its scheduler died, so a
 session whose scheduler is gone ends when each of the engine's worker processes is gone, or has said
 that it copies nothing more for it.
+
+A session that subscribed is told which objects of its identity RAM has no more. While it sends
+nothing it is sent only UNHEARD_MAX messages, and objects of which it is not told are queued. A
+queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import slot_shapes
@@ -21,10 +25,13 @@ from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode
 
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
+QUEUE_MAX = 1 << 16
+UNHEARD_MAX = 8
 
 
 class RequestError(HybridKVError):
@@ -62,7 +69,7 @@ class Session:
     engine_connection: int | None
     number: int = 0
     """The number of the engine's greeting."""
-    model: wire.WireModel | None = None
+    model: WireModel | None = None
     since: float = 0.0
     """When it greeted, by the daemon's clock."""
     leases: dict[int, list[Slot]] = field(default_factory=dict)
@@ -72,19 +79,10 @@ class Session:
     """Granted slots that are not committed, by offset."""
     writing_bytes: int = 0
 
-    @property
-    def model_name(self) -> str:
-        """The model's name, empty where the engine told none."""
-        return self.model.name if self.model is not None else ""
-
     def unwritten(self, offset: int, generation: int) -> Slot | None:
         """The session's granted slot of that offset and generation, if it has one."""
         slot = self.writing.get(offset)
         return slot if slot is not None and slot.generation == generation else None
-
-    def takes(self, slot: Slot, group: int) -> bool:
-        """Whether the slot has the shape of an object of that group."""
-        return group < len(self.namespace.shapes) and slot.shape in self.namespace.shapes[group]
 
 
 @dataclass
@@ -95,14 +93,8 @@ class ClientConnection:
     process: Process
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
-    greeted: Session | None = None
-    """The session that it opened; None unless its role is engine."""
-
-    @property
-    def session(self) -> Session:
-        """The session of an engine's connection."""
-        assert self.greeted is not None, "an engine's connection has a session"
-        return self.greeted
+    session: Session = field(init=False, repr=False)
+    """The session that it opened, as an engine's."""
 
 
 class Sessions:
@@ -121,7 +113,7 @@ class Sessions:
         self.geometries: dict[bytes, tuple[Geometry, str]] = {}
         """By identity: the geometry of the last engine that greeted with it, and its model."""
 
-    def connect(self, connection_id: int, process: Process | None) -> None:
+    def connect(self, connection_id: int, process: Process | None = None) -> None:
         """A socket was accepted; a client without a process ends with its connection."""
         process = process or Process(0, connection_id)
         self.connections[connection_id] = ClientConnection(connection_id, process)
@@ -135,6 +127,7 @@ class Sessions:
             self.held.setdefault(slot.owner, []).append(slot)
         for owner in list(self.held):
             self._retire(owner)
+        self._counters["objects_recovered"] = self._store.objects
 
     def disconnect(self, connection_id: int) -> None:
         """A socket is closed; its process may still copy."""
@@ -146,12 +139,8 @@ class Sessions:
             self.process_ended(connection.process)
         elif connection.engine_id:
             owner = owner_of(connection.engine_id)
-            known = self._workers.get(owner, {}).get(connection.process)
-            if (
-                known is not None
-                and known.connection == connection_id
-                and known.drained >= wire.NEVER
-            ):
+            known = self._workers.get(owner, {}).get(connection.process, CopyProgress(0, 0))
+            if known.connection == connection_id and known.drained >= wire.NEVER:
                 # It does not copy again, however long its process lives.
                 self._forget_worker(owner, connection.process)
             self._retire(owner)
@@ -170,7 +159,18 @@ class Sessions:
     def greet(self, connection: ClientConnection, hello: wire.Hello, now: float) -> None:
         """Open the session of an engine, or add a worker. Raises RequestError."""
         if hello.role == ConnectionState.ENGINE:
-            connection.greeted = self._open(connection, hello, now)
+            if hello.namespace is None or hello.geometry is None or not hello.engine_id:
+                raise RequestError(ErrorCode.INCOMPLETE)
+            try:
+                geometry = wire.geometry_from_wire(hello.geometry)
+            except HybridKVError as error:
+                raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
+            if len(self.all) >= SESSIONS_MAX:
+                raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
+            namespace = self.named(hello.namespace, geometry, hello.model)
+            told = connection.number, hello.session, hello.model
+            connection.session = Session(hello.engine_id, geometry, namespace, *told, now)
+            self.all.append(connection.session)
         elif hello.role == ConnectionState.WORKER:
             owner = owner_of(hello.engine_id)
             # What the process said before may be of an engine of the same name that has ended. A
@@ -183,23 +183,14 @@ class Sessions:
         if connection.state is not ConnectionState.CONTROL:
             connection.engine_id = hello.engine_id
 
-    def identify(self, session: Session, identity: bytes) -> None:
-        """Give a session another identity. Raises RequestError."""
-        try:
-            session.namespace = self._namespace(identity, session.geometry)
-        except RequestError as error:
-            # The bytes are not of the old identity any more, so the connection ends.
-            raise RequestError(ErrorCode.IDENTIFY) from error
-        self._describe(session)
-
     def drained(self, connection: ClientConnection, request: wire.Drained) -> None:
         """A worker copies nothing more that was planned before a greeting of its engine."""
         owner = owner_of(connection.engine_id)
         workers = self._workers.get(owner, {})
-        known = workers.get(connection.process)
-        if known is not None and known.connection == connection.number:
-            progress = CopyProgress(connection.number, max(known.drained, request.session))
-            workers[connection.process] = progress
+        known = workers.get(connection.process, CopyProgress(0, 0))
+        if known.connection == connection.number:
+            drained = max(known.drained, request.session)
+            workers[connection.process] = CopyProgress(connection.number, drained)
             self._retire(owner)
 
     def slots(self) -> Iterable[Slot]:
@@ -211,34 +202,16 @@ class Sessions:
         pins: Counter[Slot] = Counter()
         writing: list[Slot] = []
         for session in self.all:
-            for slots in session.leases.values():
-                pins.update(slots)
-            own = [*session.writing.values()]
+            pins.update(chain.from_iterable(session.leases.values()))
+            own = session.writing.values()
             assert session.writing_bytes == sum(slot.size_bytes for slot in own)
             writing += own
-        for slots in self.held.values():
-            writing += slots
+        writing += chain.from_iterable(self.held.values())
         assert len(set(writing)) == len(writing), "a slot has one writer"
         return pins, set(writing)
 
-    def _open(self, connection: ClientConnection, hello: wire.Hello, now: float) -> Session:
-        if hello.namespace is None or hello.geometry is None or not hello.engine_id:
-            raise RequestError(ErrorCode.HELLO_INCOMPLETE)
-        try:
-            geometry = wire.geometry_from_wire(hello.geometry)
-        except HybridKVError as error:
-            raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
-        if len(self.all) >= SESSIONS_MAX:
-            raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
-        namespace = self._namespace(hello.namespace, geometry)
-        session = Session(
-            hello.engine_id, geometry, namespace, connection.number, hello.session, hello.model, now
-        )
-        self._describe(session)
-        self.all.append(session)
-        return session
-
-    def _namespace(self, identity: bytes, geometry: Geometry) -> Namespace:
+    def named(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
+        """The namespace of an identity, as an engine told of it. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)
@@ -248,29 +221,19 @@ class Sessions:
             known = self.namespaces[identity] = self._store.regroup(known, like)
         if known is None:
             if len(self.namespaces) >= NAMESPACES_MAX:
-                self._forget_namespaces()
+                # Those that have neither objects nor sessions are forgotten.
+                used = {session.namespace.identity for session in self.all}
+                for other, namespace in list(self.namespaces.items()):
+                    if not namespace.entries and other not in used:
+                        self.namespaces.pop(other).is_current = False
+                        self.geometries.pop(other, None)
             known = self.namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
+        # An engine that names no model does not make an earlier one's forgotten.
+        _, name = self.geometries.get(identity, (None, ""))
+        self.geometries[identity] = geometry, (model.name if model is not None else "") or name
         return known
-
-    def _forget_namespaces(self) -> None:
-        """Forget identities that have neither objects nor sessions."""
-        used = {session.namespace.identity for session in self.all}
-        for identity, namespace in list(self.namespaces.items()):
-            if not namespace.entries and identity not in used:
-                self.namespaces.pop(identity).is_current = False
-        self.geometries = {
-            identity: told
-            for identity, told in self.geometries.items()
-            if identity in self.namespaces
-        }
-
-    def _describe(self, session: Session) -> None:
-        """Keep an identity's geometry and model, also where a later engine names no model."""
-        _, model = self.geometries.get(session.namespace.identity, (None, ""))
-        described = session.geometry, session.model_name or model
-        self.geometries[session.namespace.identity] = described
 
     def _forget_worker(self, owner: bytes, process: Process) -> None:
         del self._workers[owner][process]
@@ -300,6 +263,90 @@ class Sessions:
                 self._store.free(slot)
             self.all.remove(session)
             self._counters["sessions_ended"] += 1
+
+
+@dataclass(eq=False)
+class Subscriber:
+    """One session that subscribed."""
+
+    namespace: Namespace
+    queue: dict[tuple[bytes, int], None] = field(default_factory=dict)
+    """(chunk hash, group index) of objects that went and are not told, the oldest first."""
+    everything: bool = False
+    """Whether more objects went than the queue takes."""
+    unheard: int = 0
+
+
+class Subscriptions:
+    """Every session that subscribed, by its connection."""
+
+    def __init__(self) -> None:
+        self._subscribers: dict[int, Subscriber] = {}
+        self.overflows = 0
+
+    def __len__(self) -> int:
+        """Sessions that subscribed."""
+        return len(self._subscribers)
+
+    def subscribe(self, connection: ClientConnection, _: wire.Subscribe | None = None) -> None:
+        """Tell a session of objects that go from now on."""
+        self._subscribers[connection.number] = Subscriber(connection.session.namespace)
+
+    def identified(self, connection: ClientConnection) -> None:
+        """The session has another identity, of whose objects it was told nothing."""
+        if connection.number in self._subscribers:
+            self.subscribe(connection)
+
+    def forget(self, connection_id: int) -> None:
+        """The connection has ended."""
+        self._subscribers.pop(connection_id, None)
+
+    def heard(self, connection_id: int) -> None:
+        """The session sent a message, so it reads."""
+        if self._subscribers and connection_id in self._subscribers:
+            self._subscribers[connection_id].unheard = 0
+
+    def object_changed(self, slot: Slot, is_there: bool) -> None:
+        """The store has the slot's object from now on, or no longer."""
+        entry = slot.entry
+        if not self._subscribers or entry is None:
+            return
+        for subscriber in self._subscribers.values():
+            if subscriber.namespace is not entry.namespace:
+                continue
+            if is_there:
+                subscriber.queue.pop((entry.chunk_hash, slot.group_index), None)
+            else:
+                self._queue(subscriber, entry.chunk_hash, slot.group_index)
+
+    def missing(self, connection_id: int | None, chunk_hash: bytes, group_index: int) -> None:
+        """A slot that a session committed did not become an object, which it does not know."""
+        subscriber = self._subscribers.get(connection_id) if connection_id is not None else None
+        if subscriber is not None and group_index < len(subscriber.namespace.gids):
+            entry = subscriber.namespace.entries.get(chunk_hash)
+            if entry is None or entry.slots[group_index] is None:
+                self._queue(subscriber, chunk_hash, group_index)
+
+    def due(self) -> Iterator[tuple[int, wire.Removed]]:
+        """(connection, message) of everything that may be told now."""
+        for number, subscriber in self._subscribers.items():
+            while (subscriber.queue or subscriber.everything) and subscriber.unheard < UNHEARD_MAX:
+                told = list(islice(subscriber.queue, wire.REMOVED_MAX))
+                for one in told:
+                    del subscriber.queue[one]
+                everything, subscriber.everything = subscriber.everything, False
+                subscriber.unheard += 1
+                hashes = b"".join(chunk_hash for chunk_hash, _ in told)
+                groups = bytes(group for _, group in told)
+                yield number, wire.Removed(0, hashes, groups, everything)
+
+    def _queue(self, subscriber: Subscriber, chunk_hash: bytes, group_index: int) -> None:
+        if len(subscriber.queue) >= QUEUE_MAX:
+            subscriber.queue.clear()
+            subscriber.everything = True
+            self.overflows += 1
+        if not subscriber.everything:
+            subscriber.queue[chunk_hash, group_index] = None
 
 
 @lru_cache(maxsize=SESSIONS_MAX)

@@ -2,7 +2,6 @@
 
 from array import array
 from itertools import islice
-from typing import NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, pack_u64, unpack_u64
@@ -31,8 +30,8 @@ def reserve(
         raise RequestError(ErrorCode.PART_BYTES, f"no group of this engine has objects of {parts}")
     size = slot_bytes(*shape)
     room = min(
-        state.info.slots_bytes // SESSION_SHARE - session.writing_bytes,
-        state.info.slots_bytes // 2 - state.store.writing_bytes,
+        state.welcome.slots_bytes // SESSION_SHARE - session.writing_bytes,
+        state.welcome.slots_bytes // 2 - state.store.writing_bytes,
     )
     wanted = min(request.count, CHANGES_MAX)
     count = min(wanted, max(0, room) // size)
@@ -44,51 +43,38 @@ def reserve(
     return wire.Reserved(request.id, *shape, *pack_slots(slots), state.store.extents.limit_bytes)
 
 
-class _Object(NamedTuple):
-    """One row of a commit; `slot` is None where the session does not hold it."""
-
-    slot: Slot | None
-    group: int
-    chunk_hash: bytes
-    parent: bytes
-    interior: int
-    tenant: int
-
-
 def commit(state: DaemonState, connection: ClientConnection, request: wire.Commit) -> None:
     """Make objects of written slots. Raises RequestError before anything is changed."""
     session = connection.session
-    written: list[_Object] = []
-    for row in _rows(session, request):
-        if row.slot is None or session.writing.pop(row.slot.offset, None) is None:
+    groups: list[int] = []
+    hashes: list[bytes] = []
+    for slot, group, chunk_hash, parent, interior, tenant in _rows(session, request):
+        if slot is None or session.writing.pop(slot.offset, None) is None:
             state.counters["commits_unknown"] += 1
             is_stored = False
         else:
-            written.append(row)
-            is_stored = _store(state, session, row, row.slot)
+            groups.append(group)
+            hashes.append(chunk_hash)
+            session.writing_bytes -= slot.size_bytes
+            name = group, chunk_hash, b"" if parent == NO_PARENT else parent
+            is_stored = state.store.commit(slot, session.namespace, *name, bool(interior), tenant)
+            if is_stored:
+                state.counters["objects_stored"] += 1
+                state.counters["bytes_stored"] += slot.part_bytes * slot.parts
+                state.demotion.stored((slot,))
         if not is_stored:
-            state.subscriptions.missing(session.engine_connection, row.chunk_hash, row.group)
+            state.subscriptions.missing(session.engine_connection, chunk_hash, group)
     state.counters["tokens_stored"] += request.tokens
-    hashes = b"".join(row.chunk_hash for row in written)
-    groups = [row.group for row in written]
-    state.ceiling.stored(session.namespace.identity, groups, hashes)
+    state.ceiling.stored(session.namespace.identity, groups, b"".join(hashes))
 
 
-def _store(state: DaemonState, session: Session, row: _Object, slot: Slot) -> bool:
-    """Whether the slot became a new object."""
-    session.writing_bytes -= slot.size_bytes
-    parent = b"" if row.parent == NO_PARENT else row.parent
-    name = row.group, row.chunk_hash, parent
-    if not state.store.commit(slot, session.namespace, *name, bool(row.interior), row.tenant):
-        return False
-    state.counters["objects_stored"] += 1
-    state.counters["bytes_stored"] += slot.part_bytes * slot.parts
-    state.demotion.stored((slot,))
-    return True
+def _rows(
+    session: Session, request: wire.Commit
+) -> list[tuple[Slot | None, int, bytes, bytes, int, int]]:
+    """Each object's slot, group, hash, parent, whether it is interior, and tenant, checked.
 
-
-def _rows(session: Session, request: wire.Commit) -> list[_Object]:
-    """The objects of a commit, checked. Raises RequestError."""
+    The slot is None where the session does not hold it. Raises RequestError.
+    """
     refs = _pairs(request.offsets, request.generations)
     count, hashes = len(refs), request.hashes
     if count * HASH_BYTES != len(hashes):
@@ -99,23 +85,16 @@ def _rows(session: Session, request: wire.Commit) -> list[_Object]:
     parents = request.parents or bytes(len(hashes))
     if len(parents) == HASH_BYTES:
         parents = (parents + hashes)[: len(hashes)]
-    lengths = {len(groups), len(tenants), len(interior), len(parents) / HASH_BYTES}
-    if lengths != {count}:
+    if {len(groups), len(tenants), len(interior), len(parents) / HASH_BYTES} != {count}:
         message = f"{count} slots with more or less of what belongs to them"
         raise RequestError(ErrorCode.COMMIT, message)
-    rows = [
-        _Object(session.unwritten(*ref), *row)
-        for ref, *row in zip(
-            refs, groups, _cut(hashes), _cut(parents), interior, tenants, strict=True
-        )
-    ]
-    for row in rows:
-        if row.slot is not None and not session.takes(row.slot, row.group):
-            raise RequestError(
-                ErrorCode.COMMIT,
-                f"a slot of (bytes, parts) {row.slot.shape} is no object of group {row.group}",
-            )
-    return rows
+    slots = [session.unwritten(*ref) for ref in refs]
+    shapes = session.namespace.shapes
+    for slot, group in zip(slots, groups, strict=True):
+        if slot is not None and (group >= len(shapes) or slot.shape not in shapes[group]):
+            fault = f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
+            raise RequestError(ErrorCode.COMMIT, fault)
+    return list(zip(slots, groups, _cut(hashes), _cut(parents), interior, tenants, strict=True))
 
 
 def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -> None:

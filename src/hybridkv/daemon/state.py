@@ -2,10 +2,8 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from hybridkv.daemon.sessions import Sessions
-from hybridkv.daemon.subscriptions import Subscriptions
+from hybridkv.daemon.sessions import Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.histogram import Histogram
 from hybridkv.observe.history import RequestHistory
@@ -14,27 +12,16 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.state import TierState
-from hybridkv.wire.messages import Reply
-
-
-class DaemonInfo(NamedTuple):
-    """What a Welcome tells of the daemon."""
-
-    boot: str
-    arena_path: str
-    arena_bytes: int
-    """The size of the arena's file."""
-    slots_bytes: int
-    """The size of the part that has the slots."""
-    pid: int
+from hybridkv.wire.messages import Reply, Welcome
 
 
 class DaemonState:
     """The daemon's parts and counters; `tiers` are those below RAM, the fastest first."""
 
-    def __init__(self, info: DaemonInfo, store: Store, tiers: Sequence[TierState]) -> None:
-        self.info = info
+    def __init__(self, store: Store, welcome: Welcome, tiers: Sequence[TierState]) -> None:
         self.store = store
+        self.welcome = welcome
+        """What clients are told of the daemon; the `id` is that of their hello."""
         self.tiers = tiers
         self.counters: Counter[str] = Counter()
         """Counts of metrics without a label."""

@@ -1,22 +1,14 @@
 """What people are shown of a daemon: its values, their past, and a snapshot of everything."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from heapq import nlargest
 
-from hybridkv.core.geometry import Geometry
-from hybridkv.daemon.sessions import SESSIONS_MAX, Session
 from hybridkv.daemon.state import DaemonState
+from hybridkv.observe import snapshot as shown
 from hybridkv.observe.catalog import TIER_PREFIX, Values
 from hybridkv.observe.series import Sample, Series
-from hybridkv.observe.snapshot import (
-    DECISIONS_SHOWN_MAX,
-    GROUPS_SHOWN_MAX,
-    SESSIONS_SHOWN_MAX,
-    Snapshot,
-)
+from hybridkv.observe.snapshot import Snapshot
 from hybridkv.observe.status import StatusReport
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
 
@@ -32,7 +24,6 @@ HOUR = 10.0, 361
 """Seconds between two samples, and how many are kept."""
 DAY = 60.0, 1441
 STATUS_SECONDS = 0.25
-"""A client may be told a status as old as this."""
 
 
 class DaemonView:
@@ -68,55 +59,16 @@ class DaemonView:
     def values(self) -> Values:
         """Every counter and gauge."""
         state = self._state
-        plain = {**state.counters, **self._gauges()}
-        if state.tiers:
-            plain["lookups_waiting"] = len(state.promotion)
-            plain["writes_waiting"] = state.demotion.waiting
-        values = Values({(name, ""): float(value) for name, value in plain.items()})
-        for counts in (state.labelled, state.promotion.counters):
-            values.update((key, float(count)) for key, count in counts.items())
-        for tier in state.tiers:
-            values.update(((TIER_PREFIX + name, tier.name), value) for name, value in tier.values())
-        return values
-
-    def snapshot(self, now: float) -> Snapshot:
-        """Everything that is shown at `now`."""
-        state = self._state
-        return Snapshot(
-            now,
-            now if self._started_at is None else self._started_at,
-            self.values(),
-            tuple(state.waits.cumulative),
-            tuple(self._groups()),
-            tuple(_session(session, now) for session in state.sessions.all[:SESSIONS_SHOWN_MAX]),
-            tuple(self.tiers()),
-            self._columns,
-            self._hour.samples,
-            self._day.samples,
-            tuple(state.history.latest(DECISIONS_SHOWN_MAX)),
-        )
-
-    def status(self, now: float) -> Status:
-        """The brief status; it may be STATUS_SECONDS old."""
-        if self._status is None or not 0.0 <= now - self._status[0] < STATUS_SECONDS:
-            self._status = now, self._report.make(self.snapshot(now))
-        return self._status[1]
-
-    def tiers(self) -> list[TierStatus]:
-        """Every tier below RAM."""
-        return [_tier(tier) for tier in self._state.tiers]
-
-    def _gauges(self) -> dict[str, float]:
-        state = self._state
         store, sessions, ceiling = state.store, state.sessions, state.ceiling
         held = (slot.size_bytes for slots in sessions.held.values() for slot in slots)
-        return {
+        plain = {
+            **state.counters,
             "objects": store.objects,
             "bytes_committed": store.committed_bytes,
             "bytes_writing": store.writing_bytes,
             "bytes_held": sum(held),
             "bytes_reserved": store.extents.limit_bytes,
-            "bytes_arena": state.info.slots_bytes,
+            "bytes_arena": state.welcome.slots_bytes,
             "bytes_protected": store.queue.protected_bytes,
             "evicted": store.evicted,
             "over_quota": store.over_quota,
@@ -139,6 +91,63 @@ class DaemonView:
             "ceiling_chunks_max": ceiling.remembered_max,
             "ceiling_chunks_forgotten": ceiling.forgotten,
         }
+        if state.tiers:
+            plain["lookups_waiting"] = len(state.promotion)
+            plain["writes_waiting"] = state.demotion.waiting
+        values = Values({(name, ""): float(value) for name, value in plain.items()})
+        for counts in (state.labelled, state.promotion.counters):
+            values.update((key, float(count)) for key, count in counts.items())
+        for tier in state.tiers:
+            values.update(((TIER_PREFIX + name, tier.name), value) for name, value in tier.values())
+        return values
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Everything that is shown at `now`."""
+        state = self._state
+        return Snapshot(
+            now,
+            now if self._started_at is None else self._started_at,
+            self.values(),
+            tuple(state.waits.cumulative),
+            tuple(self._groups()),
+            tuple(self._sessions(now)),
+            tuple(self.tiers()),
+            self._columns,
+            self._hour.samples,
+            self._day.samples,
+            tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
+        )
+
+    def status(self, now: float) -> Status:
+        """The brief status; it may be STATUS_SECONDS old."""
+        if self._status is None or not 0.0 <= now - self._status[0] < STATUS_SECONDS:
+            self._status = now, self._report.make(self.snapshot(now))
+        return self._status[1]
+
+    def tiers(self) -> list[TierStatus]:
+        """Every tier below RAM."""
+        return [
+            TierStatus(
+                *(tier.name, tier.spec.shown, str(tier.spec.write), tier.spec.max_bytes),
+                *(tier.is_open, tier.is_shut, tier.is_hung),
+                values=dict(tier.values()),
+            )
+            for tier in self._state.tiers
+        ]
+
+    def _sessions(self, now: float) -> Iterator[SessionStatus]:
+        for session in self._state.sessions.all[: shown.SESSIONS_SHOWN_MAX]:
+            yield SessionStatus(
+                session.engine_id,
+                session.model.name if session.model is not None else "",
+                session.namespace.identity.hex()[:12],
+                session.geometry.chunk_tokens,
+                describe_groups(session.geometry.groups),
+                len(session.leases),
+                session.writing_bytes,
+                session.engine_connection is not None,
+                round(now - session.since, 3),
+            )
 
     def _groups(self) -> Iterator[GroupStatus]:
         """The groups that take most first, and the sum of the others."""
@@ -149,47 +158,14 @@ class DaemonView:
             if namespace.entries
             for index in range(len(namespace.gids))
         ]
-        shown = nlargest(GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
-        for size, namespace, index in shown:
+        largest = nlargest(shown.GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
+        for size, namespace, index in largest:
             geometry, model = sessions.geometries.get(namespace.identity, (None, ""))
-            is_known = geometry is not None and namespace.shapes
-            kind = str(geometry.groups[index].kind) if geometry is not None and is_known else ""
+            kind = str(geometry.groups[index].kind) if geometry and namespace.shapes else ""
             identity, objects = namespace.identity.hex()[:12], namespace.held_objects[index]
             yield GroupStatus(identity, model, namespace.gids[index], kind, objects, size)
-        if len(held) > len(shown):
+        if len(held) > len(largest):
             objects = sum(sum(one.held_objects) for one in sessions.namespaces.values())
-            objects -= sum(namespace.held_objects[index] for _, namespace, index in shown)
-            size = sum(size for size, *_ in held) - sum(size for size, *_ in shown)
+            objects -= sum(namespace.held_objects[index] for _, namespace, index in largest)
+            size = sum(size for size, *_ in held) - sum(size for size, *_ in largest)
             yield GroupStatus("", "", 0, "", objects, size)
-
-
-def _session(session: Session, now: float) -> SessionStatus:
-    return SessionStatus(
-        session.engine_id,
-        session.model_name,
-        session.namespace.identity.hex()[:12],
-        session.geometry.chunk_tokens,
-        _groups_of(session.geometry),
-        len(session.leases),
-        session.writing_bytes,
-        session.engine_connection is not None,
-        round(now - session.since, 3),
-    )
-
-
-@lru_cache(maxsize=SESSIONS_MAX)
-def _groups_of(geometry: Geometry) -> str:
-    return describe_groups(geometry.groups)
-
-
-def _tier(tier: TierState) -> TierStatus:
-    return TierStatus(
-        tier.name,
-        tier.spec.shown,
-        str(tier.spec.write),
-        tier.spec.max_bytes,
-        tier.is_open,
-        tier.is_shut,
-        tier.is_hung,
-        dict(tier.values()),
-    )

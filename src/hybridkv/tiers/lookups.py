@@ -63,8 +63,7 @@ class NeededObject(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class LookupRequest:
+class LookupRequest(NamedTuple):
     """What an engine asked for. Times are seconds of the loop's clock."""
 
     connection_id: int

@@ -35,13 +35,12 @@ def append(out: bytearray, message: Request | Reply) -> None:
     out += bytes(_LENGTH.size)
     try:
         _encoder.encode_into(message, out, body)
+        size = len(out) - body
+        if size > BYTES_MAX:
+            raise WireError(f"a message of {size} bytes is over the limit of {BYTES_MAX}")
     except BaseException:
         del out[start:]
         raise
-    size = len(out) - body
-    if size > BYTES_MAX:
-        del out[start:]
-        raise WireError(f"a message of {size} bytes is over the limit of {BYTES_MAX}")
     _LENGTH.pack_into(out, start, size)
 
 

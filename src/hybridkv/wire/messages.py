@@ -167,13 +167,15 @@ class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """Base of all messages; the tag is the class's name."""
 
 
-class Hello(_Message, frozen=True, tag="hello"):
-    """The first message of a connection.
-
-    The role engine opens a session, worker joins it, and control only asks.
-    """
+class _Numbered(_Message, frozen=True):
+    """A request that is answered, or an answer, which repeats the request's `id`."""
 
     id: Count
+
+
+class Hello(_Numbered, frozen=True, tag="hello"):
+    """The first message: the role engine opens a session, worker joins it, control only asks."""
+
     version: Count
     role: Annotated[str, Meta(pattern="^(engine|worker|control)$")]
     engine_id: Text = ""
@@ -194,17 +196,15 @@ NEVER = 1 << 53
 """A greeting that no engine reaches, said by a worker that ends."""
 
 
-class Greeting(_Message, frozen=True, tag="hello"):
+class Greeting(_Numbered, frozen=True, tag="hello"):
     """The part of Hello that all versions have in common."""
 
-    id: Count
     version: Count
 
 
-class Identify(_Message, frozen=True, tag="identify"):
+class Identify(_Numbered, frozen=True, tag="identify"):
     """From here on the session's bytes belong to another identity, as after a weight update."""
 
-    id: Count
     namespace: Hash
 
 
@@ -212,16 +212,14 @@ class Subscribe(_Message, frozen=True, tag="subscribe"):
     """From here on the session is told by Removed which objects of its identity RAM has no more."""
 
 
-class Lookup(_Message, frozen=True, tag="lookup"):
+class Lookup(_Numbered, frozen=True, tag="lookup"):
     """Ask for the largest hit among `hashes`, HASH_BYTES each, in prefix order.
 
-    A hit opens `lease`.
-
-    The answer may take `wait_ms` where tiers below RAM have more (0: only RAM is looked at). Tiers
-    are read as far as that is faster than computing `tokens_per_second` (0: not weighed).
+    A hit opens `lease`. The answer may take `wait_ms` where tiers below RAM have more (0: only RAM
+    is looked at). They are read as far as that is faster than computing `tokens_per_second` (0: not
+    weighed).
     """
 
-    id: Count
     lease: Count
     hashes: Hashes
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
@@ -237,10 +235,9 @@ class Release(_Message, frozen=True, tag="release"):
     failed: bool = False
 
 
-class Reserve(_Message, frozen=True, tag="reserve"):
+class Reserve(_Numbered, frozen=True, tag="reserve"):
     """Ask for write slots ahead of need: `count` slots of `parts` parts of `part_bytes` bytes."""
 
-    id: Count
     part_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
     parts: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
     count: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
@@ -252,7 +249,6 @@ class Commit(_Message, frozen=True, tag="commit"):
     `parents` are the hashes of the chunks before (zeros: there is none). `interior` has a 1 for
     each object that only a hit short of the prompt's end needs. Both decide what is evicted first.
     `tenants` says whose quota the objects count against (0: nobody's). All three may be left out.
-
     A single number in `groups` or `tenants` is that of all objects. A single hash in `parents` is
     the one before the first object, and each object comes after the one before it in `hashes`.
     """
@@ -287,34 +283,28 @@ class ReportIdentity(_Message, frozen=True, tag="report_identity"):
     facts: Facts
 
 
-class Explain(_Message, frozen=True, tag="explain"):
+class Explain(_Numbered, frozen=True, tag="explain"):
     """Ask what became of a request; an empty `request_id` only asks which requests are known."""
 
-    id: Count
     request_id: Text
 
 
-class Stats(_Message, frozen=True, tag="stats"):
+class Stats(_Numbered, frozen=True, tag="stats"):
     """Ask for the daemon's values; with `status` also for what the status page shows."""
 
-    id: Count
     status: bool = False
 
 
-class ListEngines(_Message, frozen=True, tag="list_engines"):
+class ListEngines(_Numbered, frozen=True, tag="list_engines"):
     """Ask which engines have sessions."""
 
-    id: Count
 
-
-class Clear(_Message, frozen=True, tag="clear"):
+class Clear(_Numbered, frozen=True, tag="clear"):
     """Drop at most CHANGES_MAX objects; it is sent again until the reply's `count` is less.
 
-    An object under a lease goes when the lease ends. With `tiers` the tiers below RAM begin to
-    remove all that they have.
+    An object under a lease goes when the lease ends. With `tiers` those below RAM remove theirs.
     """
 
-    id: Count
     tiers: bool = False
 
 
@@ -325,10 +315,9 @@ class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     generations: Changed
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(_Numbered, frozen=True, tag="welcome"):
     """The answer to Hello; `boot` differs in every life of a daemon."""
 
-    id: Count
     version: Count
     boot: Text
     arena_path: Annotated[str, Meta(max_length=4096)]
@@ -339,14 +328,13 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     pid: Count
 
 
-class Found(_Message, frozen=True, tag="found"):
+class Found(_Numbered, frozen=True, tag="found"):
     """The answer to Lookup: the hit, each group's presence mask, and the slots that the hit needs.
 
     Slots come group by group. Only the first BATCH_MAX // groups chunks are looked up, and the
     masks have as many bytes.
     """
 
-    id: Count
     lease: Count
     chunks: Count
     masks: Masks
@@ -358,26 +346,24 @@ class Found(_Message, frozen=True, tag="found"):
     """Why tiers were not read further, for people."""
 
 
-class Pending(_Message, frozen=True, tag="pending"):
+class Pending(_Numbered, frozen=True, tag="pending"):
     """The answer to a Lookup takes up to `wait_ms`, because tiers below RAM are read for it.
 
     It is a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
     """
 
-    id: Count
     lease: Count
     wait_ms: Count
     chunks: Count
     masks: Masks
 
 
-class Reserved(_Message, frozen=True, tag="reserved"):
+class Reserved(_Numbered, frozen=True, tag="reserved"):
     """The answer to Reserve: at most CHANGES_MAX slots, maybe fewer than asked for.
 
     Pages of the arena below `reserved_bytes` exist.
     """
 
-    id: Count
     part_bytes: Count
     parts: Count
     offsets: Changed
@@ -385,23 +371,21 @@ class Reserved(_Message, frozen=True, tag="reserved"):
     reserved_bytes: Count
 
 
-class Removed(_Message, frozen=True, tag="removed"):
+class Removed(_Numbered, frozen=True, tag="removed"):
     """Sent unasked, with `id` 0, to a session that subscribed: RAM has these objects no more.
 
     `groups` has the group's index, a byte for each object. An object may be there again when this
     is read, but none goes without being told. With `everything` any object may be gone.
     """
 
-    id: Count
     hashes: Annotated[bytes, Meta(max_length=REMOVED_MAX * HASH_BYTES)]
     groups: Annotated[bytes, Meta(max_length=REMOVED_MAX)]
     everything: bool = False
 
 
-class Report(_Message, frozen=True, tag="report"):
+class Report(_Numbered, frozen=True, tag="report"):
     """The answer to Stats."""
 
-    id: Count
     values: dict[str, float]
     """Every counter and gauge of the daemon, by one name each."""
     tiers: list[TierStatus]
@@ -410,24 +394,21 @@ class Report(_Message, frozen=True, tag="report"):
     status: Status | None = None
 
 
-class Engines(_Message, frozen=True, tag="engines"):
+class Engines(_Numbered, frozen=True, tag="engines"):
     """The answer to ListEngines."""
 
-    id: Count
     engines: list[WireEngine]
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Done(_Numbered, frozen=True, tag="done"):
     """The answer to Clear, with the number of objects dropped, and to Identify."""
 
-    id: Count
     count: Count
 
 
-class Explained(_Message, frozen=True, tag="explained"):
+class Explained(_Numbered, frozen=True, tag="explained"):
     """The answer to Explain; without an `explanation` the request is not known."""
 
-    id: Count
     latest: list[Text]
     """The ids of the last requests, the latest first."""
     identity: bytes = b""
@@ -436,35 +417,23 @@ class Explained(_Message, frozen=True, tag="explained"):
     """Identities under which the request's first chunk is in RAM as well."""
 
 
-class Error(_Message, frozen=True, tag="error"):
+class Error(_Numbered, frozen=True, tag="error"):
     """The answer to a request that was refused; `message` is a sentence for people."""
 
-    id: Count
     code: Text
     message: Annotated[str, Meta(max_length=4096)]
 
 
-EngineMessage = (
-    Hello
-    | Drained
-    | Identify
-    | Subscribe
-    | Lookup
-    | Release
-    | Reserve
-    | Commit
-    | Free
-    | ReportCorrupt
-    | ReportRequest
-    | ReportIdentity
-)
+SessionMessage = Hello | Drained | Identify | Subscribe
+SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
+EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity
 """What an engine sends; control connections send the rest."""
 Request = EngineMessage | Stats | ListEngines | Clear | Explain
 Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:
-    """The part of a geometry that the daemon needs."""
+    """The part of a geometry that the daemon needs; what it may not be, the daemon says."""
     first, *others = WireGeometry.__struct_fields__
     assert first == "groups", "the groups come first"
     groups = [
@@ -476,14 +445,13 @@ def geometry_to_wire(geometry: Geometry) -> WireGeometry:
 
 def geometry_from_wire(wire: WireGeometry) -> Geometry:
     """A Geometry whose groups have one layer each; raises ConfigError or GeometryError."""
-    return Geometry(tuple(map(_group_from_wire, wire.groups)), *astuple(wire)[1:])
+    groups = []
+    for group in wire.groups:
+        gid, kind, tokens_per_block, block_bytes, *others = astuple(group)
+        groups.append(Group(gid, kind, tokens_per_block, (block_bytes,), *others))
+    return Geometry(tuple(groups), *astuple(wire)[1:])
 
 
 def describe_groups(groups: Iterable[Group | WireGroup]) -> str:
     """Every group as gid:kind/tokens per block, for people."""
     return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in groups)
-
-
-def _group_from_wire(wire: WireGroup) -> Group:
-    gid, kind, tokens_per_block, block_bytes, *others = astuple(wire)
-    return Group(gid, kind, tokens_per_block, (block_bytes,), *others)

@@ -35,10 +35,7 @@ class ErrorCode(StrEnum):
 
     HELLO_FIRST = "hello_first", "the first message of a connection must be hello"
     HELLO_TWICE = "hello_twice", "hello comes once in a connection"
-    HELLO_INCOMPLETE = (
-        "hello_incomplete",
-        "an engine's hello needs engine_id, namespace and geometry",
-    )
+    INCOMPLETE = "hello_incomplete", "an engine's hello needs engine_id, namespace and geometry"
     VERSION = "version", "the daemon speaks another version of the protocol"
     GEOMETRY = "geometry", "the geometry contradicts itself or cannot be served"
     IDENTITY = "identity", "this identity is in use with another geometry"
@@ -57,9 +54,8 @@ class ErrorCode(StrEnum):
     CONNECTIONS = "connections", "there are as many connections as a daemon keeps", True
 
 
-def closes(code: str) -> bool:
-    """Whether the daemon closes the connection after an Error with this code."""
-    return any(one.closes for one in ErrorCode if one == code)
+CLOSING = frozenset(code for code in ErrorCode if code.closes)
+"""The daemon closes the connection after an Error with one of these codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +91,6 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
 }
-
-UNASKED: frozenset[type[Reply]] = frozenset((wire.Removed,))
-"""What the daemon sends without being asked, between any two replies."""
 
 
 def refused(state: ConnectionState, message: type[Request]) -> ErrorCode | None:

@@ -4,7 +4,6 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.store.store import Store
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -15,6 +14,7 @@ from hybridkv.wire.messages import (
     Reply,
     Reserve,
     Reserved,
+    Welcome,
     geometry_to_wire,
 )
 
@@ -25,7 +25,9 @@ def make_daemon(arena_bytes: int = ARENA) -> Daemon:
     memory = memoryview(bytearray(arena_bytes))
     store = Store(memory, first_generation=1 << 32)
     store.extents.grow(arena_bytes)
-    return Daemon(store, DaemonInfo("boot", "/nowhere", arena_bytes, arena_bytes, 1))
+    return Daemon(
+        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena_bytes, arena_bytes, 1)
+    )
 
 
 def hashes(*numbers: int) -> bytes:
@@ -39,7 +41,7 @@ def engine(
     name: str = "e",
     identity: bytes = b"n" * 32,
 ) -> Reply | None:
-    daemon.connect(connection)
+    daemon.sessions.connect(connection)
     return daemon.handle(
         connection, Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry))
     )

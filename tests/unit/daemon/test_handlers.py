@@ -120,7 +120,7 @@ def test_a_request_is_explained_also_by_what_is_stored_under_another_identity() 
     commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
     told = RequestExplanation(300, 0, first_chunk=hashes(1))
     daemon.handle(2, ReportRequest("cmpl-7-0-ab12", told))
-    daemon.connect(3)
+    daemon.sessions.connect(3)
     daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
     explained = daemon.handle(3, Explain(5, "cmpl-7"))
     differs = IdentityDifference("dtype", here="float32", there="bfloat16")
@@ -146,10 +146,10 @@ def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None
         geometry_to_wire(GEMMA3),
         WireModel("gemma", 4096, "auto (bfloat16)", [1, 1, 1], 0, 2048),
     )
-    daemon.connect(1)
+    daemon.sessions.connect(1)
     daemon.handle(1, Hello(1, PROTOCOL_VERSION, "engine", "a", b"x" * 32, geometry, model))
     engine(daemon, 2, QWEN3, "b", b"y" * 32)
-    daemon.connect(3)
+    daemon.sessions.connect(3)
     daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
     assert daemon.handle(3, ListEngines(5)) == Engines(
         5,
@@ -188,7 +188,7 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     """A worker may still copy after its scheduler died, so nothing is taken back before its end."""
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "e")
-    daemon.connect(2)
+    daemon.sessions.connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "worker", "e"))
     slots = grant(daemon, 1, PART, 4)
     commit(daemon, 1, slots[:2], 0, [1, 2])
@@ -209,7 +209,7 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     daemon, process = make_daemon(), Process(7, 7)
 
     def greet_worker(connection: int) -> None:
-        daemon.connect(connection, process)
+        daemon.sessions.connect(connection, process)
         daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "worker", "e"))
 
     greet_worker(1)
@@ -218,7 +218,7 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     if farewell == "late":
         daemon.handle(1, Drained(NEVER))
     daemon.disconnect(1)
-    daemon.connect(3, process)
+    daemon.sessions.connect(3, process)
     hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(QWEN3), session=1)
     daemon.handle(3, hello)
     daemon.handle(2, Drained(1))
@@ -235,7 +235,7 @@ def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None
     """A process may make one engine after another; the daemon need not know all its workers."""
     daemon, process = make_daemon(), Process(7, 7)
     for number, farewell in ((1, NEVER), (2, 5)):
-        daemon.connect(number, process)
+        daemon.sessions.connect(number, process)
         daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
         daemon.handle(number, Drained(farewell))
         assert daemon.sessions.processes() == {process}
@@ -384,7 +384,7 @@ def test_a_lease_number_is_used_once() -> None:
 )
 def test_greetings_that_are_refused(hello: Request, code: str) -> None:
     daemon = make_daemon()
-    daemon.connect(1)
+    daemon.sessions.connect(1)
     refused = daemon.handle(1, hello)
     assert isinstance(refused, Error)
     assert refused.code == code
@@ -392,7 +392,7 @@ def test_greetings_that_are_refused(hello: Request, code: str) -> None:
 
 def test_a_control_connection_has_no_session() -> None:
     daemon = make_daemon()
-    daemon.connect(1)
+    daemon.sessions.connect(1)
     assert isinstance(daemon.handle(1, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
     refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
     assert isinstance(refused, Error)
@@ -481,7 +481,7 @@ def test_a_geometry_without_end_is_refused_at_once() -> None:
     """A window that shares no factor with the chunk repeats after a billion chunks."""
     daemon = make_daemon()
     group = WireGroup(0, GroupKind.CHUNKED_LOCAL, 1, 8, (1 << 30) - 1, 0, False)
-    daemon.connect(1)
+    daemon.sessions.connect(1)
     refused = daemon.handle(
         1, Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, WireGeometry([group], 128, 1, 1, 1))
     )
@@ -509,7 +509,7 @@ def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.Mon
 def test_a_control_connection_keeps_no_session_alive() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "e")
-    daemon.connect(2)
+    daemon.sessions.connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
     daemon.disconnect(1)
     assert daemon.view.values().named()["sessions"] == 0
@@ -523,7 +523,7 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
     if state is ConnectionState.ENGINE:
         engine(daemon, 1, QWEN3)
     else:
-        daemon.connect(1)
+        daemon.sessions.connect(1)
     if state not in (ConnectionState.NEW, ConnectionState.ENGINE):
         daemon.handle(1, Hello(1, PROTOCOL_VERSION, state))
     reply = daemon.handle(1, MINIMAL[message])
@@ -546,7 +546,7 @@ def test_one_process_may_be_worker_twice() -> None:
     """The older connection may speak after the newer one said farewell and was forgotten."""
     daemon, process = make_daemon(), Process(7, 7)
     for number in (1, 2):
-        daemon.connect(number, process)
+        daemon.sessions.connect(number, process)
         daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", "e"))
     daemon.handle(2, Drained(NEVER))
     daemon.disconnect(2)

@@ -5,7 +5,7 @@ import pytest
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.subscriptions import UNHEARD_MAX
+from hybridkv.daemon.sessions import UNHEARD_MAX
 from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Reply, Stats, Subscribe
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
@@ -97,8 +97,8 @@ def test_another_identity_begins_with_nothing_to_tell() -> None:
 def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridkv.daemon.subscriptions.REMOVED_MAX", 2)
-    monkeypatch.setattr("hybridkv.daemon.subscriptions.QUEUE_MAX", 20)
+    monkeypatch.setattr("hybridkv.wire.messages.REMOVED_MAX", 2)
+    monkeypatch.setattr("hybridkv.daemon.sessions.QUEUE_MAX", 20)
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "silent")
     engine(daemon, 2, QWEN3, "busy")

@@ -12,7 +12,6 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon import sessions
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.state import DaemonInfo
 from hybridkv.shm.signature import is_signed, sign
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.store.store import Store
@@ -22,7 +21,18 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
 from hybridkv.tiers.state import FINDS_MAX, READS_MAX, TierState
-from hybridkv.wire.messages import Clear, Done, Found, Identify, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import (
+    PROTOCOL_VERSION,
+    Clear,
+    Done,
+    Found,
+    Identify,
+    Lookup,
+    Pending,
+    Release,
+    Reply,
+    Welcome,
+)
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
 from tests.unit.daemon.harness import commit, engine, grant, hashes
@@ -52,7 +62,9 @@ class Node:
             TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
             for number, spec in enumerate(specs)
         ]
-        self.daemon = Daemon(store, DaemonInfo("boot", "/nowhere", arena, arena, 1), lines)
+        self.daemon = Daemon(
+            store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), lines
+        )
         store.grow(arena)
         self.tick()
         self.work()
@@ -519,7 +531,9 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     line = TierState(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
     store = Store(memoryview(bytearray(arena)))
     store.grow(arena)
-    daemon = Daemon(store, DaemonInfo("boot", "/nowhere", arena, arena, 1), [line])
+    daemon = Daemon(
+        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), [line]
+    )
     engine(daemon, 1, LAYOUTS["qwen3"])
     size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
     namespace = next(iter(daemon.sessions.namespaces.values()))
@@ -814,8 +828,10 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
         TierState(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
         for number, spec in enumerate(specs)
     ]
-    node.daemon = Daemon(store, DaemonInfo("boot", "/nowhere", ARENA, ARENA, 1), lines)
-    node.daemon.recover(())
+    node.daemon = Daemon(
+        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA, ARENA, 1), lines
+    )
+    node.daemon.sessions.recover(())
     node.tick()
     node.work()
     for name in ("one", "two"):

@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from hybridkv.client import link
 from hybridkv.core import geometry, keys
-from hybridkv.daemon import clients, handlers, loop, sessions, slot_requests, subscriptions, view
+from hybridkv.daemon import clients, handlers, loop, sessions, slot_requests, view
 from hybridkv.observe import history
 from hybridkv.wire import messages
 from hybridkv.wire import status as page
@@ -46,6 +46,9 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "SESSIONS_MAX": "sessions of a daemon",
         "NAMESPACES_MAX": "identities, beyond which those without objects and sessions "
         "are forgotten",
+        "QUEUE_MAX": "objects that wait to be told to a session that subscribed; beyond, `removed` "
+        "says everything",
+        "UNHEARD_MAX": "`removed` to a session since it sent a message; the next ones wait for one",
     },
     handlers: {
         "LEASES_MAX": "open leases of a session",
@@ -59,11 +62,6 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "REQUESTS_MAX": "requests that are remembered for `explain`; the oldest is forgotten",
         "IDENTITIES_MAX": "identities whose `report_identity` is remembered; "
         "the oldest is forgotten",
-    },
-    subscriptions: {
-        "QUEUE_MAX": "objects that wait to be told to a session that subscribed; beyond, `removed` "
-        "says everything",
-        "UNHEARD_MAX": "`removed` to a session since it sent a message; the next ones wait for one",
     },
     loop: {
         "OPEN_SECONDS": "seconds that tiers have to open before the first client is served",
