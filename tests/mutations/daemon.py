@@ -84,9 +84,9 @@ FAULTS: tuple[Mutation, ...] = (
         "slots-given-away-while-read-into",
         "at the deadline the slots that a thread still writes into are free",
         "Promotion._end",
-        "self._leave(lookup, event)",
+        "self._leave(lookup)",
         """
-        self._leave(lookup, event)
+        self._leave(lookup)
         for read in self._reads.values():
             self._store.free(read.slot)
         """,

@@ -211,7 +211,7 @@ class Daemon:
             waiting = WaitingLookup(asked)
             if self.promotion.begin(waiting, masks, state.now):
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
-            why = _sentence(waiting)
+            why = waiting.shortfall
             if waiting.located:
                 # Room may have been made at the cost of this hit, for what then did not come.
                 masks, entries = self._present(session.namespace, hashes)
@@ -277,7 +277,7 @@ class Daemon:
         for name, count in tiers.items():
             state.labelled["tier_chunks_hit", name] += count
         slots = self._take(session, asked.lease, entries, chunks)
-        why = _sentence(waiting)
+        why = waiting.shortfall
         found = Found(asked.id, asked.lease, chunks, masks, *slots, dict(tiers), why)
         self._export_lookup(session, found, asked.asked_at)
         self.later.append((asked.connection_id, found))
@@ -356,7 +356,3 @@ class Daemon:
             if other.identity != known.identity and known.explanation.first_chunk in other.entries
         ]
         return wire.Explained(explain.id, latest, known.identity, known.explanation, others)
-
-
-def _sentence(waiting: WaitingLookup) -> str:
-    return "" if waiting.shortfall is None else waiting.shortfall.sentence()

@@ -250,6 +250,60 @@ def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
         node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
 
 
+@pytest.mark.parametrize("is_read", [False, True], ids=["asked", "read"])
+@pytest.mark.parametrize("end", ["released", "disconnected", "late", "settled"])
+def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
+    """Whether tiers are still asked about it, or it is read already."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2])
+    node.work()
+    node = remote(records, "sim://0", "sim://1")
+    assert isinstance(node.ask(1, 2), Pending)
+    if is_read:
+        node.work((JobKind.FIND,))
+    assert {job.kind for job in node.jobs} == {JobKind.READ if is_read else JobKind.FIND}
+    match end:
+        case "released":
+            node.daemon.handle(1, Release(7), node.now)
+        case "disconnected":
+            node.daemon.disconnect(1)
+        case "late":
+            node.tick(WAIT_MS / 1e3 + 0.001)
+        case "settled":
+            records.clear()
+            node.work()
+    answers = len(node.daemon.later)
+    assert answers == (end in ("late", "settled"))
+    assert len(node.daemon.promotion) == 0
+    node.work()
+    assert len(node.daemon.later) == answers, "what comes later is not for it"
+    assert not node.jobs, "and nothing more is begun for it"
+    if end != "disconnected":
+        node.daemon.disconnect(1)
+    assert all(not slot.pins for slot in node.daemon.store.slots)
+
+
+def test_what_several_tiers_have_is_read_once() -> None:
+    """As soon as all of them have answered."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2])
+    node.work()
+    node = remote(records, "sim://0", "sim://1")
+    assert isinstance(node.ask(1, 2), Pending)
+    keys: list[bytes] = []
+    is_read = []
+    while node.jobs:
+        job = node.jobs.pop(0)
+        keys += [item.key for item in job.items] if job.kind is JobKind.READ else []
+        node.finish(job, execute(node.daemon.tiers[job.tier].tier, job, node.memory))
+        is_read.append(any(job.kind is JobKind.READ for job in node.jobs))
+    assert is_read[:2] == [False, True]
+    assert node.answer().chunks == 2
+    assert len(keys) == len(set(keys)) > 2
+
+
 def test_without_patience_only_ram_is_looked_at(tmp_path: Path) -> None:
     node = Node(f"disk://{tmp_path}?bytes=64MiB")
     engine(node.daemon, 1, FULL)
