@@ -5,10 +5,10 @@ daemon keeps for the job until its outcome is known.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
@@ -99,7 +99,9 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
             case JobKind.DISCARD:
                 tier.discard([item.key for item in job.items], job.damaged)
             case JobKind.CLEAR:
-                _clear(tier)
+                keys = tier.keys()
+                while some := list(islice(keys, CLEAR_KEYS)):
+                    tier.discard(some)
             case JobKind.READ:
                 return _read(tier, job.items, memory)
             case JobKind.WRITE:
@@ -113,26 +115,25 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
     return JobOutcome()
 
 
-def _slot_memory(item: JobItem, memory: memoryview) -> memoryview:
-    assert item.slot is not None, "a job that copies has slots"
-    return memory[item.slot.offset : item.slot.offset + item.record.size_bytes]
+_Place = tuple[JobItem, memoryview, memoryview, list[memoryview]]
+"""An item, memory for its record's first pages, its slot, and the record: those, then the slot."""
 
 
-def _heads(items: Sequence[JobItem]) -> list[memoryview]:
-    """Memory for the first pages of records, which are not those of their slots."""
-    ends = [0, *accumulate(head_bytes(item.record.parts) for item in items)]
-    pages = memoryview(mmap.mmap(-1, ends[-1]))
-    return [pages[start:end] for start, end in pairwise(ends)]
+def _places(items: Sequence[JobItem], memory: memoryview) -> Iterator[_Place]:
+    sizes = [head_bytes(item.record.parts) for item in items]
+    pages = memoryview(mmap.mmap(-1, sum(sizes)))
+    for item, size, end in zip(items, sizes, accumulate(sizes), strict=True):
+        assert item.slot is not None, "a job that copies has slots"
+        head, slot = pages[end - size : end], memory[item.slot.offset :][: item.record.size_bytes]
+        yield item, head, slot, [piece for piece in (head, slot[size:]) if piece]
 
 
 def _read(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutcome:
-    heads = _heads(items)
-    slots = [_slot_memory(item, memory) for item in items]
-    places = list(zip(items, heads, slots, strict=True))
-    errors = tier.get([ReadRequest(item.key, _pieces(head, slot)) for item, head, slot in places])
+    places = list(_places(items, memory))
+    errors = tier.get([ReadRequest(item.key, pieces) for item, _, _, pieces in places])
     tenants = [0] * len(items)
     proven: list[TierError | None] = []
-    for at, ((item, head, slot), wrong) in enumerate(zip(places, errors, strict=True)):
+    for at, ((item, head, slot, _), wrong) in enumerate(zip(places, errors, strict=True)):
         try:
             if wrong is None:
                 tenants[at] = _prove(item.record, head, slot)
@@ -160,14 +161,11 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[Tie
     errors: list[TierError | None] = [None] * len(items)
     requests: dict[int, WriteRequest] = {}
     found = tier.find([item.key for item in items])
-    heads = _heads(items)
-    for at, (item, head) in enumerate(zip(items, heads, strict=True)):
-        slot = _slot_memory(item, memory)
+    for at, (item, head, slot, pieces) in enumerate(_places(items, memory)):
+        record = item.record
         try:
             if not found[at]:
-                record = item.record
                 write_head(record, slot, head)
-                pieces = _pieces(head, slot)
                 requests[at] = WriteRequest(item.key, pieces, record.parent, record.interior)
         except ValueError as wrong:
             errors[at] = WrongBytesError(str(wrong))
@@ -175,13 +173,3 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[Tie
     for at, error in zip(requests, told, strict=True):
         errors[at] = error
     return errors
-
-
-def _clear(tier: Tier) -> None:
-    keys = tier.keys()
-    while some := list(islice(keys, CLEAR_KEYS)):
-        tier.discard(some)
-
-
-def _pieces(head: memoryview, slot: memoryview) -> list[memoryview]:
-    return [head, slot[len(head) :]] if len(slot) > len(head) else [head]

@@ -52,8 +52,11 @@ class TierState:
         self, number: int, name: str, tier: Tier, spec: TierSpec, submit: Callable[[TierJob], None]
     ) -> None:
         self.number = number
+        self.bit = 1 << number
+        """The tier's bit of Slot.in_tiers."""
         self.name = name
         self.tier = tier
+        self.peek = tier.peek
         self.spec = spec
         self.speed = Speed()
         """Bytes per second that lookups saw, over all threads."""
@@ -71,11 +74,6 @@ class TierState:
         self._budget = (spec.hourly_bytes or 0) / BURST_SHARE
         """Bytes that the hourly bound admits at once, as of `_budget_at`."""
         self._budget_at = 0.0
-
-    @property
-    def bit(self) -> int:
-        """The tier's bit of Slot.in_tiers."""
-        return 1 << self.number
 
     @property
     def is_opening(self) -> bool:
@@ -105,10 +103,6 @@ class TierState:
         """Whether the tier may be written to now."""
         is_well = self.is_open and not self.is_hung and self._writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF
-
-    def peek(self, key: bytes) -> bool | None:
-        """Whether the record is there, see `Tier.peek`."""
-        return self.tier.peek(key)
 
     def has_thread(self, kind: JobKind) -> bool:
         """Whether one more job of that kind may run now."""
@@ -152,8 +146,10 @@ class TierState:
         del self._running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
-        if failed:
-            self._warn(outcome)
+        if failed and not (self._reading.failures or self._writing.failures):
+            # The first failure in a row.
+            first = next(filter(None, (outcome.error, *outcome.errors)))
+            logger.warning("%s: %s", self.name, first)
 
         def after(health: Breaker) -> Breaker:
             return health.failed(now) if failed else health.succeeded()
@@ -178,19 +174,18 @@ class TierState:
     def tick(self, now: float) -> None:
         """Mark late jobs, and open or tend the tier where that is due."""
         for job in self._running:
-            if self._is_timed(job) and now - job.submitted_at > self.spec.timeout_seconds:
+            if now > self._late_at(job):
                 job.is_late = True
                 self.counters["jobs_late"] += 1
                 logger.warning("%s hangs: it is left alone until it answers", self.name)
-        if now >= self._upkeep_at():
+        due_at, kind = self._upkeep()
+        if now >= due_at:
             self._tend_at = now + TEND_SECONDS if self.is_open else self._tend_at
-            self.submit(TierJob(self._upkeep, self.number), now)
+            self.submit(TierJob(kind, self.number), now)
 
     def wakes_at(self) -> float:
         """When `tick` is due again at the latest."""
-        timed = (job.submitted_at for job in self._running if self._is_timed(job))
-        late_at = min(timed, default=math.inf) + self.spec.timeout_seconds
-        return min(late_at, self._upkeep_at())
+        return min([self._upkeep()[0], *map(self._late_at, self._running)])
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Counters and gauges by name."""
@@ -202,25 +197,17 @@ class TierState:
         yield "bytes_per_second", self.speed.per_second
         yield "written_bytes_per_second", self.writing_speed.per_second
 
-    def _is_timed(self, job: TierJob) -> bool:
-        """Whether the job is late after the tier's timeout, and is not yet."""
-        return not job.is_late and job.kind not in _LONG
+    def _late_at(self, job: TierJob) -> float:
+        """When the job shows that the tier hangs; never if it has no time limit, or has done so."""
+        is_timed = not job.is_late and job.kind not in _LONG
+        return job.submitted_at + self.spec.timeout_seconds if is_timed else math.inf
 
-    @property
-    def _upkeep(self) -> JobKind:
-        return JobKind.TEND if self.is_open else JobKind.OPEN
-
-    def _upkeep_at(self) -> float:
-        """When the tier is to be opened or tended next."""
-        if self._busy[self._upkeep] or (self.is_open and self.is_hung):
-            return math.inf
-        return self._tend_at if self.is_open else self._open_at
-
-    def _warn(self, outcome: JobOutcome) -> None:
-        """Log the first failure in a row."""
-        error = outcome.error or next((one for one in outcome.errors if one is not None), None)
-        if not (self._reading.failures or self._writing.failures):
-            logger.warning("%s: %s", self.name, error)
+    def _upkeep(self) -> tuple[float, JobKind]:
+        """When the tier is to be opened or tended next, and which of the two."""
+        kind = JobKind.TEND if self.is_open else JobKind.OPEN
+        if self._busy[kind] or (self.is_open and self.is_hung):
+            return math.inf, kind
+        return self._tend_at if self.is_open else self._open_at, kind
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:
         self.counters["failures"] += outcome.error is not None
