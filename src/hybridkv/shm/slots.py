@@ -8,6 +8,7 @@ The daemon alone writes headers; workers write their parts of the payload and th
 
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -87,8 +88,7 @@ def short_hash(chunk_hash: bytes) -> int:
 
 def read_generation(memory: memoryview, offset: int) -> int:
     """The generation of the slot at `offset`, whatever its state."""
-    generation: int = _GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0]
-    return generation
+    return int(_GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0])
 
 
 def payload_offset(parts: int) -> int:
@@ -106,3 +106,20 @@ def slot_bytes(part_bytes: int, parts: int) -> int:
     """Bytes of the arena that one slot takes."""
     size = payload_offset(parts) + part_bytes * parts
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
+    """The (offset, header) of every committed slot, by walking the pages of `memory`.
+
+    `memory` must be the reserved part of an arena: reading a page that does not exist allocates it,
+    or raises SIGBUS where there is no room for it.
+    """
+    at = 0
+    while at + HEADER_BYTES <= len(memory):
+        header = unpack_header(bytes(memory[at : at + HEADER_BYTES]))
+        if header is None or header.state is SlotState.FREE:
+            at += SLOT_ALIGN
+            continue
+        if header.state is SlotState.COMMITTED:
+            yield at, header
+        at += slot_bytes(header.part_bytes, header.parts)
