@@ -61,11 +61,8 @@ class Link:
         replies: list[Reply] = []
         while self._sock is not None and self._receive(self._sock, replies, now):
             pass
-        if self._sock is None:
-            return []
-        if self.welcome is None and now > self._hello_deadline:
+        if self._sock is not None and self.welcome is None and now > self._hello_deadline:
             self._lose("the daemon does not greet", now)
-            return []
         return replies if self.flush(now) else []
 
     def send(self, request: Request, now: float) -> bool:

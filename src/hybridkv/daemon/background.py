@@ -13,9 +13,8 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.arena import Arena
 from hybridkv.store.store import Store
 from hybridkv.tiers.factory import make_tier
-from hybridkv.tiers.jobs import JobOutcome, TierJob
+from hybridkv.tiers.jobs import JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.state import TierState
-from hybridkv.tiers.threads import TierThreads
 
 logger = logging.getLogger("hybridkv.daemon")
 

@@ -156,7 +156,7 @@ class Demotion:
                 record = self._to_write(tier, slot, queued.is_read, queued.is_admitted)
                 if record is not None:
                     is_alone, job_bytes = queued.tries > 0, size
-                    tries = queued.tries + (not tier.is_probed)
+                    tries = queued.tries + (not tier.writing.is_open)
                     batch[JobItem(record, slot)] = queued._replace(tries=tries, is_admitted=True)
             queue.popleft()
         return batch

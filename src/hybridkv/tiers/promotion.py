@@ -292,7 +292,7 @@ class Promotion:
         damaged = self._damaged[tier]
         if damaged and tier.has_thread(JobKind.DISCARD):
             items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit(TierJob(JobKind.DISCARD, tier.number, items, damaged=True), now)
+            tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make what was read an object; the slot that has it."""

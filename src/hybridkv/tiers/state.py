@@ -9,15 +9,10 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
 from hybridkv.core.tier_urls import TierSpec, WritePolicy
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, WrongBytesError
+from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, WrongBytesError
 
 logger = logging.getLogger("hybridkv.daemon")
 
-READS_MAX = 4
-WRITES_MAX = 4
-FINDS_MAX = 2
-THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 3
-"""Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
 JOB_BYTES_FIRST = 1 << 20
@@ -34,8 +29,6 @@ COLD_SHARE = 2
 
 _LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
 """Jobs on all records have no time limit; other jobs show whether the tier hangs."""
-_LIMITS = {JobKind.READ: READS_MAX, JobKind.WRITE: WRITES_MAX, JobKind.FIND: FINDS_MAX}
-"""Jobs of a kind that may run at once; 1 of the other kinds."""
 ERROR_COUNTERS: dict[type[TierError], str] = {
     MissingError: "objects_missing",
     DamagedError: "objects_damaged",
@@ -66,7 +59,8 @@ class TierState:
         self.counters: Counter[str] = Counter()
         self._submit = submit
         self._reading = Breaker()
-        self._writing = Breaker()
+        self.writing = Breaker()
+        """Of writes; while it is open, the next write is a probe with one object."""
         self._running: dict[TierJob, None] = {}
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
@@ -88,12 +82,7 @@ class TierState:
     @property
     def is_shut(self) -> bool:
         """Whether the tier failed so often that it is only tried now and then."""
-        return self._reading.is_open or self._writing.is_open
-
-    @property
-    def is_probed(self) -> bool:
-        """Whether writes fail, so that the next one is a probe with one object."""
-        return self._writing.is_open
+        return self._reading.is_open or self.writing.is_open
 
     def reads(self, now: float) -> bool:
         """Whether the tier may be read from now."""
@@ -101,16 +90,16 @@ class TierState:
 
     def writes(self, now: float) -> bool:
         """Whether the tier may be written to now."""
-        is_well = self.is_open and not self.is_hung and self._writing.allows(now)
+        is_well = self.is_open and not self.is_hung and self.writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF
 
     def has_thread(self, kind: JobKind) -> bool:
         """Whether one more job of that kind may run now."""
-        return self._busy[kind] < _LIMITS.get(kind, 1)
+        return self._busy[kind] < LIMITS.get(kind, 1)
 
     def job_bytes(self, kind: JobKind, now: float) -> int:
         """The most bytes that a job should move, unless one object has more."""
-        if kind is JobKind.WRITE and self.is_probed:
+        if kind is JobKind.WRITE and self.writing.is_open:
             return 0
         speed = self.writing_speed if kind is JobKind.WRITE else self.speed
         if not speed.per_second:
@@ -138,7 +127,7 @@ class TierState:
         if job.kind in (JobKind.READ, JobKind.FIND):
             self._reading = self._reading.asked(now)
         elif job.kind is JobKind.WRITE:
-            self._writing = self._writing.asked(now)
+            self.writing = self.writing.asked(now)
         self._submit(job)
 
     def finished(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
@@ -146,7 +135,7 @@ class TierState:
         del self._running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
-        if failed and not (self._reading.failures or self._writing.failures):
+        if failed and not (self._reading.failures or self.writing.failures):
             # The first failure in a row.
             first = next(filter(None, (outcome.error, *outcome.errors)))
             logger.warning("%s: %s", self.name, first)
@@ -159,16 +148,16 @@ class TierState:
                 self.is_open = not failed
                 self._open_at = now + OPEN_AGAIN_SECONDS
                 self._reading = after(self._reading)
-                self._writing = self._writing if failed else Breaker()
+                self.writing = self.writing if failed else Breaker()
             case JobKind.READ | JobKind.FIND:
                 self._reading = after(self._reading)
             case JobKind.WRITE:
-                self._writing = after(self._writing)
+                self.writing = after(self.writing)
                 if not failed:
                     seconds = now - job.submitted_at
                     self.writing_speed = self.writing_speed.measured(job.size_bytes, seconds, now)
             case JobKind.TEND if failed:
-                self._reading, self._writing = after(self._reading), after(self._writing)
+                self._reading, self.writing = after(self._reading), after(self.writing)
         self._count(job, outcome)
 
     def tick(self, now: float) -> None:

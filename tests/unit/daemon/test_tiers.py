@@ -19,9 +19,9 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
+from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
-from hybridkv.tiers.state import FINDS_MAX, READS_MAX, TierState
+from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
@@ -29,6 +29,7 @@ from tests.unit.daemon.harness import commit, engine, grant, hashes
 
 ARENA = 1 << 20
 WAIT_MS = 1000
+FINDS_MAX, READS_MAX = LIMITS[JobKind.FIND], LIMITS[JobKind.READ]
 FULL = LAYOUTS["qwen3next"]
 
 
