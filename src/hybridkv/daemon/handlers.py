@@ -111,11 +111,9 @@ class Daemon:
             self.state.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
             case JobKind.READ:
-                ended, stored = self.promotion.read(job, outcome, now)
-                self.demotion.stored(stored)
-                self._answer_ended(ended)
+                self.demotion.stored(self.promotion.read(job, outcome, now))
             case JobKind.FIND:
-                self._answer_ended(self.promotion.found(job, outcome, now))
+                self.promotion.found(job, outcome)
             case JobKind.WRITE:
                 self.demotion.finished(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:

@@ -120,8 +120,10 @@ class WaitingLookup:
     """Objects that are being read."""
     held: list[Slot] = field(default_factory=list)
     """Objects that are pinned until the lookup is answered, once for each time."""
+    is_planned: bool = False
+    """Whether it is decided what to read, once every tier has answered."""
     started_at: float = 0.0
-    """When the plan was made."""
+    """When that was decided."""
     begun_bytes: Counter[TierState] = field(default_factory=Counter)
     """Bytes of the objects whose read was started, and of those that came."""
     read_bytes: Counter[TierState] = field(default_factory=Counter)

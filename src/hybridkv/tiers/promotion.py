@@ -7,8 +7,8 @@ deadline at the latest. The daemon then answers it from what RAM has::
     plan    up to which boundary reading is worth it (tiers.lookups), and what is missing
     read    prefix first, into slots that become objects like any other
 
-Each method returns the lookups that ended by it. Their slots stay pinned (`held`) until the daemon
-has answered them and unpins the slots.
+`tick` goes on with all of them, and returns those that ended. Their slots stay pinned (`held`)
+until the daemon has answered them and unpins the slots.
 """
 
 from collections import Counter, deque
@@ -86,12 +86,10 @@ class Promotion:
         lookup.target = lookup.request.chunks
         _locate(lookup, masks, tiers)
         for tier in tiers if lookup.unknown else ():
-            if self._turns[tier] or not tier.has_thread(JobKind.FIND):
-                self._turns[tier][lookup] = None
-                lookup.finding += 1
-            else:
-                self._find(lookup, tier, now)
-        if not lookup.finding and not self._plan(lookup, now):
+            self._turns[tier][lookup] = None
+            lookup.finding += 1
+            self._take_turns(tier, now)
+        if not lookup.finding and not self._go_on(lookup, now):
             self._store.unpin(lookup.held)
             return False
         self._lookups[lookup.request.connection_id, lookup.request.lease] = lookup
@@ -109,25 +107,18 @@ class Promotion:
                 self._leave(lookup)
                 self._store.unpin(lookup.held)
 
-    def found(self, job: TierJob, outcome: JobOutcome, now: float) -> list[WaitingLookup]:
-        """Take over what a tier said it has; the lookups that ended by it."""
+    def found(self, job: TierJob, outcome: JobOutcome) -> None:
+        """Take over what a tier said it has."""
         lookup, places = self._finds.pop(job)
         lookup.finding -= 1
-        tier = self._tiers[job.tier]
         for place, is_there in zip(places, outcome.found, strict=False):
             if is_there:
-                lookup.located.setdefault(place, tier)
-        ended = []
-        if not lookup.is_over and not lookup.finding and not self._plan(lookup, now):
-            ended.append(self._end(lookup, now))
-        return ended + self._take_turns(tier, now)
+                lookup.located.setdefault(place, self._tiers[job.tier])
 
-    def read(
-        self, job: TierJob, outcome: JobOutcome, now: float
-    ) -> tuple[list[WaitingLookup], list[Slot]]:
-        """Take over what was read: (the lookups that ended by it, new objects of the index)."""
+    def read(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
+        """Take over what was read, or give up what was not; the new objects of the index."""
         tier = self._tiers[job.tier]
-        touched: dict[WaitingLookup, None] = {}
+        touched: set[WaitingLookup] = set()
         stored: list[Slot] = []
         for at, item in enumerate(job.items):
             read = self._reads.pop(item.key)
@@ -141,32 +132,31 @@ class Promotion:
                 self._store.free(read.slot)
                 if isinstance(came, DamagedError):
                     self._damaged[tier].append(item._replace(slot=None))
+            touched.update(read.lookups)
             for lookup in read.lookups:
-                touched[lookup] = None
                 self._came(lookup, read.need, came, now)
-        if touched and all(lookup.is_over for lookup in touched) and outcome.error is None:
+        if all(lookup.is_over for lookup in touched) and outcome.error is None:
             # It comes too late for any lookup, but now the tier's speed is known.
             tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
-        self._put_aside(tier, now)
-        waiting = [lookup for lookup in touched if not lookup.is_over]
-        ended = [self._end(each, now) for each in waiting if not self._go_on(each, now)]
-        return ended, stored
+        return stored
 
     def tick(self, now: float) -> list[WaitingLookup]:
-        """Go on where there is room or a thread again; the lookups that ended or are due."""
+        """Go on where something came, or there is room or a thread; the lookups that ended."""
         ended = []
         for lookup in list(self._lookups.values()):
-            if lookup.request.deadline <= now:
+            is_complete = lookup.is_planned and not lookup.todo and not lookup.reading
+            if lookup.request.deadline <= now and not is_complete:
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self._turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
                 self._fall_short(lookup, kind)
                 ended.append(self._end(lookup, now))
-            elif lookup.todo and not self._go_on(lookup, now):
-                ended.append(self._end(lookup, now))
         for tier in self._tiers:
-            ended += self._take_turns(tier, now)
+            self._take_turns(tier, now)
             self._put_aside(tier, now)
+        for lookup in list(self._lookups.values()):
+            if not lookup.finding and not self._go_on(lookup, now):
+                ended.append(self._end(lookup, now))
         return ended
 
     def wakes_at(self) -> float:
@@ -185,55 +175,49 @@ class Promotion:
 
     # Find
 
-    def _find(self, lookup: WaitingLookup, tier: TierState, now: float) -> None:
-        places = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))[:FIND_KEYS_MAX]
-        asked: dict[ObjectPlace, JobItem] = {}
-        for place in places:
-            name = lookup.request.name_of(*place)
-            is_there = tier.peek(name.key)
-            if is_there:
-                lookup.located.setdefault(place, tier)
-            elif is_there is None:
-                asked[place] = JobItem(Record(name, 0, 0, 0))
-        if asked:
-            job = TierJob(JobKind.FIND, tier.number, list(asked.values()))
-            self._finds[job] = lookup, list(asked)
-            lookup.finding += 1
-            tier.submit(job, now)
-
-    def _take_turns(self, tier: TierState, now: float) -> list[WaitingLookup]:
+    def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""
-        turns, ended = self._turns[tier], []
+        turns = self._turns[tier]
         while turns and (tier.has_thread(JobKind.FIND) or not tier.reads(now)):
             lookup = next(iter(turns))
             del turns[lookup]
             lookup.finding -= 1
-            if tier.reads(now):
-                self._find(lookup, tier, now)
-            else:
+            if not tier.reads(now):
                 self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
-            if not lookup.finding and not self._plan(lookup, now):
-                ended.append(self._end(lookup, now))
-        return ended
+                continue
+            asked: dict[ObjectPlace, JobItem] = {}
+            by_chunk = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))
+            for place in by_chunk[:FIND_KEYS_MAX]:
+                name = lookup.request.name_of(*place)
+                is_there = tier.peek(name.key)
+                if is_there:
+                    lookup.located.setdefault(place, tier)
+                elif is_there is None:
+                    asked[place] = JobItem(Record(name, 0, 0, 0))
+            if asked:
+                job = TierJob(JobKind.FIND, tier.number, list(asked.values()))
+                self._finds[job] = lookup, list(asked)
+                lookup.finding += 1
+                tier.submit(job, now)
 
     # Read
 
-    def _plan(self, lookup: WaitingLookup, now: float) -> bool:
-        """Decide what is read, and start it; whether anything is to come."""
+    def _plan(self, lookup: WaitingLookup, now: float) -> None:
         plan, request = plan_reads(lookup, now), lookup.request
+        lookup.is_planned, lookup.started_at = True, now
         if plan.slower:
             self._fall_short(lookup, ShortfallKind.SLOWER, **plan.slower)
-        if plan.chunks <= request.resident:
-            return False
-        lookup.started_at, lookup.target = now, plan.chunks
-        lookup.todo.extend(plan.needs)
-        # The hit that RAM has already is held as well: room for more must not cost it.
-        for slot in request.resident_slots((request.resident, plan.chunks)):
-            self._hold(lookup, slot)
-        return self._go_on(lookup, now)
+        if plan.chunks > request.resident:
+            lookup.target = plan.chunks
+            lookup.todo.extend(plan.needs)
+            # The hit that RAM has already is held as well: room for more must not cost it.
+            for slot in request.resident_slots((request.resident, plan.chunks)):
+                self._hold(lookup, slot)
 
     def _go_on(self, lookup: WaitingLookup, now: float) -> bool:
-        """Start reading what can be started; whether anything is to come."""
+        """Plan what is read, once; start what can be started; whether anything is to come."""
+        if not lookup.is_planned:
+            self._plan(lookup, now)
         while lookup.todo:
             need = lookup.todo[0]
             name = lookup.request.name_of(need.group_index, need.chunk)
