@@ -1,8 +1,8 @@
 """Lookups that wait for tiers: what was asked, what is known by now, and what is worth reading.
 
 Load or compute: reading a hit up to a boundary takes the time of its bytes at the speed that was
-last measured, computing takes the engine's time for the rest of the prompt. `plan_reads` says up to
-which boundary reading is faster, and changes nothing.
+last measured, computing takes the engine's time for the rest of the prompt. `plan_reads` decides up
+to which boundary reading is faster.
 """
 
 from collections import Counter, deque
@@ -133,24 +133,17 @@ class WaitingLookup:
     """Why it gets less than the tiers have, if it does."""
 
 
-class ReadPlan(NamedTuple):
-    """What to read for a lookup."""
+def plan_reads(lookup: WaitingLookup, now: float) -> Mapping[str, float]:
+    """Decide what is read, from what RAM has and where objects are located in tiers.
 
-    chunks: int
-    """The hit that it makes; not more than RAM has = nothing is read."""
-    needs: Sequence[NeededObject] = ()
-    """The objects, in the order of reading."""
-    slower: Mapping[str, float] = {}
-    """The facts of ShortfallKind.SLOWER, where the hit is shorter than tiers could make it."""
-
-
-def plan_reads(lookup: WaitingLookup, now: float) -> ReadPlan:
-    """Decide what is read, from what RAM has and where objects are located in tiers."""
+    Sets `todo`, in the order of reading, and `target`; if RAM alone has that hit nothing is read.
+    Returns the facts of ShortfallKind.SLOWER where tiers could make the hit longer.
+    """
     request, geometry = lookup.request, lookup.request.geometry
     masks = _masks(lookup)
-    reach = largest_hit(geometry, masks, request.chunks)
+    reach = lookup.target = largest_hit(geometry, masks, request.chunks)
     if reach <= request.resident:
-        return ReadPlan(request.resident)
+        return {}
     boundaries = {
         largest_hit(geometry, masks, -(-reach * part // CUTS)) for part in range(1, CUTS + 1)
     }
@@ -166,15 +159,16 @@ def plan_reads(lookup: WaitingLookup, now: float) -> ReadPlan:
     chunk_seconds = geometry.chunk_tokens / rate if rate else 0.0
     patience = request.deadline - now
     chunks = best_load(request.resident, boundaries, read_seconds, chunk_seconds, patience)
-    slower = {}
-    if chunks < reach:
-        slower = {
-            "tokens": reach * geometry.chunk_tokens,
-            "read_seconds": read_seconds(reach),
-            "compute_seconds": (reach - request.resident) * chunk_seconds,
-        }
-    needs = _needs(lookup, masks, chunks) if chunks > request.resident else ()
-    return ReadPlan(chunks, needs, slower)
+    if chunks > request.resident:
+        lookup.todo.extend(_needs(lookup, masks, chunks))
+    lookup.target = chunks
+    if chunks == reach:
+        return {}
+    return {
+        "tokens": reach * geometry.chunk_tokens,
+        "read_seconds": read_seconds(reach),
+        "compute_seconds": (reach - request.resident) * chunk_seconds,
+    }
 
 
 def best_load(

@@ -203,15 +203,14 @@ class Promotion:
     # Read
 
     def _plan(self, lookup: WaitingLookup, now: float) -> None:
-        plan, request = plan_reads(lookup, now), lookup.request
         lookup.is_planned, lookup.started_at = True, now
-        if plan.slower:
-            self._fall_short(lookup, ShortfallKind.SLOWER, **plan.slower)
-        if plan.chunks > request.resident:
-            lookup.target = plan.chunks
-            lookup.todo.extend(plan.needs)
+        slower = plan_reads(lookup, now)
+        if slower:
+            self._fall_short(lookup, ShortfallKind.SLOWER, **slower)
+        resident = lookup.request.resident
+        if lookup.target > resident:
             # The hit that RAM has already is held as well: room for more must not cost it.
-            for slot in request.resident_slots((request.resident, plan.chunks)):
+            for slot in lookup.request.resident_slots((resident, lookup.target)):
                 self._hold(lookup, slot)
 
     def _go_on(self, lookup: WaitingLookup, now: float) -> bool:

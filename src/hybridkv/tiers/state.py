@@ -145,8 +145,7 @@ class TierState:
 
         match job.kind:
             case JobKind.OPEN:
-                self.is_open = not failed
-                self._open_at = now + OPEN_AGAIN_SECONDS
+                self.is_open, self._open_at = not failed, now + OPEN_AGAIN_SECONDS
                 self._reading = after(self._reading)
                 self.writing = self.writing if failed else Breaker()
             case JobKind.READ | JobKind.FIND:
