@@ -159,7 +159,8 @@ class Link:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
             return
-        if peer_uid(sock) != os.geteuid():
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.geteuid():
             sock.close()
             self.refusal = f"{self._socket_path} is served by another user"
             self._retry_at = now + HELLO_SECONDS
@@ -181,10 +182,3 @@ class Link:
         self._out.clear()
         self._retry_at = now + RECONNECT_SECONDS
         self._on_loss(why)
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end, from the kernel."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", raw)[1]
-    return uid

@@ -89,9 +89,7 @@ class Daemon:
         for tier in self.tiers:
             tier.tick(now)
         if self.tiers:
-            for waiting in self.promotion.tick(now):
-                self._found_at_last(waiting, waiting.request)
-                self.store.unpin(waiting.held)
+            self._answer_ended(self.promotion.tick(now))
             self.demotion.pump(now)
         self.later.extend(self.state.subscriptions.due())
         self.view.tick(now)
@@ -253,6 +251,12 @@ class Daemon:
             self.counters["chunks_hit"] += chunks
             self.counters["tokens_hit"] += chunks * session.geometry.chunk_tokens
         return slot_requests.pack_slots(slots)
+
+    def _answer_ended(self, ended: Iterable[WaitingLookup]) -> None:
+        """Answer lookups that waited for tiers."""
+        for waiting in ended:
+            self._found_at_last(waiting, waiting.request)
+            self.store.unpin(waiting.held)
 
     def _found_at_last(self, waiting: WaitingLookup, asked: LookupRequest) -> None:
         """Answer a lookup that waited for tiers, from what RAM has now."""

@@ -36,10 +36,8 @@ class Arena:
         self._fd: int | None = fd if owner else None
         self._map = mmap.mmap(fd, size_bytes)
         self.memory = memoryview(self._map)
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(anchor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         """The address of the first byte in this process."""
-        del anchor
 
     def reserve(self, start: int, stop: int) -> None:
         """Allocate the pages of [start, stop), so that no write fails; raises OSError (ENOSPC)."""

@@ -79,8 +79,12 @@ class Trailer:
         self._numbers[1] = value
 
     def put(self, offset: int, size: int) -> None:
-        """Enter a slot of `size` bytes at `offset`, whose header is written; 0 removes it."""
+        """Enter a slot of `size` bytes at `offset`, whose header is written."""
         self._entries[offset // SLOT_ALIGN] = size // SLOT_ALIGN
+
+    def clear(self, offset: int) -> None:
+        """Remove the slot at `offset`."""
+        self._entries[offset // SLOT_ALIGN] = 0
 
     def slots(self) -> Iterator[tuple[int, int]]:
         """The (offset, size) of every slot, by offset."""

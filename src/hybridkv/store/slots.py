@@ -85,7 +85,7 @@ class SlotTable:
             self.objects -= 1
         slot.state = SlotState.FREE
         self._void(slot.offset)
-        self.trailer.put(slot.offset, 0)
+        self.trailer.clear(slot.offset)
         del self._slots[slot.offset]
         del self._by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
@@ -120,7 +120,7 @@ class SlotTable:
             if header is None or not is_inside or not _is_sound(header, size):
                 if end <= offset <= limit - HEADER_BYTES:
                     self._void(offset)
-                self.trailer.put(offset, 0)
+                self.trailer.clear(offset)
                 continue
             end = offset + size
             slot = Slot(offset, (header.part_bytes, header.parts), header.generation)
