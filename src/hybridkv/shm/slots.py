@@ -8,7 +8,6 @@ The daemon alone writes headers; workers write their parts of the payload and th
 
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -106,20 +105,3 @@ def slot_bytes(part_bytes: int, parts: int) -> int:
     """Bytes of the arena that one slot takes."""
     size = payload_offset(parts) + part_bytes * parts
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
-
-
-def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
-    """The (offset, header) of every committed slot, by walking the pages of `memory`.
-
-    `memory` must be the reserved part of an arena: reading a page that does not exist allocates it,
-    or raises SIGBUS where there is no room for it.
-    """
-    at = 0
-    while at + HEADER_BYTES <= len(memory):
-        header = unpack_header(bytes(memory[at : at + HEADER_BYTES]))
-        if header is None or header.state is SlotState.FREE:
-            at += SLOT_ALIGN
-            continue
-        if header.state is SlotState.COMMITTED:
-            yield at, header
-        at += slot_bytes(header.part_bytes, header.parts)
