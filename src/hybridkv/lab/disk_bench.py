@@ -27,6 +27,7 @@ from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName
 from hybridkv.tiers.state import JOB_BYTES_MAX, JOB_ITEMS_MAX
 
+READS_MAX, WRITES_MAX = LIMITS[JobKind.READ], LIMITS[JobKind.WRITE]
 OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
 """Objects of models have some MB: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
 ARENA_BYTES = 128 << 20
@@ -36,11 +37,11 @@ DD_BLOCK_BYTES = 8 << 20
 
 def measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]]:
     """Rates for objects of several sizes: medians of ROUNDS rounds that measure everything."""
-    least = LIMITS[JobKind.WRITE] * OBJECT_BYTES[-1]
+    least = WRITES_MAX * OBJECT_BYTES[-1]
     if total_bytes < least:
         raise ConfigError(
             f"--bytes {format_size(total_bytes)} is less than"
-            f" what {LIMITS[JobKind.WRITE]} threads write at once",
+            f" what {WRITES_MAX} threads write at once",
             f"{format_size(least)} works",
         )
     try:
@@ -70,15 +71,15 @@ def _measure(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]
     for round_number in range(ROUNDS):
         tier = DiskTier(spec, "bench")
         tier.open()
-        for kind in (JobKind.WRITE, JobKind.READ):
-            timed(kind, _run, tier, jobs[kind], memory, LIMITS[kind])
+        timed("write", _run, tier, jobs[JobKind.WRITE], memory, WRITES_MAX)
+        timed("read", _run, tier, jobs[JobKind.READ], memory, READS_MAX)
         shutil.rmtree(place / "tier")
         timed("dd_write", _dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct")
         timed("dd_read", _dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct")
         os.unlink(raw)
         if shutil.which("fio"):
-            for kind in (JobKind.WRITE, JobKind.READ):
-                samples.setdefault(f"fio_{kind}", []).append(_fio(place, kind, moved, LIMITS[kind]))
+            for verb, threads in (("write", WRITES_MAX), ("read", READS_MAX)):
+                samples.setdefault(f"fio_{verb}", []).append(_fio(place, verb, moved, threads))
         print(f"{format_size(object_bytes)}: round {round_number + 1} of {ROUNDS}", file=sys.stderr)
     rates = {name: statistics.median(each) for name, each in samples.items()}
     row: dict[str, Any] = {"object": format_size(object_bytes), "moved": format_size(moved)}
