@@ -53,7 +53,7 @@ TRACED = (
     *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
     *("shm/trailer.py", "shm/slots.py"),
     *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
-    *("tiers/promotion.py", "tiers/lookups.py", "tiers/load_or_compute.py"),
+    *("tiers/promotion.py", "tiers/lookups.py"),
     *("tiers/demotion.py", "tiers/state.py"),
 )
 """Where the daemon can be killed: at any line of these."""

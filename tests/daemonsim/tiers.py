@@ -18,9 +18,8 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
-from hybridkv.tiers.jobs import JobOutcome, TierJob, execute
+from hybridkv.tiers.jobs import THREADS, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
-from hybridkv.tiers.state import THREADS
 from tests.daemonsim.oracle import Books, Name, content
 from tests.daemonsim.system import SECOND, SlotsMemory, Strand, System
 
@@ -298,7 +297,7 @@ class SimTier(Tier):
 
 
 class SimThreads:
-    """It stands for tiers.threads.TierThreads: one thread at a time runs, from pause to pause."""
+    """It stands for tiers.jobs.TierThreads: one thread at a time runs, from pause to pause."""
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ FAULTS: tuple[Mutation, ...] = (
         "deadline-of-nobody",
         "a lookup waits for tiers until they answer",
         "Promotion.tick",
-        "if lookup.request.deadline <= now:",
-        "if lookup.request.deadline < 0:",
+        "if lookup.request.deadline <= now and not is_complete:",
+        "if lookup.request.deadline < 0 and not is_complete:",
         ("B39", "D6"),
         (f"{TIERS}::test_at_the_deadline_the_answer_is_what_ram_has",),
     ),
@@ -84,9 +84,9 @@ FAULTS: tuple[Mutation, ...] = (
         "slots-given-away-while-read-into",
         "at the deadline the slots that a thread still writes into are free",
         "Promotion._end",
-        "self._leave(lookup, event)",
+        "self._leave(lookup)",
         """
-        self._leave(lookup, event)
+        self._leave(lookup)
         for read in self._reads.values():
             self._store.free(read.slot)
         """,

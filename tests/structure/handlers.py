@@ -342,12 +342,6 @@ HANDLERS = (
         NO + "the memory is released later, and at the latest with the process",
     ),
     Listed(
-        "Arena.unlink",
-        "suppress(FileNotFoundError)",
-        "Someone removed the arena's file already.",
-        NO + "the wanted state is reached",
-    ),
-    Listed(
         "attach_arena",
         "except BaseException",
         "The file descriptor is closed whatever went wrong.",

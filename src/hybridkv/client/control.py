@@ -1,5 +1,6 @@
 """Blocking calls with a deadline, for commands and start-up; never for an engine's hooks."""
 
+import itertools
 import select
 import time
 from typing import TypeVar
@@ -7,9 +8,8 @@ from typing import TypeVar
 from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError, RemediedError
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import CHANGES_MAX, PROTOCOL_VERSION, TEXT_MAX, Hello, Reply, Request
 
-_Answer = TypeVar("_Answer", bound=Reply)
+_Answer = TypeVar("_Answer", bound=wire.Reply)
 
 
 class DaemonUnreachableError(RemediedError):
@@ -24,30 +24,28 @@ class ControlClient:
     """A control connection; a context manager."""
 
     def __init__(
-        self, socket_path: str, timeout_seconds: float = 5.0, hello: Hello | None = None
+        self, socket_path: str, timeout_seconds: float = 5.0, hello: wire.Hello | None = None
     ) -> None:
         self._socket_path = socket_path
         self._timeout_seconds = timeout_seconds
         self._why = "nothing listens there"
-        self._link = Link(socket_path, hello or Hello(1, PROTOCOL_VERSION, "control"), self._lost)
-        self._ids = 1
+        hello = hello or wire.Hello(1, wire.PROTOCOL_VERSION, "control")
+        self._link = Link(socket_path, hello, self._lost)
+        self._ids = itertools.count(2)
 
     def __enter__(self) -> "ControlClient":
+        deadline = time.monotonic() + self._timeout_seconds
         try:
-            self._greet()
+            while self._link.welcome is None:
+                self._link.poll(time.monotonic())
+                if self._link.refusal is not None:
+                    raise DaemonRefusedError(self._link.refusal)
+                if self._link.welcome is None:
+                    self._wait(deadline, connecting=True)
         except BaseException:
             self._link.close()
             raise
         return self
-
-    def _greet(self) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
-        while self._link.welcome is None:
-            self._link.poll(time.monotonic())
-            if self._link.refusal is not None:
-                raise DaemonRefusedError(self._link.refusal)
-            if self._link.welcome is None:
-                self._wait(deadline, connecting=True)
 
     def __exit__(self, *exc: object) -> None:
         self._link.close()
@@ -58,11 +56,10 @@ class ControlClient:
         assert self._link.welcome is not None
         return self._link.welcome
 
-    def call(self, request: Request) -> Reply:
+    def call(self, request: wire.Request) -> wire.Reply:
         """The reply to a request. Raises DaemonUnreachableError, or HybridKVError on a refusal."""
         deadline = time.monotonic() + self._timeout_seconds
-        if not self._link.send(request, time.monotonic()):
-            raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
+        self.tell(request)
         while True:
             for reply in self._link.poll(time.monotonic()):
                 if isinstance(reply, wire.Error):
@@ -71,43 +68,39 @@ class ControlClient:
                     return reply
             self._wait(deadline)
 
-    def tell(self, request: Request) -> None:
+    def tell(self, request: wire.Request) -> None:
         """Send a one-way message. Raises DaemonUnreachableError."""
         if not self._link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
     def stats(self, status: bool = False) -> wire.Report:
         """The daemon's values and tiers; with `status` also what its status page shows."""
-        return self._ask(wire.Stats(self._next_id(), status), wire.Report)
+        return self._ask(wire.Stats(next(self._ids), status), wire.Report)
 
     def explain(self, request_id: str) -> wire.Explained:
         """What became of a request."""
-        return self._ask(wire.Explain(self._next_id(), request_id[:TEXT_MAX]), wire.Explained)
+        return self._ask(wire.Explain(next(self._ids), request_id[: wire.TEXT_MAX]), wire.Explained)
 
     def engines(self) -> list[wire.WireEngine]:
         """Every session of an engine."""
-        return self._ask(wire.ListEngines(self._next_id()), wire.Engines).engines
+        return self._ask(wire.ListEngines(next(self._ids)), wire.Engines).engines
 
     def clear(self, tiers: bool = False) -> int:
         """Drop every object, and with `tiers` begin to empty those below RAM; how many in RAM."""
         dropped = 0
         while True:
-            count = self._ask(wire.Clear(self._next_id()), wire.Done).count
+            count = self._ask(wire.Clear(next(self._ids)), wire.Done).count
             dropped += count
-            if count < CHANGES_MAX:
+            if count < wire.CHANGES_MAX:
                 break
         if tiers:
-            self.call(wire.Clear(self._next_id(), tiers=True))
+            self.call(wire.Clear(next(self._ids), tiers=True))
         return dropped
 
-    def _ask(self, request: Request, kind: type[_Answer]) -> _Answer:
+    def _ask(self, request: wire.Request, kind: type[_Answer]) -> _Answer:
         reply = self.call(request)
         assert isinstance(reply, kind)
         return reply
-
-    def _next_id(self) -> int:
-        self._ids += 1
-        return self._ids
 
     def _lost(self, why: str) -> None:
         self._why = why

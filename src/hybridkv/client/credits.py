@@ -70,7 +70,4 @@ class SlotCredits:
 
     def reset(self) -> None:
         """The daemon is gone, and every slot with it."""
-        for pool in self._pools.values():
-            pool.offsets = pool.generations = b""
-            pool.asked.clear()
-            pool.retry_at = 0.0
+        self._pools = {shape: _SlotPool(pool.target) for shape, pool in self._pools.items()}

@@ -61,13 +61,9 @@ class Link:
         replies: list[Reply] = []
         while self._sock is not None and self._receive(self._sock, replies, now):
             pass
-        if self._sock is None:
-            return []
-        if self.welcome is None and now > self._hello_deadline:
+        if self._sock is not None and self.welcome is None and now > self._hello_deadline:
             self._lose("the daemon does not greet", now)
-            return []
-        self._flush(now)
-        return replies if self._sock is not None else []
+        return replies if self.flush(now) else []
 
     def send(self, request: Request, now: float) -> bool:
         """Queue and send what fits; False where no connection is usable or the queue is full."""
@@ -79,15 +75,23 @@ class Link:
             return False
         append(self._out, request)
         if len(self._out) > FLUSH_BYTES:
-            self._flush(now)
+            self.flush(now)
         if len(self._out) > SEND_QUEUE_BYTES_MAX and self._sock is not None:
             self._lose("the daemon does not read", now)
         return self._sock is not None
 
     def flush(self, now: float) -> bool:
         """Send as much of the queue as fits; False where there is no connection any more."""
-        if self._out and self._sock is not None:
-            self._flush(now)
+        try:
+            while self._out and self._sock is not None:
+                del self._out[: self._sock.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                self._lose(f"connection broken: {error.strerror}", now)
+            # After a reset the next poll still reads the daemon's last replies, then the end.
+            self._out.clear()
         return self._sock is not None
 
     def greet_with(self, hello: Hello) -> None:
@@ -111,17 +115,16 @@ class Link:
 
     def _receive(self, sock: socket.socket, replies: list[Reply], now: float) -> bool:
         """Add the next replies; True where there may be more."""
+        received, why = 0, "connection closed by the daemon"
         try:
             received = sock.recv_into(self._in)
         except BlockingIOError:
             return False
         except OSError as error:
-            if not replies:
-                self._lose(f"connection broken: {error.strerror}", now)
-            return False
+            why = f"connection broken: {error.strerror}"
         if not received:
             if not replies:
-                self._lose("connection closed by the daemon", now)
+                self._lose(why, now)
             return False
         try:
             for body in self._frames.feed(self._in[:received]):
@@ -156,7 +159,8 @@ class Link:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
             return
-        if peer_uid(sock) != os.geteuid():
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.geteuid():
             sock.close()
             self.refusal = f"{self._socket_path} is served by another user"
             self._retry_at = now + HELLO_SECONDS
@@ -167,20 +171,7 @@ class Link:
         session = self._hello.session + self.greetings
         self._out = bytearray(encode(msgspec.structs.replace(self._hello, session=session)))
         self._hello_deadline = now + HELLO_SECONDS
-        self._flush(now)
-
-    def _flush(self, now: float) -> None:
-        assert self._sock is not None
-        try:
-            while self._out:
-                del self._out[: self._sock.send(self._out)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ECONNRESET):
-                self._lose(f"connection broken: {error.strerror}", now)
-            # After a reset the next poll still reads the daemon's last replies, then the end.
-            self._out.clear()
+        self.flush(now)
 
     def _lose(self, why: str, now: float) -> None:
         assert self._sock is not None
@@ -191,10 +182,3 @@ class Link:
         self._out.clear()
         self._retry_at = now + RECONNECT_SECONDS
         self._on_loss(why)
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end, from the kernel."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", raw)[1]
-    return uid

@@ -1,6 +1,7 @@
 """What the daemon's loop has done by other threads: the tiers' jobs, and pages of the arena."""
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -9,12 +10,11 @@ from collections.abc import Callable, Iterable
 
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.shm.arena import Arena, is_no_space
+from hybridkv.shm.arena import Arena
 from hybridkv.store.store import Store
 from hybridkv.tiers.factory import make_tier
-from hybridkv.tiers.jobs import JobOutcome, TierJob
+from hybridkv.tiers.jobs import JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.state import TierState
-from hybridkv.tiers.threads import TierThreads
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -119,7 +119,8 @@ class ArenaReserver:
             try:
                 self._arena.reserve(self.reserved_bytes, stop)
             except OSError as error:
-                kind = "shared memory is used up" if is_no_space(error) else str(error)
+                is_full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+                kind = "shared memory is used up" if is_full else str(error)
                 if not self._has_failed:
                     logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
                 self._has_failed = True

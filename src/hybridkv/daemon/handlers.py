@@ -96,11 +96,9 @@ class Daemon(DaemonState):
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
             case JobKind.READ:
-                ended, stored = self.promotion.read(job, outcome, now)
-                self.demotion.stored(stored)
-                self._answer_ended(ended)
+                self.demotion.stored(self.promotion.read(job, outcome, now))
             case JobKind.FIND:
-                self._answer_ended(self.promotion.found(job, outcome, now))
+                self.promotion.found(job, outcome)
             case JobKind.WRITE:
                 self.demotion.finished(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
@@ -190,7 +188,7 @@ class Daemon(DaemonState):
             waiting = WaitingLookup(asked)
             if self.promotion.begin(waiting, masks, self.now):
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
-            why = _sentence(waiting)
+            why = waiting.shortfall
             if waiting.located:
                 # Room may have been made at the cost of this hit, for what then did not come.
                 present = resident_chunks(namespace, geometry, hashes)
@@ -202,7 +200,7 @@ class Daemon(DaemonState):
             asked = waiting.request
             present = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
             self.waits.add(self.now - asked.asked_at)
-            found = self._found(asked, present, waiting.origins, _sentence(waiting))
+            found = self._found(asked, present, waiting.origins, waiting.shortfall)
             self.later.append((asked.connection_id, found))
             self.store.unpin(waiting.held)
 
@@ -310,7 +308,3 @@ def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> 
         for index in range(len(namespace.gids))
     ]
     return masks, entries, largest_hit(geometry, masks, len(entries))
-
-
-def _sentence(waiting: WaitingLookup) -> str:
-    return "" if waiting.shortfall is None else waiting.shortfall.sentence()

@@ -23,10 +23,11 @@ from hybridkv.shm.signature import sign
 from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
+from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName
-from hybridkv.tiers.state import JOB_BYTES_MAX, JOB_ITEMS_MAX, READS_MAX, WRITES_MAX
+from hybridkv.tiers.state import JOB_BYTES_MAX, JOB_ITEMS_MAX
 
+READS_MAX, WRITES_MAX = LIMITS[JobKind.READ], LIMITS[JobKind.WRITE]
 OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
 """Objects of models have some MB: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
 ARENA_BYTES = 128 << 20

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
@@ -37,10 +36,8 @@ class Arena:
         self._fd: int | None = fd if owner else None
         self._map = mmap.mmap(fd, size_bytes)
         self.memory = memoryview(self._map)
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(anchor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         """The address of the first byte in this process."""
-        del anchor
 
     def reserve(self, start: int, stop: int) -> None:
         """Allocate the pages of [start, stop), so that no write fails; raises OSError (ENOSPC)."""
@@ -66,8 +63,7 @@ class Arena:
 
     def unlink(self) -> None:
         """Remove the file's name; mappings stay valid until they are closed."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
 
 
 def create_arena(path: Path, slots_bytes: int, more_bytes: int = 0) -> Arena:
@@ -138,20 +134,14 @@ def check_ram(ram_bytes: int, setting: str) -> None:
     """Raise ConfigError, with a size that works, if this machine has no room for `ram_bytes`."""
     machine, shm = machine_memory_bytes(), shm_free_bytes()
     works = f'"{format_size(default_ram_bytes())}" works'
-    value = f"{setting}={format_size(ram_bytes)}"
     if ram_bytes < RAM_BYTES_MIN:
         least = format_size(RAM_BYTES_MIN)
         what = f"is less than {least}, the least that a cache can be (was a unit forgotten?)"
-        raise ConfigError(f"{value} {what}", works)
-    if ram_bytes > machine:
+    elif ram_bytes > machine:
         what = f"is larger than this machine's memory of {format_size(machine)}"
-        raise ConfigError(f"{value} {what}", works)
-    if ram_bytes > shm:
+    elif ram_bytes > shm:
         what = f"is larger than the {format_size(shm)} free in {SHM_DIR}"
-        more = "or give the container more (docker run --shm-size)"
-        raise ConfigError(f"{value} {what}", f"{works}, {more}")
-
-
-def is_no_space(error: OSError) -> bool:
-    """Whether a failed `Arena.reserve` means that the memory is used up."""
-    return error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+        works += ", or give the container more (docker run --shm-size)"
+    else:
+        return
+    raise ConfigError(f"{setting}={format_size(ram_bytes)} {what}", works)

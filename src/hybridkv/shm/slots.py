@@ -87,8 +87,7 @@ def short_hash(chunk_hash: bytes) -> int:
 
 def read_generation(memory: memoryview, offset: int) -> int:
     """The generation of the slot at `offset`, whatever its state."""
-    generation: int = _GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0]
-    return generation
+    return int(_GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0])
 
 
 def payload_offset(parts: int) -> int:

@@ -27,8 +27,7 @@ _VERSION = 2
 _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
 _CRC = struct.Struct("<I")
-_RESERVED_OFFSET = 64
-_GENERATION_OFFSET = 72
+_NUMBERS_OFFSET = 64
 _PROCESS = struct.Struct(f"<{HASH_BYTES}sQQ")
 _USED = re.compile(rb"[^\0]")
 
@@ -53,8 +52,8 @@ class Trailer:
         self._entries = self._table.cast("I")
         self._processes = memory[table_end : table_end + PROCESSES_MAX * _PROCESS.size]
         self._super = memory[len(memory) - SLOT_ALIGN :]
-        self._reserved = self._super[_RESERVED_OFFSET : _RESERVED_OFFSET + 8].cast("Q")
-        self._generation = self._super[_GENERATION_OFFSET : _GENERATION_OFFSET + 8].cast("Q")
+        self._numbers = self._super[_NUMBERS_OFFSET : _NUMBERS_OFFSET + 16].cast("Q")
+        """The limit below which pages of slots exist, and the latest generation."""
 
     def format(self) -> None:
         """Write the superblock of a fresh (zeroed) arena, so that it can be taken over."""
@@ -64,20 +63,20 @@ class Trailer:
     @property
     def reserved_bytes(self) -> int:
         """The limit below which the pages of slots exist."""
-        return min(self._reserved[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN
+        return min(self._numbers[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN
 
     @reserved_bytes.setter
     def reserved_bytes(self, value: int) -> None:
-        self._reserved[0] = value
+        self._numbers[0] = value
 
     @property
     def generation(self) -> int:
         """The latest generation that any slot was given."""
-        return self._generation[0]
+        return self._numbers[1]
 
     @generation.setter
     def generation(self, value: int) -> None:
-        self._generation[0] = value
+        self._numbers[1] = value
 
     def put(self, offset: int, size: int) -> None:
         """Enter a slot of `size` bytes at `offset`, whose header is written."""
@@ -121,9 +120,7 @@ class Trailer:
 
     def release(self) -> None:
         """Release the views of the arena's memory."""
-        for view in (self._entries, self._table, self._processes):
-            view.release()
-        for view in (self._reserved, self._generation, self._super):
+        for view in (self._entries, self._table, self._processes, self._numbers, self._super):
             view.release()
 
 
@@ -132,14 +129,12 @@ def left_slots_bytes(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             file.seek(-SLOT_ALIGN, os.SEEK_END)
-            head = file.read(_SUPER.size + _CRC.size)
+            head, crc = file.read(_SUPER.size), file.read(_CRC.size)
     except OSError:
         return None
-    if len(head) < _SUPER.size + _CRC.size:
+    if crc != _CRC.pack(zlib.crc32(head)):
         return None
-    if _CRC.unpack_from(head, _SUPER.size)[0] != zlib.crc32(head[: _SUPER.size]):
-        return None
-    magic, version, align, slots_bytes = _SUPER.unpack_from(head)
+    magic, version, align, slots_bytes = _SUPER.unpack(head)
     return int(slots_bytes) if (magic, version, align) == (_MAGIC, _VERSION, SLOT_ALIGN) else None
 
 

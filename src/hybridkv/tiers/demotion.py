@@ -3,6 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from hybridkv.core.tier_urls import WritePolicy
@@ -63,8 +64,7 @@ class Demotion:
     @property
     def waiting(self) -> int:
         """Objects in all queues, those that are to be, and those that are being written."""
-        leaving = sum(map(len, self._leaving)) + sum(len(job.items) for job in self._writing)
-        return sum(map(len, self._queues)) + len(self._unqueued) + leaving
+        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held()))
 
     def wakes_at(self) -> float:
         """When `pump` is due again: at once if the last turn left something to look at."""
@@ -76,16 +76,12 @@ class Demotion:
 
     def stored(self, slots: Iterable[Slot]) -> None:
         """Queue new objects of the index, also those that were read from another tier."""
-        for slot in slots:
-            for tier in self._through:
-                self._queue(tier, slot, is_read=False)
+        self._queue(self._through, slots, is_read=False)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Queue objects that were hit, where an hourly bound did not admit them when stored."""
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
-        for slot in slots if bounded else ():
-            for tier in bounded:
-                self._queue(tier, slot, is_read=True)
+        self._queue(bounded, slots if bounded else (), is_read=True)
 
     def pump(self, now: float) -> None:
         """Start what can be started."""
@@ -108,7 +104,10 @@ class Demotion:
             self._release(tier, item, is_written=error is None)
             is_final = isinstance(error, (WrongBytesError, FullError, MissingError))
             if queued and error is not None and not is_final:
-                self._queue_again(tier, queued[at])
+                again = queued[at]
+                if _is_there(again) and again.tries < TRIES_MAX:
+                    # At the end, so that an object that always fails keeps nothing else waiting.
+                    self._append(tier, again)
 
     def held(self) -> Iterator[Slot]:
         """Slots that are held, once for each time."""
@@ -117,14 +116,11 @@ class Demotion:
 
     # Queues
 
-    def _queue(self, tier: TierState, slot: Slot, is_read: bool) -> None:
-        if not slot.in_tiers & tier.bit and slot.entry is not None:
-            self._append(tier, QueuedWrite(slot, slot.generation, is_read))
-
-    def _queue_again(self, tier: TierState, queued: QueuedWrite) -> None:
-        """Queue at the end, so that an object that always fails keeps nothing else waiting."""
-        if _is_there(queued) and queued.tries < TRIES_MAX:
-            self._append(tier, queued)
+    def _queue(self, tiers: Sequence[TierState], slots: Iterable[Slot], is_read: bool) -> None:
+        for slot in slots:
+            for tier in tiers:
+                if not slot.in_tiers & tier.bit and slot.entry is not None:
+                    self._append(tier, QueuedWrite(slot, slot.generation, is_read))
 
     def _append(self, tier: TierState, queued: QueuedWrite) -> None:
         queue = self._queues[tier.number]
@@ -139,16 +135,14 @@ class Demotion:
             if not self._has_room(tier, queue[0].slot.size_bytes):
                 break
             batch = self._batch(tier, queue)
-            for item, _ in batch:
+            for item in batch:
                 self._hold(tier, item)
             if batch:
-                self._write(tier, [one for one, _ in batch], [again for _, again in batch])
+                self._write(tier, list(batch), list(batch.values()))
 
-    def _batch(
-        self, tier: TierState, queue: deque[QueuedWrite]
-    ) -> list[tuple[JobItem, QueuedWrite]]:
+    def _batch(self, tier: TierState, queue: deque[QueuedWrite]) -> dict[JobItem, QueuedWrite]:
         """What to write next, and how to queue it again. What has failed is tried alone."""
-        batch: list[tuple[JobItem, QueuedWrite]] = []
+        batch: dict[JobItem, QueuedWrite] = {}
         job_bytes, most = 0, tier.job_bytes(JobKind.WRITE, self._now)
         is_alone = False
         while queue and len(batch) < JOB_ITEMS_MAX and self._looks:
@@ -159,23 +153,24 @@ class Demotion:
                 is_full = size > most or not self._has_room(tier, size)
                 if batch and (is_full or is_alone or queued.tries):
                     break
-                record = self._to_write(tier, queued)
+                record = self._to_write(tier, slot, queued.is_read, queued.is_admitted)
                 if record is not None:
                     is_alone, job_bytes = queued.tries > 0, size
-                    tries = queued.tries + (not tier.is_probed)
-                    again = queued._replace(tries=tries, is_admitted=True)
-                    batch.append((JobItem(record, slot), again))
+                    tries = queued.tries + (not tier.writing.is_open)
+                    batch[JobItem(record, slot)] = queued._replace(tries=tries, is_admitted=True)
             queue.popleft()
         return batch
 
-    def _to_write(self, tier: TierState, queued: QueuedWrite) -> Record | None:
+    def _to_write(
+        self, tier: TierState, slot: Slot, is_read: bool, is_admitted: bool = False
+    ) -> Record | None:
         """The record of an object, unless the tier has it or its hourly bound does not admit it."""
-        record = record_of(queued.slot)
+        record = record_of(slot)
         if tier.peek(record.name.key) is True:
             return None
-        if queued.is_admitted or tier.admits(queued.slot.size_bytes, queued.is_read, self._now):
+        if is_admitted or tier.admits(slot.size_bytes, is_read, self._now):
             return record
-        queued.slot.in_tiers &= ~tier.bit
+        slot.in_tiers &= ~tier.bit
         return None
 
     # Eviction
@@ -183,22 +178,16 @@ class Demotion:
     def _write_back(self, victim: Slot) -> bool:
         """Hold the objects of a chunk that is to be evicted, for each tier that takes them."""
         assert victim.entry is not None, "a victim is in the index"
-        for slot in victim.entry.slots:
-            if slot is not None and not slot.pins:
-                for tier in self._back:
-                    self._offer(tier, slot)
+        free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
+        for slot, tier in product(free, self._back):
+            is_wanted = not slot.in_tiers & tier.bit and tier.writes(self._now)
+            if is_wanted and self._has_room(tier, slot.size_bytes):
+                record = self._to_write(tier, slot, is_read=True)
+                if record is not None:
+                    slot.in_tiers |= tier.bit
+                    self._leaving[tier.number].append(JobItem(record, slot))
+                    self._hold(tier, self._leaving[tier.number][-1])
         return victim.pins > 0
-
-    def _offer(self, tier: TierState, slot: Slot) -> None:
-        size = slot.size_bytes
-        if slot.in_tiers & tier.bit or not tier.writes(self._now) or not self._has_room(tier, size):
-            return
-        record = record_of(slot)
-        if tier.peek(record.name.key) is not True and tier.admits(size, True, self._now):
-            slot.in_tiers |= tier.bit
-            item = JobItem(record, slot)
-            self._hold(tier, item)
-            self._leaving[tier.number].append(item)
 
     def _write_leaving(self, tier: TierState, leaving: deque[JobItem]) -> None:
         while leaving and self._takes(tier):

@@ -1,14 +1,17 @@
 """Jobs of a tier's threads: they copy objects between slots and a tier, and prove them on the way.
 
 A job is a value; `execute` does it, in a thread that may hang, and touches only slots that the
-daemon keeps for the job until its outcome is known.
+daemon keeps for the job until its outcome is known. A tier has threads of its own, so that one that
+hangs blocks no other tier.
 """
 
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
@@ -35,7 +38,14 @@ class JobKind(StrEnum):
     READ = "read"
     WRITE = "write"
     DISCARD = "discard"
+    """Damaged records are put aside."""
     CLEAR = "clear"
+
+
+LIMITS = {JobKind.READ: 4, JobKind.WRITE: 4, JobKind.FIND: 2}
+"""Jobs of a kind that may run at once; 1 of the other kinds."""
+THREADS = sum(LIMITS.values()) + 3
+"""Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
 
 
 class JobItem(NamedTuple):
@@ -61,8 +71,6 @@ class TierJob:
     items: Sequence[JobItem] = ()
     submitted_at: float = 0.0
     is_late: bool = False
-    damaged: bool = False
-    """For DISCARD: whether the records are damaged."""
 
     @property
     def size_bytes(self) -> int:
@@ -97,9 +105,11 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
             case JobKind.FIND:
                 return JobOutcome(found=tier.find([item.key for item in job.items]))
             case JobKind.DISCARD:
-                tier.discard([item.key for item in job.items], job.damaged)
+                tier.discard([item.key for item in job.items], damaged=True)
             case JobKind.CLEAR:
-                _clear(tier)
+                keys = tier.keys()
+                while some := list(islice(keys, CLEAR_KEYS)):
+                    tier.discard(some)
             case JobKind.READ:
                 return _read(tier, job.items, memory)
             case JobKind.WRITE:
@@ -113,26 +123,25 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
     return JobOutcome()
 
 
-def _slot_memory(item: JobItem, memory: memoryview) -> memoryview:
-    assert item.slot is not None, "a job that copies has slots"
-    return memory[item.slot.offset : item.slot.offset + item.record.size_bytes]
+_Place = tuple[JobItem, memoryview, memoryview, list[memoryview]]
+"""An item, memory for its record's first pages, its slot, and the record: those, then the slot."""
 
 
-def _heads(items: Sequence[JobItem]) -> list[memoryview]:
-    """Memory for the first pages of records, which are not those of their slots."""
-    ends = [0, *accumulate(head_bytes(item.record.parts) for item in items)]
-    pages = memoryview(mmap.mmap(-1, ends[-1]))
-    return [pages[start:end] for start, end in pairwise(ends)]
+def _places(items: Sequence[JobItem], memory: memoryview) -> Iterator[_Place]:
+    sizes = [head_bytes(item.record.parts) for item in items]
+    pages = memoryview(mmap.mmap(-1, sum(sizes)))
+    for item, size, end in zip(items, sizes, accumulate(sizes), strict=True):
+        assert item.slot is not None, "a job that copies has slots"
+        head, slot = pages[end - size : end], memory[item.slot.offset :][: item.record.size_bytes]
+        yield item, head, slot, [piece for piece in (head, slot[size:]) if piece]
 
 
 def _read(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutcome:
-    heads = _heads(items)
-    slots = [_slot_memory(item, memory) for item in items]
-    places = list(zip(items, heads, slots, strict=True))
-    errors = tier.get([ReadRequest(item.key, _pieces(head, slot)) for item, head, slot in places])
+    places = list(_places(items, memory))
+    errors = tier.get([ReadRequest(item.key, pieces) for item, _, _, pieces in places])
     tenants = [0] * len(items)
     proven: list[TierError | None] = []
-    for at, ((item, head, slot), wrong) in enumerate(zip(places, errors, strict=True)):
+    for at, ((item, head, slot, _), wrong) in enumerate(zip(places, errors, strict=True)):
         try:
             if wrong is None:
                 tenants[at] = _prove(item.record, head, slot)
@@ -160,14 +169,11 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[Tie
     errors: list[TierError | None] = [None] * len(items)
     requests: dict[int, WriteRequest] = {}
     found = tier.find([item.key for item in items])
-    heads = _heads(items)
-    for at, (item, head) in enumerate(zip(items, heads, strict=True)):
-        slot = _slot_memory(item, memory)
+    for at, (item, head, slot, pieces) in enumerate(_places(items, memory)):
+        record = item.record
         try:
             if not found[at]:
-                record = item.record
                 write_head(record, slot, head)
-                pieces = _pieces(head, slot)
                 requests[at] = WriteRequest(item.key, pieces, record.parent, record.interior)
         except ValueError as wrong:
             errors[at] = WrongBytesError(str(wrong))
@@ -177,11 +183,65 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[Tie
     return errors
 
 
-def _clear(tier: Tier) -> None:
-    keys = tier.keys()
-    while some := list(islice(keys, CLEAR_KEYS)):
-        tier.discard(some)
+class TierThreads:
+    """The threads of one tier, started as needed. They do not keep the process from ending."""
 
+    def __init__(
+        self, tier: Tier, memory: memoryview, done: Callable[[TierJob, JobOutcome], None]
+    ) -> None:
+        """`done` is called by a thread after each job, or by `submit` if no thread starts."""
+        self._tier = tier
+        self._memory = memory
+        self._done = done
+        self._jobs: SimpleQueue[TierJob | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._idle = 0
+        """Threads without a job; if negative, the number of jobs that wait for a thread."""
 
-def _pieces(head: memoryview, slot: memoryview) -> list[memoryview]:
-    return [head, slot[len(head) :]] if len(slot) > len(head) else [head]
+    def submit(self, job: TierJob) -> None:
+        """Give a job to a thread. If none can be started, it waits for a running one, or fails."""
+        with self._lock:
+            self._idle -= 1
+            missing = -self._idle
+        for _ in range(min(missing, THREADS - len(self._threads))):
+            name = f"tier-{self._tier.name}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+            self._more_idle()
+        if not self._threads:
+            self._more_idle()
+            self._done(job, JobOutcome(error=TierError("no thread can be started")))
+            return
+        self._jobs.put(job)
+
+    def close(self, seconds: float) -> bool:
+        """End the threads, wait at most `seconds` for running jobs, and close the tier.
+
+        Returns whether all threads have ended: otherwise the tier and the memory may still be used.
+        """
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(seconds / max(1, len(self._threads)))
+        closing = threading.Thread(target=self._tier.close, daemon=True)
+        closing.start()
+        closing.join(seconds)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                outcome = execute(self._tier, job, self._memory)
+            except BaseException as error:  # noqa: BLE001  # a library's panic must not lose a job
+                outcome = JobOutcome(error=TierError(f"{type(error).__name__}: {error}"))
+            self._more_idle()
+            self._done(job, outcome)
+
+    def _more_idle(self) -> None:
+        with self._lock:
+            self._idle += 1

@@ -4,17 +4,16 @@ A waiting lookup goes through three steps, and ends as soon as nothing more can 
 deadline at the latest. The daemon then answers it from what RAM has::
 
     find    tiers that cannot say at once what they have are asked
-    plan    up to which boundary reading is worth it (tiers.load_or_compute), and what is missing
+    plan    up to which boundary reading is worth it (tiers.lookups), and what is missing
     read    prefix first, into slots that become objects like any other
 
-Each method returns the lookups that ended by it. Their slots stay pinned (`held`) until the daemon
-has answered them and unpins the slots.
+`tick` goes on with all of them, and returns those that ended. Their slots stay pinned (`held`)
+until the daemon has answered them and unpins the slots.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hybridkv.core.coverage import part_bytes, stored_counts
 from hybridkv.core.geometry import GroupKind
@@ -23,17 +22,14 @@ from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import plan_reads
-from hybridkv.tiers.lookup_states import LookupEvent
 from hybridkv.tiers.lookups import (
-    LookupRequest,
     NeededObject,
     ObjectPlace,
-    Shortfall,
     ShortfallKind,
     WaitingLookup,
+    plan_reads,
 )
-from hybridkv.tiers.record import Record, RecordName
+from hybridkv.tiers.record import Record
 from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
 WAITING_MAX = 1024
@@ -48,22 +44,12 @@ DAMAGED_MAX = 1024
 
 @dataclass(eq=False)
 class ObjectRead:
-    """An object that is being read, its slot, and the lookups that wait for it."""
+    """An object that is being read, and its slot."""
 
     need: NeededObject
-    request: LookupRequest
-    """The lookup that began to read it."""
     slot: Slot
     lookups: list[WaitingLookup]
-
-
-class ReadResult(NamedTuple):
-    """What came of a read job."""
-
-    ended: list[WaitingLookup]
-    """Lookups to answer."""
-    stored: list[Slot]
-    """New objects of the index."""
+    """The lookups that wait for it; the first one began to read it."""
 
 
 class Promotion:
@@ -95,22 +81,18 @@ class Promotion:
         """
         tiers = [tier for tier in self._tiers if tier.reads(now)]
         if not tiers or len(self._lookups) >= WAITING_MAX:
-            kind = ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY
-            self._fall_short(lookup, Shortfall(kind))
+            self._fall_short(lookup, ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY)
             return False
-        request = lookup.request
-        lookup.target = request.chunks
+        lookup.target = lookup.request.chunks
         _locate(lookup, masks, tiers)
         for tier in tiers if lookup.unknown else ():
-            if self._turns[tier] or not tier.has_thread(JobKind.FIND):
-                self._turns[tier][lookup] = None
-                lookup.finding += 1
-            else:
-                self._find(lookup, tier, now)
-        if not lookup.finding and not self._plan(lookup, now):
-            self._release(lookup)
+            self._turns[tier][lookup] = None
+            lookup.finding += 1
+            self._take_turns(tier, now)
+        if not lookup.finding and not self._go_on(lookup, now):
+            self._store.unpin(lookup.held)
             return False
-        self._lookups[request.connection_id, request.lease] = lookup
+        self._lookups[lookup.request.connection_id, lookup.request.lease] = lookup
         return True
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
@@ -122,27 +104,22 @@ class Promotion:
         for key in list(self._lookups) if lease is None else [(connection_id, lease)]:
             lookup = self._lookups.get(key)
             if lookup is not None and key[0] == connection_id:
-                self._leave(lookup, LookupEvent.CANCELLED)
-                self._release(lookup)
+                self._leave(lookup)
+                self._store.unpin(lookup.held)
 
-    def found(self, job: TierJob, outcome: JobOutcome, now: float) -> list[WaitingLookup]:
-        """Take over what a tier said it has; the lookups that ended by it."""
+    def found(self, job: TierJob, outcome: JobOutcome) -> None:
+        """Take over what a tier said it has."""
         lookup, places = self._finds.pop(job)
         lookup.finding -= 1
-        tier = self._tiers[job.tier]
         for place, is_there in zip(places, outcome.found, strict=False):
             if is_there:
-                lookup.located.setdefault(place, tier)
-        ended = []
-        if not lookup.is_over and not lookup.finding and not self._plan(lookup, now):
-            ended.append(self._end(lookup, LookupEvent.SETTLED, now))
-        return ended + self._take_turns(tier, now)
+                lookup.located.setdefault(place, self._tiers[job.tier])
 
-    def read(self, job: TierJob, outcome: JobOutcome, now: float) -> ReadResult:
-        """Take over the objects that were read, or give up those that were not."""
+    def read(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
+        """Take over what was read, or give up what was not; the new objects of the index."""
         tier = self._tiers[job.tier]
-        touched: dict[WaitingLookup, None] = {}
-        result = ReadResult([], [])
+        touched: set[WaitingLookup] = set()
+        stored: list[Slot] = []
         for at, item in enumerate(job.items):
             read = self._reads.pop(item.key)
             self._reading_bytes[tier] -= read.slot.size_bytes
@@ -150,38 +127,36 @@ class Promotion:
             if came is None:
                 came = self._enter(read, outcome.tenants[at])
                 if came is read.slot:
-                    result.stored.append(read.slot)
+                    stored.append(read.slot)
             else:
                 self._store.free(read.slot)
                 if isinstance(came, DamagedError):
                     self._damaged[tier].append(item._replace(slot=None))
+            touched.update(read.lookups)
             for lookup in read.lookups:
-                touched[lookup] = None
                 self._came(lookup, read.need, came, now)
-        if touched and all(lookup.is_over for lookup in touched) and outcome.error is None:
+        if all(lookup.is_over for lookup in touched) and outcome.error is None:
             # It comes too late for any lookup, but now the tier's speed is known.
             tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
-        self._put_aside(tier, now)
-        for lookup in touched:
-            if not lookup.is_over and not self._go_on(lookup, now):
-                result.ended.append(self._end(lookup, LookupEvent.SETTLED, now))
-        return result
+        return stored
 
     def tick(self, now: float) -> list[WaitingLookup]:
-        """Go on where there is room or a thread again; the lookups that ended or are due."""
+        """Go on where something came, or there is room or a thread; the lookups that ended."""
         ended = []
         for lookup in list(self._lookups.values()):
-            if lookup.request.deadline <= now:
+            is_complete = lookup.is_planned and not lookup.todo and not lookup.reading
+            if lookup.request.deadline <= now and not is_complete:
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self._turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
-                self._fall_short(lookup, Shortfall(kind))
-                ended.append(self._end(lookup, LookupEvent.DEADLINE, now))
-            elif lookup.todo and not self._go_on(lookup, now):
-                ended.append(self._end(lookup, LookupEvent.SETTLED, now))
+                self._fall_short(lookup, kind)
+                ended.append(self._end(lookup, now))
         for tier in self._tiers:
-            ended += self._take_turns(tier, now)
+            self._take_turns(tier, now)
             self._put_aside(tier, now)
+        for lookup in list(self._lookups.values()):
+            if not lookup.finding and not self._go_on(lookup, now):
+                ended.append(self._end(lookup, now))
         return ended
 
     def wakes_at(self) -> float:
@@ -200,58 +175,48 @@ class Promotion:
 
     # Find
 
-    def _find(self, lookup: WaitingLookup, tier: TierState, now: float) -> None:
-        places = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))[:FIND_KEYS_MAX]
-        wanted: list[tuple[ObjectPlace, RecordName]] = []
-        for place in places:
-            name = lookup.request.name_of(*place)
-            is_there = tier.peek(name.key)
-            if is_there:
-                lookup.located.setdefault(place, tier)
-            elif is_there is None:
-                wanted.append((place, name))
-        if wanted:
-            items = [JobItem(Record(name, 0, 0, 0)) for _, name in wanted]
-            job = TierJob(JobKind.FIND, tier.number, items)
-            self._finds[job] = lookup, [place for place, _ in wanted]
-            lookup.finding += 1
-            tier.submit(job, now)
-
-    def _take_turns(self, tier: TierState, now: float) -> list[WaitingLookup]:
+    def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""
-        turns, ended = self._turns[tier], []
+        turns = self._turns[tier]
         while turns and (tier.has_thread(JobKind.FIND) or not tier.reads(now)):
             lookup = next(iter(turns))
             del turns[lookup]
             lookup.finding -= 1
-            if tier.reads(now):
-                self._find(lookup, tier, now)
-            else:
-                self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, tier.name))
-            if not lookup.finding and not self._plan(lookup, now):
-                ended.append(self._end(lookup, LookupEvent.SETTLED, now))
-        return ended
+            if not tier.reads(now):
+                self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
+                continue
+            asked: dict[ObjectPlace, JobItem] = {}
+            by_chunk = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))
+            for place in by_chunk[:FIND_KEYS_MAX]:
+                name = lookup.request.name_of(*place)
+                is_there = tier.peek(name.key)
+                if is_there:
+                    lookup.located.setdefault(place, tier)
+                elif is_there is None:
+                    asked[place] = JobItem(Record(name, 0, 0, 0))
+            if asked:
+                job = TierJob(JobKind.FIND, tier.number, list(asked.values()))
+                self._finds[job] = lookup, list(asked)
+                lookup.finding += 1
+                tier.submit(job, now)
 
     # Read
 
-    def _plan(self, lookup: WaitingLookup, now: float) -> bool:
-        """Decide what is read, and start it; whether anything is to come."""
-        plan, request = plan_reads(lookup, now), lookup.request
-        if plan.shortfall is not None:
-            self._fall_short(lookup, plan.shortfall)
-        if plan.chunks <= request.resident:
-            return False
-        lookup.advance(LookupEvent.PLANNED)
-        lookup.started_at, lookup.target = now, plan.chunks
-        lookup.todo.extend(plan.needs)
-        # The hit that RAM has already is held as well: room for more must not cost it.
-        hits = (request.resident, plan.chunks)
-        for slot in dict.fromkeys(slot for hit in hits for slot in request.resident_slots(hit)):
-            self._hold(lookup, slot)
-        return self._go_on(lookup, now)
+    def _plan(self, lookup: WaitingLookup, now: float) -> None:
+        lookup.is_planned, lookup.started_at = True, now
+        slower = plan_reads(lookup, now)
+        if slower:
+            self._fall_short(lookup, ShortfallKind.SLOWER, **slower)
+        resident = lookup.request.resident
+        if lookup.target > resident:
+            # The hit that RAM has already is held as well: room for more must not cost it.
+            for slot in lookup.request.resident_slots((resident, lookup.target)):
+                self._hold(lookup, slot)
 
     def _go_on(self, lookup: WaitingLookup, now: float) -> bool:
-        """Start reading what can be started; whether anything is to come."""
+        """Plan what is read, once; start what can be started; whether anything is to come."""
+        if not lookup.is_planned:
+            self._plan(lookup, now)
         while lookup.todo:
             need = lookup.todo[0]
             name = lookup.request.name_of(need.group_index, need.chunk)
@@ -261,7 +226,7 @@ class Promotion:
             if slot is not None:
                 self._hold(lookup, slot)
             elif tier.is_hung or (known is None and not tier.reads(now)):
-                self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, tier.name))
+                self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
                 lookup.todo.clear()
                 break
             elif known is not None:
@@ -292,10 +257,10 @@ class Promotion:
             slot = next(iter(self._store.grant(shape, 1)), None)
             if slot is None:
                 if not self._store.is_growing:
-                    self._fall_short(lookup, Shortfall(ShortfallKind.NO_ROOM))
+                    self._fall_short(lookup, ShortfallKind.NO_ROOM)
                     lookup.todo.clear()
                 break
-            self._reads[name.key] = ObjectRead(need, request, slot, [lookup])
+            self._reads[name.key] = ObjectRead(need, slot, [lookup])
             items.append(JobItem(Record(name, *shape, slot.generation), slot))
             self._reading_bytes[tier] += size
             lookup.begun_bytes[tier] += size
@@ -310,11 +275,11 @@ class Promotion:
         damaged = self._damaged[tier]
         if damaged and tier.has_thread(JobKind.DISCARD):
             items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit(TierJob(JobKind.DISCARD, tier.number, items, damaged=True), now)
+            tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make what was read an object; the slot that has it."""
-        request, need, slot = read.request, read.need, read.slot
+        request, need, slot = read.lookups[0].request, read.need, read.slot
         if not request.namespace.is_current:
             self._store.free(slot)
             return None
@@ -336,23 +301,18 @@ class Promotion:
             self._hold(lookup, came)
             lookup.read_bytes[need.tier] += came.size_bytes
             lookup.origins.setdefault(need.chunk, need.tier.name)
-        elif came is not None and (elsewhere := self._elsewhere(lookup, need, now)) is not None:
-            lookup.todo.appendleft(elsewhere)
-        else:
-            lookup.todo.clear()
-            self.counters[ShortfallKind.FAILED.counter] += lookup.shortfall is None
-            error = str(came or "no room")
-            lookup.shortfall = Shortfall(ShortfallKind.FAILED, need.tier.name, error)
-
-    def _elsewhere(
-        self, lookup: WaitingLookup, need: NeededObject, now: float
-    ) -> NeededObject | None:
-        """Where else an object is that did not come. Only slower tiers, so that it ends."""
+            return
+        # Where else it is: only in slower tiers, so that it ends.
         key = lookup.request.name_of(need.group_index, need.chunk).key
-        for tier in self._tiers[need.tier.number + 1 :]:
+        others = self._tiers[need.tier.number + 1 :] if came is not None else ()
+        for tier in others:
             if tier.reads(now) and tier.peek(key):
-                return need._replace(tier=tier)
-        return None
+                lookup.todo.appendleft(need._replace(tier=tier))
+                return
+        lookup.todo.clear()
+        self.counters[ShortfallKind.FAILED.counter] += not lookup.shortfall
+        facts = {"tier": need.tier.name, "error": came or "no room"}
+        lookup.shortfall = ShortfallKind.FAILED.sentence.format(**facts)
 
     # End
 
@@ -360,23 +320,19 @@ class Promotion:
         self._store.hold((slot,))
         lookup.held.append(slot)
 
-    def _release(self, lookup: WaitingLookup) -> None:
-        held, lookup.held = lookup.held, []
-        self._store.unpin(held)
+    def _fall_short(self, lookup: WaitingLookup, kind: ShortfallKind, **facts: str | float) -> None:
+        self.counters[kind.counter] += 1
+        lookup.shortfall = kind.sentence.format(**facts)
 
-    def _fall_short(self, lookup: WaitingLookup, shortfall: Shortfall) -> None:
-        self.counters[shortfall.kind.counter] += 1
-        lookup.shortfall = shortfall
-
-    def _leave(self, lookup: WaitingLookup, event: LookupEvent) -> None:
-        lookup.advance(event)
+    def _leave(self, lookup: WaitingLookup) -> None:
+        lookup.is_over = True
         del self._lookups[lookup.request.connection_id, lookup.request.lease]
         for turns in self._turns.values():
             turns.pop(lookup, None)
         lookup.todo.clear()
 
-    def _end(self, lookup: WaitingLookup, event: LookupEvent, now: float) -> WaitingLookup:
-        self._leave(lookup, event)
+    def _end(self, lookup: WaitingLookup, now: float) -> WaitingLookup:
+        self._leave(lookup)
         for tier, begun in lookup.begun_bytes.items():
             read = lookup.read_bytes[tier]
             if read or lookup.reading:

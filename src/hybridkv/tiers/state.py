@@ -9,15 +9,10 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
 from hybridkv.core.tier_urls import TierSpec, WritePolicy
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, WrongBytesError
+from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, WrongBytesError
 
 logger = logging.getLogger("hybridkv.daemon")
 
-READS_MAX = 4
-WRITES_MAX = 4
-FINDS_MAX = 2
-THREADS = READS_MAX + WRITES_MAX + FINDS_MAX + 3
-"""Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
 JOB_BYTES_FIRST = 1 << 20
@@ -34,8 +29,6 @@ COLD_SHARE = 2
 
 _LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
 """Jobs on all records have no time limit; other jobs show whether the tier hangs."""
-_LIMITS = {JobKind.READ: READS_MAX, JobKind.WRITE: WRITES_MAX, JobKind.FIND: FINDS_MAX}
-"""Jobs of a kind that may run at once; 1 of the other kinds."""
 ERROR_COUNTERS: dict[type[TierError], str] = {
     MissingError: "objects_missing",
     DamagedError: "objects_damaged",
@@ -52,8 +45,11 @@ class TierState:
         self, number: int, name: str, tier: Tier, spec: TierSpec, submit: Callable[[TierJob], None]
     ) -> None:
         self.number = number
+        self.bit = 1 << number
+        """The tier's bit of Slot.in_tiers."""
         self.name = name
         self.tier = tier
+        self.peek = tier.peek
         self.spec = spec
         self.speed = Speed()
         """Bytes per second that lookups saw, over all threads."""
@@ -63,7 +59,8 @@ class TierState:
         self.counters: Counter[str] = Counter()
         self._submit = submit
         self._reading = Breaker()
-        self._writing = Breaker()
+        self.writing = Breaker()
+        """Of writes; while it is open, the next write is a probe with one object."""
         self._running: dict[TierJob, None] = {}
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
@@ -71,11 +68,6 @@ class TierState:
         self._budget = (spec.hourly_bytes or 0) / BURST_SHARE
         """Bytes that the hourly bound admits at once, as of `_budget_at`."""
         self._budget_at = 0.0
-
-    @property
-    def bit(self) -> int:
-        """The tier's bit of Slot.in_tiers."""
-        return 1 << self.number
 
     @property
     def is_opening(self) -> bool:
@@ -90,12 +82,7 @@ class TierState:
     @property
     def is_shut(self) -> bool:
         """Whether the tier failed so often that it is only tried now and then."""
-        return self._reading.is_open or self._writing.is_open
-
-    @property
-    def is_probed(self) -> bool:
-        """Whether writes fail, so that the next one is a probe with one object."""
-        return self._writing.is_open
+        return self._reading.is_open or self.writing.is_open
 
     def reads(self, now: float) -> bool:
         """Whether the tier may be read from now."""
@@ -103,20 +90,16 @@ class TierState:
 
     def writes(self, now: float) -> bool:
         """Whether the tier may be written to now."""
-        is_well = self.is_open and not self.is_hung and self._writing.allows(now)
+        is_well = self.is_open and not self.is_hung and self.writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF
-
-    def peek(self, key: bytes) -> bool | None:
-        """Whether the record is there, see `Tier.peek`."""
-        return self.tier.peek(key)
 
     def has_thread(self, kind: JobKind) -> bool:
         """Whether one more job of that kind may run now."""
-        return self._busy[kind] < _LIMITS.get(kind, 1)
+        return self._busy[kind] < LIMITS.get(kind, 1)
 
     def job_bytes(self, kind: JobKind, now: float) -> int:
         """The most bytes that a job should move, unless one object has more."""
-        if kind is JobKind.WRITE and self.is_probed:
+        if kind is JobKind.WRITE and self.writing.is_open:
             return 0
         speed = self.writing_speed if kind is JobKind.WRITE else self.speed
         if not speed.per_second:
@@ -144,7 +127,7 @@ class TierState:
         if job.kind in (JobKind.READ, JobKind.FIND):
             self._reading = self._reading.asked(now)
         elif job.kind is JobKind.WRITE:
-            self._writing = self._writing.asked(now)
+            self.writing = self.writing.asked(now)
         self._submit(job)
 
     def finished(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
@@ -152,45 +135,45 @@ class TierState:
         del self._running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
-        if failed:
-            self._warn(outcome)
+        if failed and not (self._reading.failures or self.writing.failures):
+            # The first failure in a row.
+            first = next(filter(None, (outcome.error, *outcome.errors)))
+            logger.warning("%s: %s", self.name, first)
 
         def after(health: Breaker) -> Breaker:
             return health.failed(now) if failed else health.succeeded()
 
         match job.kind:
             case JobKind.OPEN:
-                self.is_open = not failed
-                self._open_at = now + OPEN_AGAIN_SECONDS
+                self.is_open, self._open_at = not failed, now + OPEN_AGAIN_SECONDS
                 self._reading = after(self._reading)
-                self._writing = self._writing if failed else Breaker()
+                self.writing = self.writing if failed else Breaker()
             case JobKind.READ | JobKind.FIND:
                 self._reading = after(self._reading)
             case JobKind.WRITE:
-                self._writing = after(self._writing)
+                self.writing = after(self.writing)
                 if not failed:
                     seconds = now - job.submitted_at
                     self.writing_speed = self.writing_speed.measured(job.size_bytes, seconds, now)
             case JobKind.TEND if failed:
-                self._reading, self._writing = after(self._reading), after(self._writing)
+                self._reading, self.writing = after(self._reading), after(self.writing)
         self._count(job, outcome)
 
     def tick(self, now: float) -> None:
         """Mark late jobs, and open or tend the tier where that is due."""
         for job in self._running:
-            if self._is_timed(job) and now - job.submitted_at > self.spec.timeout_seconds:
+            if now > self._late_at(job):
                 job.is_late = True
                 self.counters["jobs_late"] += 1
                 logger.warning("%s hangs: it is left alone until it answers", self.name)
-        if now >= self._upkeep_at():
+        due_at, kind = self._upkeep()
+        if now >= due_at:
             self._tend_at = now + TEND_SECONDS if self.is_open else self._tend_at
-            self.submit(TierJob(self._upkeep, self.number), now)
+            self.submit(TierJob(kind, self.number), now)
 
     def wakes_at(self) -> float:
         """When `tick` is due again at the latest."""
-        timed = (job.submitted_at for job in self._running if self._is_timed(job))
-        late_at = min(timed, default=math.inf) + self.spec.timeout_seconds
-        return min(late_at, self._upkeep_at())
+        return min([self._upkeep()[0], *map(self._late_at, self._running)])
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Counters and gauges by name."""
@@ -202,25 +185,17 @@ class TierState:
         yield "bytes_per_second", self.speed.per_second
         yield "written_bytes_per_second", self.writing_speed.per_second
 
-    def _is_timed(self, job: TierJob) -> bool:
-        """Whether the job is late after the tier's timeout, and is not yet."""
-        return not job.is_late and job.kind not in _LONG
+    def _late_at(self, job: TierJob) -> float:
+        """When the job shows that the tier hangs; never if it has no time limit, or has done so."""
+        is_timed = not job.is_late and job.kind not in _LONG
+        return job.submitted_at + self.spec.timeout_seconds if is_timed else math.inf
 
-    @property
-    def _upkeep(self) -> JobKind:
-        return JobKind.TEND if self.is_open else JobKind.OPEN
-
-    def _upkeep_at(self) -> float:
-        """When the tier is to be opened or tended next."""
-        if self._busy[self._upkeep] or (self.is_open and self.is_hung):
-            return math.inf
-        return self._tend_at if self.is_open else self._open_at
-
-    def _warn(self, outcome: JobOutcome) -> None:
-        """Log the first failure in a row."""
-        error = outcome.error or next((one for one in outcome.errors if one is not None), None)
-        if not (self._reading.failures or self._writing.failures):
-            logger.warning("%s: %s", self.name, error)
+    def _upkeep(self) -> tuple[float, JobKind]:
+        """When the tier is to be opened or tended next, and which of the two."""
+        kind = JobKind.TEND if self.is_open else JobKind.OPEN
+        if self._busy[kind] or (self.is_open and self.is_hung):
+            return math.inf, kind
+        return self._tend_at if self.is_open else self._open_at, kind
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:
         self.counters["failures"] += outcome.error is not None

@@ -18,9 +18,9 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
+from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
-from hybridkv.tiers.state import FINDS_MAX, READS_MAX, TierState
+from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
@@ -39,6 +39,7 @@ from tests.unit.daemon.harness import commit, engine, grant, hashes
 
 ARENA = 1 << 20
 WAIT_MS = 1000
+FINDS_MAX, READS_MAX = LIMITS[JobKind.FIND], LIMITS[JobKind.READ]
 FULL = LAYOUTS["qwen3next"]
 
 
@@ -260,6 +261,60 @@ def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
     assert len(node.daemon.later) == len(prompts)
     for job in hung:
         node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["asked", "read"])
+@pytest.mark.parametrize("end", ["released", "disconnected", "late", "settled"])
+def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
+    """Whether tiers are still asked about it, or it is read already."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2])
+    node.work()
+    node = remote(records, "sim://0", "sim://1")
+    assert isinstance(node.ask(1, 2), Pending)
+    if is_read:
+        node.work((JobKind.FIND,))
+    assert {job.kind for job in node.jobs} == {JobKind.READ if is_read else JobKind.FIND}
+    match end:
+        case "released":
+            node.daemon.handle(1, Release(7), node.now)
+        case "disconnected":
+            node.daemon.disconnect(1)
+        case "late":
+            node.tick(WAIT_MS / 1e3 + 0.001)
+        case "settled":
+            records.clear()
+            node.work()
+    answers = len(node.daemon.later)
+    assert answers == (end in ("late", "settled"))
+    assert len(node.daemon.promotion) == 0
+    node.work()
+    assert len(node.daemon.later) == answers, "what comes later is not for it"
+    assert not node.jobs, "and nothing more is begun for it"
+    if end != "disconnected":
+        node.daemon.disconnect(1)
+    assert all(not slot.pins for slot in node.daemon.store.slots.values())
+
+
+def test_what_several_tiers_have_is_read_once() -> None:
+    """As soon as all of them have answered."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2])
+    node.work()
+    node = remote(records, "sim://0", "sim://1")
+    assert isinstance(node.ask(1, 2), Pending)
+    keys: list[bytes] = []
+    is_read = []
+    while node.jobs:
+        job = node.jobs.pop(0)
+        keys += [item.key for item in job.items] if job.kind is JobKind.READ else []
+        node.finish(job, execute(node.daemon.tiers[job.tier].tier, job, node.memory))
+        is_read.append(any(job.kind is JobKind.READ for job in node.jobs))
+    assert is_read[:2] == [False, True]
+    assert node.answer().chunks == 2
+    assert len(keys) == len(set(keys)) > 2
 
 
 def test_without_patience_only_ram_is_looked_at(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.speed import DOUBLING_SECONDS, MEASURED_SECONDS_MIN, Speed
-from hybridkv.tiers.load_or_compute import best_load
+from hybridkv.tiers.lookups import best_load
 
 BIG = 1e9
 TIMES = st.sampled_from((0.0, 0.001, 0.5, 1.0, 3.0)) | st.floats(0, 10)

@@ -6,10 +6,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
+from hybridkv.tiers.jobs import THREADS, JobItem, JobKind, JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.record import Record, RecordName
-from hybridkv.tiers.state import THREADS
-from hybridkv.tiers.threads import TierThreads
 from tests.unit.daemon.dict_tier import DictTier
 
 SECONDS = 10.0
