@@ -227,7 +227,10 @@ class S3Tier(Tier):
         self, deadline: Deadline, items: Sequence[WriteRequest], sizes: Sequence[int]
     ) -> list[TierError | None]:
         names = [_path(item.key) for item in items]
-        results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
+        try:
+            results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
+        except TierError as error:
+            return [error for _ in items]
         admitted = [at for at, error in enumerate(results) if error is None]
         # Each object once: some servers do not take the same one twice at a time.
         once = {names[at]: items[at].pieces for at in admitted}
