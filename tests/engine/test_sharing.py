@@ -262,7 +262,7 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
         )
         held = stats(daemon.socket_path)
         assert (held["sessions"], held["bytes_writing"] > 0) == (1, True)
-        os.kill(running.pid, signal.SIGKILL)
+        os.kill(running.process.pid, signal.SIGKILL)
         until(
             lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process"
         )

@@ -1,43 +1,53 @@
-"""Arguments that several commands have."""
+"""The arguments of commands as tables: a command's module has ARGUMENTS, made of what is here."""
 
 import argparse
 import os
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from hybridkv.core.paths import check_socket_path, default_socket
 
 
-def add_socket(parser: argparse.ArgumentParser) -> None:
-    """The daemon to ask."""
-    parser.add_argument(
-        "--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH"
-    )
+class Argument(NamedTuple):
+    """One argument, with what `argparse` is told of it."""
+
+    name: str
+    keywords: dict[str, Any]
 
 
-def socket_of(arguments: argparse.Namespace) -> str:
-    """The path of that daemon's socket; raises ConfigError where no socket can have it."""
-    return check_socket_path(arguments.socket, "socket")
+Arguments = Iterable[Argument | list[Argument]]
+"""Of a list, one must be given, and no more."""
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Whether the output is for programs."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def option(name: str, metavar: str | None, about: str | None, **keywords: Any) -> Argument:
+    """An argument that has a value."""
+    return Argument(name, {"metavar": metavar, "help": about, **keywords})
 
 
-def add_model(
-    parser: argparse.ArgumentParser,
+def switch(name: str, about: str) -> Argument:
+    """An argument that is given or not."""
+    return Argument(name, {"action": "store_true", "help": about})
+
+
+JSON = switch("--json", "print one JSON object")
+SOCKET = option("--socket", "PATH", None)
+
+
+def model(
     bundled: Iterable[str],
     otherwise: str,
     what: str = "a model directory (its config.json is enough), a hub name",
     default: str | None = None,
-) -> None:
+) -> tuple[Argument, Argument]:
     """The model and vLLM's arguments; `otherwise` says what is meant without a model."""
-    parser.add_argument(
-        "--model",
-        default=default,
-        metavar="DIR_OR_NAME",
-        help=f"{what}, or a bundled tiny model: {', '.join(bundled)} (default: {otherwise})",
-    )
-    parser.add_argument(
-        "vllm_arguments", nargs="*", metavar="-- VLLM ARGS", help="passed to vLLM as they are"
-    )
+    about = f"{what}, or a bundled tiny model: {', '.join(bundled)} (default: {otherwise})"
+    words = option("vllm_arguments", "-- VLLM ARGS", "passed to vLLM as they are", nargs="*")
+    return option("--model", "DIR_OR_NAME", about, default=default), words
+
+
+def socket_of(arguments: argparse.Namespace) -> str:
+    """The path of the daemon's socket; raises ConfigError where no socket can have it."""
+    path = arguments.socket
+    if path is None:
+        path = default_socket(os.environ, os.geteuid())
+    return check_socket_path(path, "socket")

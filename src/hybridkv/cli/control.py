@@ -2,45 +2,35 @@
 
 import argparse
 import json
-import os
 
-from hybridkv.cli.terminal import plain
+from hybridkv.cli.arguments import JSON, SOCKET, socket_of, switch
+from hybridkv.cli.terminal import pairs, plain, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import format_size
 from hybridkv.wire.messages import Report, describe_groups
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of both commands."""
-    parser.add_argument(
-        "--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--tiers",
-        action="store_true",
-        help="clear: also all that tiers below RAM have, for every node that uses them",
-    )
+ARGUMENTS = (
+    SOCKET,
+    JSON,
+    switch("--tiers", "clear: also all that tiers below RAM have, for every node that uses them"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon and print."""
-    with ControlClient(check_socket_path(arguments.socket, "socket")) as control:
+    with ControlClient(socket_of(arguments)) as control:
         if arguments.command == "clear":
             return _clear(control, arguments)
         report = control.stats()
         facts = _facts(control, report)
     if arguments.json:
-        print(json.dumps({**facts, **report.values}, indent=2, sort_keys=True))
+        print_json({**facts, **report.values}, sort_keys=True)
         return 0
-    rows = [
-        *((name, plain(text)) for name, text in sorted(facts.items())),
-        *((name, _show(name, value)) for name, value in sorted(report.values.items())),
-    ]
-    width = max(len(name) for name, _ in rows)
-    for name, shown in rows:
-        print(f"{name:<{width}}  {shown}")
+    rows: list[tuple[str, str]] = [(name, plain(text)) for name, text in sorted(facts.items())]
+    for name, value in sorted(report.values.items()):
+        is_size = name.startswith("bytes_") or "_bytes" in name
+        rows.append((name, format_size(round(value)) if is_size else f"{value:,.0f}"))
+    print(*pairs(rows), sep="\n")
     return 0
 
 
@@ -61,21 +51,16 @@ def _facts(control: ControlClient, report: Report) -> dict[str, str]:
     return facts
 
 
-def _show(name: str, value: float) -> str:
-    is_size = name.startswith("bytes_") or "_bytes" in name
-    return format_size(round(value)) if is_size else f"{value:,.0f}"
-
-
 def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
     """The exit status: 1 where a tier that was to be emptied is out of reach."""
     dropped = control.clear(arguments.tiers)
     said: dict[str, object] = {"dropped": dropped}
-    is_complete = True
     sentences = [f"dropped {dropped} objects"]
+    tiers: dict[str, bool] = {}
     if arguments.tiers:
         tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
         said["tiers"] = {
-            name: "removing" if is_well else "out of reach" for name, is_well in tiers.items()
+            name: "removing" if well else "out of reach" for name, well in tiers.items()
         }
         sentences += [
             f"{name} is removing its own"
@@ -83,6 +68,5 @@ def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
             else f"{name} is out of reach: what it has comes back with it"
             for name, is_well in tiers.items()
         ] or ["there is no tier below RAM"]
-        is_complete = all(tiers.values())
     print(json.dumps(said) if arguments.json else "; ".join(sentences))
-    return int(not is_complete)
+    return int(not all(tiers.values()))

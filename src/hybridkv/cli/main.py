@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from hybridkv import __version__
+from hybridkv.cli.arguments import Arguments
 from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141
 """The exit status of a program that SIGPIPE ended."""
+_REPLAY = "say what caches of several sizes would have hit on a trace of prompts"
 COMMANDS = {
     name: (f"hybridkv.cli.{module}", about)
     for name, module, about in (
@@ -26,11 +28,7 @@ COMMANDS = {
         ("import", "import_", "put the objects of an exported file into a directory"),
         ("clear", "control", "drop everything that the daemon holds"),
         ("plan", "plan", "say what a model costs in the cache, and from which prompt on it helps"),
-        (
-            "replay",
-            "replay",
-            "say what caches of several sizes would have hit on a trace of prompts",
-        ),
+        ("replay", "replay", _REPLAY),
         ("doctor", "doctor", "check a vllm serve command line before it is served"),
         ("verify", "verify", "prove on real engines that the cache changes no answer"),
         ("bench", "bench", "measure the byte path and the lookup"),
@@ -43,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 2 for bad input, with one line on what works."""
     try:
         try:
-            return _run(argv)
+            return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -64,23 +62,19 @@ def _write_no_more() -> None:
                     os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding does not have must not end a command.
         sys.stdout.reconfigure(errors="replace")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     about = "A KV cache outside the LLM engine."
     parser = argparse.ArgumentParser(prog="hybridkv", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = arguments[0] if arguments else ""
-    for name, (module, help_text) in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=help_text, description=help_text.capitalize() + "."
-        )
-        if name == chosen:
-            importlib.import_module(module).add_arguments(subparser)
-    parsed = parser.parse_args(arguments)
+    for name, (_, about) in COMMANDS.items():
+        command = subparsers.add_parser(name, help=about, description=f"{about.capitalize()}.")
+        if words[:1] == [name]:
+            add_arguments(command, name)
+    parsed = parser.parse_args(words)
     try:
         status: int = importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)
     except HybridKVError as error:
@@ -89,3 +83,15 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The arguments of a command, from the table in its module."""
+    table: Arguments = importlib.import_module(COMMANDS[command][0]).ARGUMENTS
+    for one in table:
+        if isinstance(one, list):
+            group = parser.add_mutually_exclusive_group(required=True)
+            for name, keywords in one:
+                group.add_argument(name, **keywords)
+        else:
+            parser.add_argument(one.name, **one.keywords)

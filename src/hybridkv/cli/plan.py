@@ -4,20 +4,11 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.console import Console
-
-from hybridkv.cli.arguments import add_json, add_model, add_socket, socket_of
-from hybridkv.cli.terminal import STYLES, new_table, pairs, plain, plain_console, print_json
+from hybridkv.cli.arguments import JSON, SOCKET, model, option, socket_of
+from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import (
-    CapacityPlan,
-    CapacityTotals,
-    GroupPlan,
-    length_finding,
-    make_plan,
-    room_finding,
-    state_findings,
-)
+from hybridkv.core import capacity
+from hybridkv.core.capacity import CapacityPlan, CapacityTotals
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.core.sizes import format_size, parse_size
@@ -31,14 +22,12 @@ _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `plan`."""
-    add_socket(parser)
-    parser.add_argument(
-        "--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)'
-    )
-    add_json(parser)
-    add_model(parser, bundled_models(), "every engine of the running daemon")
+ARGUMENTS = (
+    SOCKET,
+    option("--ram", "SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
+    JSON,
+    *model(bundled_models(), "every engine of the running daemon"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print_json({"ok": not refused, "plans": shown})
     else:
-        console = plain_console(140)
+        console = PlainConsole(140)
         for plan, findings in planned:
             _print_plan(console, plan, findings)
     return int(refused)
@@ -74,8 +63,8 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")
-    plan = make_plan(report.preview, ram_bytes, slot_bytes)
-    return plan, [*findings, *([room_finding(plan.totals)] if plan.totals else [])]
+    plan = capacity.make_plan(report.preview, ram_bytes, slot_bytes)
+    return plan, [*findings, *([capacity.room_finding(plan.totals)] if plan.totals else [])]
 
 
 def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
@@ -91,43 +80,37 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
         preview = preview_of(engine)
         geometry, length = preview.geometry, preview.max_model_len
         assert geometry is not None
-        plan = make_plan(preview, ram_bytes or arena_bytes, slot_bytes)
-        findings = [length_finding(geometry, length)] if length else []
-        findings += state_findings(geometry, preview.states) if engine.model else []
-        findings += [room_finding(plan.totals)] if plan.totals and length else []
+        plan = capacity.make_plan(preview, ram_bytes or arena_bytes, slot_bytes)
+        findings = [capacity.length_finding(geometry, length)] if length else []
+        findings += capacity.state_findings(geometry, preview.states) if engine.model else []
+        findings += [capacity.room_finding(plan.totals)] if plan.totals and length else []
         yield plan, findings
 
 
-def _print_plan(console: Console, plan: CapacityPlan, findings: list[Finding]) -> None:
+def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
     """One engine's plan as a table, its totals, and what to do."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
     columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
     title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}"
     table = new_table((*columns, "bytes/token", "stored/token"), ("kind",), title)
     for group in plan.groups:
-        style = "bold red" if group.refusal else None
-        table.add_row(*_cells(group, plan.totals is not None), style=style)
+        stored = f"{group.stored_token_bytes:,.0f}" if plan.totals is not None else "-"
+        table.add_row(
+            *(str(group.gid), group.kind, str(group.tokens_per_block)),
+            *(str(group.layers or "-"), str(group.window_tokens or "-")),
+            format_size(group.block_bytes) if group.block_bytes else "-",
+            f"{group.token_bytes:,.0f}" if group.block_bytes else "-",
+            "refused" if group.refusal else stored,
+            style="bold red" if group.refusal else None,
+        )
     console.print(table)
-    rows = [
-        ("KV dtype", plain(plan.kv_dtype)),
-        ("max_model_len", f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"),
-    ]
-    if plan.totals:
-        rows += _total_rows(plan, plan.totals)
-    for line in pairs(rows):
+    length = f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"
+    rows = [("KV dtype", plain(plan.kv_dtype)), ("max_model_len", length)]
+    for line in pairs([*rows, *(_total_rows(plan, plan.totals) if plan.totals else ())]):
         console.print(line, highlight=False)
     for finding in findings:
         line = f"{finding.verdict} {finding.check}: {finding.sentence}"
         console.print(line, style=STYLES[finding.verdict], highlight=False)
-
-
-def _cells(group: GroupPlan, is_planned: bool) -> Iterator[str]:
-    yield from (str(group.gid), group.kind, str(group.tokens_per_block))
-    yield from (str(group.layers or "-"), str(group.window_tokens or "-"))
-    yield format_size(group.block_bytes) if group.block_bytes else "-"
-    yield f"{group.token_bytes:,.0f}" if group.block_bytes else "-"
-    stored = f"{group.stored_token_bytes:,.0f}" if is_planned else "-"
-    yield "refused" if group.refusal else stored
 
 
 def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[str, str]]:

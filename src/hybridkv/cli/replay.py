@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import add_json, add_model, add_socket, socket_of
-from hybridkv.cli.terminal import new_table, plain, plain_console, print_json
+from hybridkv.cli.arguments import JSON, SOCKET, model, option, socket_of
+from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.capacity import ConfigPreview
 from hybridkv.core.errors import HybridKVError
@@ -20,39 +20,36 @@ from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import BLOCK_TOKENS, ReplayHits, ReplayReport, read_trace, replay_trace
 
 PROGRESS_SECONDS = 5.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `replay`."""
-    parser.add_argument(
+ARGUMENTS = (
+    option(
         "trace",
-        type=Path,
-        help="a JSON object a line: input_length (tokens) and hash_ids, a number for each block of "
+        None,
+        "a JSON object a line: input_length (tokens) and hash_ids, a number for each block of "
         "the prompt that covers all blocks before it, as in the public Mooncake traces",
-    )
-    parser.add_argument(
-        "--block-tokens",
+        type=Path,
+    ),
+    option(
+        *("--block-tokens", "N"),
+        "tokens that one of the hash_ids stands for (default: %(default)s)",
         type=int,
         default=BLOCK_TOKENS,
-        metavar="N",
-        help="tokens that one of the hash_ids stands for (default: %(default)s)",
-    )
-    add_socket(parser)
-    parser.add_argument(
+    ),
+    SOCKET,
+    option(
         "--ram",
-        action="append",
-        metavar="SIZE",
-        help='memory of the cache, like "8GiB"; may be named several times (default: some that are '
+        "SIZE",
+        'memory of the cache, like "8GiB"; may be named several times (default: some that are '
         "worth a look)",
-    )
-    parser.add_argument(
-        "--eviction",
+        action="append",
+    ),
+    option(
+        *("--eviction", None, "as of `serve`"),
         choices=[*EvictionPolicy],
         default=EvictionPolicy.TWO_QUEUES.value,
-        help="as of `serve`",
-    )
-    add_json(parser)
-    add_model(parser, bundled_models(), "the engine of the running daemon")
+    ),
+    JSON,
+    *model(bundled_models(), "the engine of the running daemon"),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,9 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{what}: {total.prompts:,} of {len(prompts):,} prompts", file=sys.stderr)
         return total
 
-    preview = _preview(arguments)
     policy = EvictionPolicy(eviction)
-    report = replay_trace(preview, prompts, block_tokens, sizes, policy, last)
+    report = replay_trace(_preview(arguments), prompts, block_tokens, sizes, policy, last)
     if arguments.json:
         print_json({"eviction": eviction, **_as_json(report)})
     else:
@@ -98,31 +94,25 @@ def _preview(arguments: argparse.Namespace) -> ConfigPreview:
 
 
 def _as_json(report: ReplayReport) -> dict[str, Any]:
-    ceiling = report.ceiling
+    def shown(hits: ReplayHits) -> dict[str, Any]:
+        return {"tokens_hit": hits.tokens_hit, "prompts_hit": hits.prompts_hit, "rate": hits.rate}
+
+    sizes = []
+    for size, hits in report.sizes:
+        more = {"of_ceiling": report.of_ceiling(hits), "evicted": hits.evicted}
+        sizes.append({"ram_bytes": size, **shown(hits), **more})
     return {
         "model": report.model,
-        "prompts": ceiling.prompts,
-        "tokens": ceiling.tokens,
+        "prompts": report.ceiling.prompts,
+        "tokens": report.ceiling.tokens,
         "everything_bytes": report.everything_bytes,
-        "ceiling": _hits(ceiling),
-        "sizes": [
-            {
-                "ram_bytes": size,
-                **_hits(hits),
-                "of_ceiling": report.of_ceiling(hits),
-                "evicted": hits.evicted,
-            }
-            for size, hits in report.sizes
-        ],
+        "ceiling": shown(report.ceiling),
+        "sizes": sizes,
     }
 
 
-def _hits(hits: ReplayHits) -> dict[str, Any]:
-    return {"tokens_hit": hits.tokens_hit, "prompts_hit": hits.prompts_hit, "rate": hits.rate}
-
-
 def _print(report: ReplayReport, eviction: str) -> None:
-    console = plain_console(120)
+    console = PlainConsole(120)
     ceiling = report.ceiling
     console.print(
         f"{ceiling.prompts:,} prompts, {ceiling.tokens:,} tokens; all that {plain(report.model)} "

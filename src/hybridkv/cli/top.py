@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import select
@@ -18,11 +17,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridkv.cli.terminal import PlainConsole
+from hybridkv.cli.arguments import SOCKET, option, socket_of, switch
+from hybridkv.cli.terminal import PlainConsole, print_json
 from hybridkv.cli.top_frame import frame
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.wire.status import Status
 
 INTERVAL_SECONDS = 1.0
@@ -35,37 +34,28 @@ _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
 """What a terminal sends for arrows, function keys, and keys with Alt."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `top`."""
-    parser.add_argument(
-        "--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and end")
-    parser.add_argument(
-        "--once", action="store_true", help="print one frame, and end (as without a terminal)"
-    )
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=INTERVAL_SECONDS,
-        metavar="SECONDS",
-        help="(default: %(default)s)",
-    )
+ARGUMENTS = (
+    SOCKET,
+    switch("--json", "print one JSON object, and end"),
+    switch("--once", "print one frame, and end (as without a terminal)"),
+    option(
+        *("--interval", "SECONDS", "(default: %(default)s)"), type=float, default=INTERVAL_SECONDS
+    ),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show until q or Ctrl-C."""
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
-        raise ConfigError(
-            f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s", "1 works"
-        )
-    socket_path = check_socket_path(arguments.socket, "socket")
+        what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
+        raise ConfigError(what, "1 works")
+    socket_path = socket_of(arguments)
     console = PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with ControlClient(socket_path) as control:
-            status = ask(control)
+            status = _ask(control)
         if arguments.json:
-            print(json.dumps(msgspec.to_builtins(status), indent=2))
+            print_json(msgspec.to_builtins(status))
         else:
             # A frame without a height has everything.
             text = frame(status, socket_path, console.width, 0)
@@ -76,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def ask(control: ControlClient) -> Status:
+def _ask(control: ControlClient) -> Status:
     """What the daemon has to show. Raises DaemonUnreachableError."""
     status = control.stats(status=True).status
     assert status is not None, "it was asked for"
@@ -86,27 +76,32 @@ def ask(control: ControlClient) -> Status:
 def _watch(console: Console, socket_path: str, interval: float) -> None:
     with contextlib.ExitStack() as stack:
         # An error of the first answer is printed in the ordinary way.
-        control: ControlClient | None = stack.enter_context(
-            ControlClient(socket_path, ANSWER_SECONDS)
-        )
-        assert control is not None
-        status, why = ask(control), ""
-        with Live(
-            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
-        ) as live:
+        client = ControlClient(socket_path, ANSWER_SECONDS)
+        control: ControlClient | None = stack.enter_context(client)
+        status, why = _ask(client), ""
+        live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+        with live:
             while True:
                 size = console.size
-                live.update(_shown(status, socket_path, size.width, size.height, why), refresh=True)
+                text = Text()
+                if why:
+                    text.append(
+                        f"no answer, shown is the last one: {why}"[: size.width], "bold red"
+                    )
+                    text.append("\n")
+                text.append(frame(status, socket_path, size.width, size.height - bool(why)))
+                live.update(text, refresh=True)
                 until = time.monotonic() + interval
                 while time.monotonic() < until and console.size == size:
-                    if _pressed() & QUIT:
+                    ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
+                    if ready and heard(os.read(sys.stdin.fileno(), 64)) & QUIT:
                         return
                 if console.size != size:
                     continue
                 try:
                     if control is None:
                         control = stack.enter_context(ControlClient(socket_path, interval))
-                    status, why = ask(control), ""
+                    status, why = _ask(control), ""
                 except DaemonRefusedError:
                     raise
                 except DaemonUnreachableError as error:
@@ -114,35 +109,19 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
                     control, why = None, str(error)
 
 
-def _shown(status: Status, socket_path: str, width: int, height: int, why: str) -> Text:
-    if not why:
-        return frame(status, socket_path, width, height)
-    head = f"no answer, shown is the last one: {why}"[:width]
-    lines = frame(status, socket_path, width, height - 1)
-    return Text.assemble((head, "bold red"), "\n", lines)
-
-
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
     """Read keys without Enter and without an echo; afterwards the terminal is as it was."""
     before = termios.tcgetattr(sys.stdin)
-    handlers = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.default_int_handler) for number in numbers]
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-
-
-def _pressed() -> set[str]:
-    """The keys that are pressed within LOOK_SECONDS."""
-    ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
-    return heard(os.read(sys.stdin.fileno(), 64)) if ready else set()
 
 
 def heard(said: bytes) -> set[str]:

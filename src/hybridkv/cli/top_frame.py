@@ -6,7 +6,7 @@ from rich.text import Text
 
 from hybridkv.cli.terminal import plain
 from hybridkv.core.sizes import format_size
-from hybridkv.wire.status import Outcome, Status, TierStatus
+from hybridkv.wire.status import Outcome, Status
 
 WIDTH_MIN = 40
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -18,11 +18,18 @@ COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
 def frame(status: Status, place: str, width: int, height: int) -> Text:
     """At most `height` lines (0: as many as there are) of `width` columns."""
     width = max(width, WIDTH_MIN)
-    problems = _problems(status, 3 if height else 100)
-    head = [_title(status, place), *problems, Text(), *_levels(status, width), Text()]
-    past, groups = _past(status, width), _groups(status, width)
-    parts = [past, groups, _engines(status, width), _decisions(status)]
-    lines = [*head, *_fitted(parts, height - len(head) if height else None)]
+    problems = [one for one in status.health if one.level != "note"]
+    state = ("all is well", "green")
+    if problems:
+        state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0].level]
+    up = f"  up {_time(status.uptime_seconds)}  "
+    head = [Text.assemble(("hybridkv", "bold"), "  ", state, up, (plain(place), "dim"))]
+    for one in status.health[: 3 if height else 100]:
+        head.append(Text(f"• {plain(one.text)}", COLOURS[one.level]))
+    head += [Text(), *_levels(status, width), Text()]
+    parts = [_past(status, width), _groups(status, width), _engines(status, width)]
+    room = height - len(head) if height else None
+    lines = [*head, *_fitted([*parts, _decisions(status)], room)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines[:height] if height else lines)
@@ -33,62 +40,43 @@ def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
     for at, part in enumerate(parts):
         if room is None:
             yield from [*part, Text()]
-            continue
-        if not part or room < 2:
-            continue
-        later = sum(min(4, len(other) + 1) for other in parts[at + 1 :] if other)
-        lines = part[: max(2, room - later)]
-        yield from lines
-        room -= len(lines)
-        if room > 2 and at < len(parts) - 1:
-            yield Text()
-            room -= 1
-
-
-def _title(status: Status, place: str) -> Text:
-    problems = [one for one in status.health if one.level != "note"]
-    state = ("all is well", "green")
-    if problems:
-        state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0].level]
-    up = _time(status.uptime_seconds)
-    return Text.assemble(("hybridkv", "bold"), "  ", state, f"  up {up}  ", (plain(place), "dim"))
-
-
-def _problems(status: Status, most: int) -> list[Text]:
-    return [Text(f"• {plain(one.text)}", COLOURS[one.level]) for one in status.health[:most]]
+        elif part and room >= 2:
+            later = sum(min(4, len(other) + 1) for other in parts[at + 1 :] if other)
+            lines = part[: max(2, room - later)]
+            yield from lines
+            room -= len(lines)
+            if room > 2 and at < len(parts) - 1:
+                yield Text()
+                room -= 1
 
 
 def _levels(status: Status, width: int) -> Iterable[Text]:
     meter = _meter_columns(width)
-    values, recent, minute = status.values, status.recent, status.minute
-    hit, ceiling = recent.hit, recent.ceiling
+    values, rates = status.values, status.minute.per_second
+    hit, ceiling = status.recent.hit, status.recent.ceiling
     line = _label("hit rate")
     if hit is None or ceiling is None:
         yield line.append("nothing was looked up in the last hour", "dim")
     else:
-        line.append(_meter(hit, "blue", meter, ceiling))
+        line.append(_meter(hit, "blue", meter, ceiling)).append(f" {hit:.1%}")
         more = f" of {ceiling:.1%} that a cache of unlimited size had"
-        yield line.append(f" {hit:.1%}").append(
-            more if ceiling - hit >= 0.0005 else " of as much as there was", "dim"
-        )
+        yield line.append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
     used = values["bytes_committed"] + values["bytes_writing"]
-    yield _held("ram", used, values["bytes_arena"], meter, f"  {values['objects']:,.0f} objects")
+    line = _held("ram", used, values["bytes_arena"], meter)
+    yield line.append(f"  {values['objects']:,.0f} objects", "dim")
     for tier in status.tiers:
-        level, state = _state(tier)
-        own = tier.values
-        speed = own.get("bytes_per_second", 0.0)
+        state = ("breaker open", COLOURS["bad"]) if tier.is_shut else ("well", "green")
+        if not tier.is_open or tier.is_hung:
+            state = "hangs" if tier.is_open else "not open", COLOURS["bad"]
+        speed = tier.values.get("bytes_per_second", 0.0)
         note = f", reads {format_size(speed)}/s" if speed else ""
-        line = _held(tier.name, own.get("bytes"), own.get("bytes_max"), meter, "")
-        yield line.append("  ").append(state, level).append(note, "dim")
-    rates = minute.per_second
+        line = _held(tier.name, tier.values.get("bytes"), tier.values.get("bytes_max"), meter)
+        yield line.append("  ").append(*state).append(note, "dim")
     waiting = values.get("lookups_waiting", 0.0)
-    yield (
-        _label("last min")
-        .append(
-            f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
-            f"stored {format_size(rates['bytes_stored'])}/s, evicted {rates['evicted']:.3g}/s"
-        )
-        .append(f", {waiting:,.0f} wait for tiers" if waiting else "")
+    yield _label("last min").append(
+        f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
+        f"stored {format_size(rates['bytes_stored'])}/s, evicted {rates['evicted']:.3g}/s"
+        f"{f', {waiting:,.0f} wait for tiers' if waiting else ''}"
     )
 
 
@@ -96,23 +84,26 @@ def _past(status: Status, width: int) -> list[Text]:
     """Little charts of the last minutes."""
     past = status.hour
     room = width - LABEL - 14
-    step = past.step_seconds
     shown = min(room, len(past.ages))
     if shown < 2:
         return []
-    lines = [_head(f"the last {_time(shown * step)}")]
+
+    def speed(value: float) -> str:
+        return f"{format_size(value)}/s"
+
+    lines = [Text(f"the last {_time(shown * past.step_seconds)}", "dim")]
     for label, values, most, text, colour in (
-        ("hit rate", past.hit, 1.0, _percent, "blue"),
-        ("ceiling", past.ceiling, 1.0, _percent, "yellow"),
-        ("loaded", past.loaded, None, _speed, "blue"),
-        ("stored", past.stored, None, _speed, "blue"),
-        ("lookups", past.lookups, None, _rate, "blue"),
+        ("hit rate", past.hit, 1.0, "{:.0%}".format, "blue"),
+        ("ceiling", past.ceiling, 1.0, "{:.0%}".format, "yellow"),
+        ("loaded", past.loaded, None, speed, "blue"),
+        ("stored", past.stored, None, speed, "blue"),
+        ("lookups", past.lookups, None, "{:.3g}/s".format, "blue"),
     ):
         tail = values[-room:]
-        top = most or max((value for value in tail if value is not None), default=0.0)
-        last = next((value for value in reversed(tail) if value is not None), None)
+        known = [value for value in tail if value is not None]
+        top = most or max(known, default=0.0)
         line = _label(label).append("".join(_block(value, top) for value in tail), colour)
-        lines.append(line.append(f" {'-' if last is None else text(last)}"))
+        lines.append(line.append(f" {text(known[-1]) if known else '-'}"))
     return lines
 
 
@@ -121,7 +112,7 @@ def _groups(status: Status, width: int) -> list[Text]:
     if not groups:
         return []
     most = max(group.held_bytes for group in groups)
-    lines = [_head("in ram, by group")]
+    lines = [Text("in ram, by group", "dim")]
     meter = METER if width >= 100 else _meter_columns(width) // 2
     room = width - meter - 46
     for group in groups:
@@ -129,14 +120,13 @@ def _groups(status: Status, width: int) -> list[Text]:
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
         line.append(_meter(group.held_bytes / most, "blue", meter))
-        lines.append(
-            line.append(f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects")
-        )
+        held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
+        lines.append(line.append(held))
     return lines
 
 
 def _engines(status: Status, width: int) -> list[Text]:
-    lines = [_head(f"engines: {len(status.sessions)}")] if status.sessions else []
+    lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
     for session in status.sessions:
         state = "" if session.is_connected else "  gone, its workers may still copy"
         engine = min(24, width // 6)
@@ -150,7 +140,7 @@ def _engines(status: Status, width: int) -> list[Text]:
 
 
 def _decisions(status: Status) -> list[Text]:
-    lines = [_head("recent decisions")] if status.decisions else []
+    lines = [Text("recent decisions", "dim")] if status.decisions else []
     for decision in status.decisions:
         line = Text(f"{_time(decision.age):>7}  {_cut(decision.request_id, 24):<25}")
         line.append(f"{_cut(decision.prompt, 13):<14}")
@@ -160,29 +150,16 @@ def _decisions(status: Status) -> list[Text]:
     return lines
 
 
-def _state(tier: TierStatus) -> tuple[str, str]:
-    if not tier.is_open:
-        return COLOURS["bad"], "not open"
-    if tier.is_hung:
-        return COLOURS["bad"], "hangs"
-    return (COLOURS["bad"], "breaker open") if tier.is_shut else ("green", "well")
-
-
-def _held(name: str, used: float | None, most: float | None, meter: int, note: str) -> Text:
+def _held(name: str, used: float | None, most: float | None, meter: int) -> Text:
     line = _label(name)
     if used is None:
         return line.append("not known", "dim")
-    line.append(_meter(used / most if most else 0.0, "blue", meter))
-    line.append(f" {format_size(used)}").append(f" of {format_size(most)}" if most else "", "dim")
-    return line.append(note, "dim")
+    line.append(_meter(used / most if most else 0.0, "blue", meter)).append(f" {format_size(used)}")
+    return line.append(f" of {format_size(most)}" if most else "", "dim")
 
 
 def _label(name: str) -> Text:
     return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
-
-
-def _head(name: str) -> Text:
-    return Text(name, "dim")
 
 
 def _meter_columns(width: int) -> int:
@@ -210,18 +187,6 @@ def _block(value: float | None, most: float) -> str:
     if not most or value <= 0:
         return BLOCKS[1]
     return BLOCKS[max(1, min(8, round(8 * value / most)))]
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _speed(value: float) -> str:
-    return f"{format_size(value)}/s"
-
-
-def _rate(value: float) -> str:
-    return f"{value:.3g}/s"
 
 
 def _cut(text: str, width: int) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridkv.cli.arguments import add_json, add_model
-from hybridkv.cli.terminal import new_table, plain_console, print_json
+from hybridkv.cli.arguments import JSON, model, option
+from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.sizes import format_size
-from hybridkv.lab.engine_process import NOT_SERVED_TEXTS
+from hybridkv.lab.engine_process import NotServedError
 from hybridkv.lab.judging import VerifyArm
 from hybridkv.lab.models import bundled_models
-from hybridkv.lab.verify import Verification, VerifyOptions
+from hybridkv.lab.verify import Verification
 
 LEFT = ("arm", "tokens", "log-probs", "bytes", "compared with")
 COLUMNS = (
@@ -24,20 +24,13 @@ COLUMNS = (
     *("loaded", *LEFT[1:]),
 )
 _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `verify`."""
-    what = "a model directory or hub name"
-    add_model(parser, bundled_models(), "%(default)s", what, "qwen3next")
-    add_json(parser)
-    parser.add_argument(
-        "--ram",
-        default="1GiB",
-        metavar="SIZE",
-        help="memory of the daemon under test (default: %(default)s)",
-    )
-    parser.add_argument("--flip", choices=("detect", "blind"), help=argparse.SUPPRESS)
+ARGUMENTS = (
+    *model(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
+    JSON,
+    option(
+        *("--ram", "SIZE", "memory of the daemon under test (default: %(default)s)"), default="1GiB"
+    ),
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(text, style="dim", highlight=False, markup=False)
 
     model: str = arguments.model
-    options = VerifyOptions(model, arguments.vllm_arguments, arguments.ram, arguments.flip)
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         log_path = Path(tempfile.gettempdir()) / f"hybridkv-verify-{os.getpid()}.log"
         try:
-            proof = Verification(options, Path(directory), log_path, say)
+            words = model, arguments.vllm_arguments, arguments.ram
+            proof = Verification(*words, Path(directory), log_path, say)
             arms = proof.run()
         except HybridKVError as error:
             if arguments.json:
@@ -61,28 +54,23 @@ def run(arguments: argparse.Namespace) -> int:
     ok = all(arm.ok for arm in arms)
     if ok:
         log_path.unlink(missing_ok=True)
-    if not arguments.json:
-        _print_table(model, arms, proof)
-        return int(not ok)
-    print_json(
-        {
-            "ok": ok,
-            "model": model,
-            "chunk_tokens": proof.chunk_tokens,
-            "groups": proof.groups,
-            "distinct_tokens": proof.distinct_tokens,
-            "seconds": round(proof.seconds, 1),
-            "arms": [asdict(arm) for arm in arms],
+    if arguments.json:
+        told = {
+            name: getattr(proof, name) for name in ("chunk_tokens", "groups", "distinct_tokens")
         }
-    )
+        told |= {"seconds": round(proof.seconds, 1), "arms": [asdict(arm) for arm in arms]}
+        print_json({"ok": ok, "model": model, **told})
+    elif arms[0].not_served is not None:
+        print(f"NOT SERVED: {NotServedError.TEXT} ({proof.seconds:.0f} s)")
+    else:
+        title = f"hybridkv verify {model}: chunk {proof.chunk_tokens} tokens, groups {proof.groups}"
+        _print_table(title, arms)
+        verdict = "every answer and every byte is right" if ok else "DIFFERENT: see the red rows"
+        print(f"{verdict} ({proof.seconds:.0f} s)")
     return int(not ok)
 
 
-def _print_table(model: str, arms: Sequence[VerifyArm], proof: Verification) -> None:
-    if arms[0].not_served is not None:
-        print(f"NOT SERVED: {NOT_SERVED_TEXTS[arms[0].not_served]} ({proof.seconds:.0f} s)")
-        return
-    title = f"hybridkv verify {model}: chunk {proof.chunk_tokens} tokens, groups {proof.groups}"
+def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
     table = new_table(COLUMNS, LEFT, title)
     for arm in arms:
         table.add_row(
@@ -94,7 +82,4 @@ def _print_table(model: str, arms: Sequence[VerifyArm], proof: Verification) -> 
             arm.oracle,
             style=None if arm.ok else "bold red",
         )
-    plain_console(160).print(table)
-    right = all(arm.ok for arm in arms)
-    verdict = "every answer and every byte is right" if right else "DIFFERENT: see the red rows"
-    print(f"{verdict} ({proof.seconds:.0f} s)")
+    PlainConsole(160).print(table)

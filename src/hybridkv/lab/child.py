@@ -31,7 +31,7 @@ class AnsweringChild:
     ) -> None:
         """Start `module`. The user's variables win over `defaults`, `environment` over both."""
         read_fd, write_fd = os.pipe()
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", module, str(write_fd), *arguments],
             stdin=subprocess.PIPE,
             stdout=log,
@@ -49,20 +49,11 @@ class AnsweringChild:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
-
-    def wait(self) -> int:
-        """The exit status of a child that ends."""
-        return self._process.wait()
-
     def send(self, command: Mapping[str, object]) -> None:
         """Send a command; raises BrokenPipeError where the child has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
 
     def receive(
         self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None
@@ -87,14 +78,14 @@ class AnsweringChild:
 
     def close(self, patience_seconds: float = STOP_SECONDS) -> None:
         """End the process."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self.process.stdin.close()
         try:
-            self._process.wait(patience_seconds)
+            self.process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._answers.close()
 
 

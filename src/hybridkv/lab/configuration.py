@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 
 import msgspec
 
@@ -47,11 +48,10 @@ def inspect_arguments(
                 answer = child.receive(PREVIEW_SECONDS_MAX)
             except TimeoutError as error:
                 child.close(0.0)
-                raise HybridKVError(
-                    f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
-                ) from error
+                what = f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
+                raise HybridKVError(what) from error
             if answer is None:
-                status = child.wait()
+                status = child.process.wait()
                 log.seek(0)
                 raise HybridKVError(f"vLLM ended with status {status}:\n{log_tail(log.read())}")
     report = msgspec.json.decode(answer, type=ConfigReport)
@@ -81,30 +81,22 @@ def serve_arguments(words: Sequence[str]) -> list[str]:
     rest = list(words)
     for word in ("vllm", "serve"):
         if rest[:1] == [word]:
-            rest = rest[1:]
+            del rest[0]
     return rest
 
 
 def preview_of(engine: WireEngine) -> ConfigPreview:
     """What the daemon knows of an engine that is connected."""
     geometry, model = geometry_from_wire(engine.geometry), engine.model
-    layers = model.layers if model else []
-    return ConfigPreview(
-        model.name if model else engine.engine_id,
-        model.max_model_len if model else 0,
-        model.kv_dtype if model else "unknown",
-        geometry.ranks,
-        tuple(
-            GroupPreview(
-                group.gid,
-                str(group.kind),
-                group.tokens_per_block,
-                layers[index] if index < len(layers) else 0,
-                group.block_bytes,
-                group.window_tokens,
-            )
-            for index, group in enumerate(geometry.groups)
-        ),
-        geometry,
-        StateRule(model.retention_tokens, model.step_tokens) if model else StateRule(),
-    )
+    named, layers, rule = (engine.engine_id, 0, "unknown"), [], StateRule()
+    if model is not None:
+        named, layers = (model.name, model.max_model_len, model.kv_dtype), model.layers
+        rule = StateRule(model.retention_tokens, model.step_tokens)
+    groups = [
+        GroupPreview(
+            *(group.gid, str(group.kind), group.tokens_per_block),
+            *(count, group.block_bytes, group.window_tokens),
+        )
+        for group, count in zip(geometry.groups, chain(layers, repeat(0)), strict=False)
+    ]
+    return ConfigPreview(*named, geometry.ranks, tuple(groups), geometry, rule)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,18 +47,20 @@ def measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]
         with tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place:
             return [_measure(Path(place), size, total_bytes) for size in OBJECT_BYTES]
     except OSError as error:
-        raise ConfigError(
-            f"--directory {directory} cannot be used ({error.strerror})",
-            "one that you may write to works",
-        ) from error
+        what = f"--directory {directory} cannot be used ({error.strerror})"
+        raise ConfigError(what, "one that you may write to works") from error
 
 
 def _measure(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {}
-    jobs = _jobs(object_bytes, total_bytes)
-    moved = sum(job.size_bytes for job in jobs[JobKind.WRITE])
+    cut = _items(object_bytes, total_bytes)
+    writes, reads = (
+        [TierJob(kind, 0, items) for items in cut] for kind in (JobKind.WRITE, JobKind.READ)
+    )
+    moved = sum(job.size_bytes for job in writes)
     memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
-    _fill(memory, jobs[JobKind.WRITE])
+    slots = {item.slot.offset: item.slot for items in cut for item in items if item.slot}
+    _fill(memory, slots.values())
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
         started = time.perf_counter()
@@ -70,8 +72,8 @@ def _measure(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]
     for round_number in range(ROUNDS):
         tier = DiskTier(spec, "bench")
         tier.open()
-        timed("write", _run, tier, jobs[JobKind.WRITE], memory, WRITES_MAX)
-        timed("read", _run, tier, jobs[JobKind.READ], memory, READS_MAX)
+        timed("write", _run, tier, writes, memory, WRITES_MAX)
+        timed("read", _run, tier, reads, memory, READS_MAX)
         shutil.rmtree(place / "tier")
         timed("dd_write", _dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct")
         timed("dd_read", _dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct")
@@ -90,29 +92,22 @@ def _measure(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]
     return row
 
 
-def _jobs(object_bytes: int, total_bytes: int) -> dict[JobKind, list[TierJob]]:
-    """Jobs as the daemon makes them that write, and that read, the same objects."""
+def _items(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
+    """Objects in parts as the daemon gives them to one job."""
     shape = object_bytes - payload_offset(1), 1
     size = slot_bytes(*shape)
     slots = ARENA_BYTES // size
     rng = random.Random(0)
-    items = [
-        JobItem(
-            Record(RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES)), *shape, 1),
-            Slot(number % slots * size, shape, 1),
-        )
-        for number in range(total_bytes // size)
-    ]
+    items = []
+    for number in range(total_bytes // size):
+        name = RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES))
+        items.append(JobItem(Record(name, *shape, 1), Slot(number % slots * size, shape, 1)))
     step = max(1, min(JOB_ITEMS_MAX, JOB_BYTES_MAX // size))
-    cut = [items[at : at + step] for at in range(0, len(items), step)]
-    return {
-        work: [TierJob(work, 0, some) for some in cut] for work in (JobKind.WRITE, JobKind.READ)
-    }
+    return [items[at : at + step] for at in range(0, len(items), step)]
 
 
-def _fill(memory: memoryview, jobs: Sequence[TierJob]) -> None:
-    items = [item for job in jobs for item in job.items]
-    for slot in {item.slot.offset: item.slot for item in items if item.slot is not None}.values():
+def _fill(memory: memoryview, slots: Iterable[Slot]) -> None:
+    for slot in slots:
         view = memory[slot.offset : slot.offset + slot.size_bytes]
         head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
         view[: len(head)] = head
@@ -124,16 +119,13 @@ def _fill(memory: memoryview, jobs: Sequence[TierJob]) -> None:
 def _run(tier: DiskTier, jobs: Sequence[TierJob], memory: memoryview, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         for outcome in pool.map(lambda job: execute(tier, job, memory), jobs):
-            for wrong in (outcome.error, *outcome.errors):
-                if wrong is not None:
-                    raise wrong
+            for wrong in filter(None, (outcome.error, *outcome.errors)):
+                raise wrong
 
 
 def _dd(size: int, *options: str) -> None:
-    count = -(-size // DD_BLOCK_BYTES)
-    subprocess.run(
-        ["dd", f"bs={DD_BLOCK_BYTES}", f"count={count}", *options], check=True, capture_output=True
-    )
+    words = (f"bs={DD_BLOCK_BYTES}", f"count={-(-size // DD_BLOCK_BYTES)}", *options)
+    subprocess.run(["dd", *words], check=True, capture_output=True)
 
 
 def _fio(place: Path, verb: str, size: int, threads: int) -> float:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,16 @@ class EngineError(HybridKVError):
     exit_status = 1
 
 
-class NotServed(StrEnum):
-    """Why an engine cannot have the connector, where neither the user nor hybridkv chose so."""
-
-    PREFIX_CACHING_OFF_IN_VLLM = "prefix_caching_off_in_vllm"
-
-
-NOT_SERVED_TEXTS = {
-    NotServed.PREFIX_CACHING_OFF_IN_VLLM: (
-        "vLLM itself switches prefix caching off for this model on this machine, and hybridkv "
-        "serves no engine without prefix caching"
-    )
-}
+NOT_SERVED = "prefix_caching_off_in_vllm"
 
 
 class NotServedError(EngineError):
-    """The engine was not started, for `reason`."""
+    """The engine was not started, since vLLM, neither the user nor hybridkv, chose so."""
 
-    def __init__(self, reason: NotServed) -> None:
-        super().__init__(NOT_SERVED_TEXTS[reason])
-        self.reason = reason
+    TEXT = (
+        "vLLM itself switches prefix caching off for this model on this machine, and hybridkv "
+        "serves no engine without prefix caching"
+    )
 
 
 class EngineProcess(AnsweringChild):
@@ -61,17 +50,16 @@ class EngineProcess(AnsweringChild):
         say: Callable[[str], None],
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._say = say
-        self._log_path = log_path
+        self._say, self._log_path = say, log_path
+        variables = ENGINE_ENVIRONMENT, extra_environment
         with log_path.open("wb") as log:
-            variables = ENGINE_ENVIRONMENT, extra_environment
             super().__init__("hybridkv.lab.runner", arguments, log, *variables)
 
     def __enter__(self) -> "EngineProcess":
         try:
             self.info: dict[str, Any] = self._answer(START_SECONDS, "starting")
             if "not_served" in self.info:
-                raise NotServedError(NotServed(self.info["not_served"]))
+                raise NotServedError(NotServedError.TEXT)
         except BaseException:
             self.close()
             raise
@@ -95,7 +83,7 @@ class EngineProcess(AnsweringChild):
         try:
             self.send(command)
         except BrokenPipeError as error:
-            raise self._ended() from error
+            raise self._error(f"ended with status {self.process.wait()}") from error
 
     def end(self) -> Any:
         """The answer to the oldest command begun."""
@@ -108,19 +96,16 @@ class EngineProcess(AnsweringChild):
 
     def _answer(self, limit_seconds: float, doing: str) -> Any:
         def progress(seconds: float) -> None:
-            self._say(f"  engine {self.pid} {doing}, {seconds:.0f} s")
+            self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")
 
         try:
             answer = self.receive(limit_seconds, progress)
         except TimeoutError as error:
-            raise EngineError(f"the engine is {error}{self._tail()}") from error
+            raise self._error(f"is {error}") from error
         if answer is None:
-            raise self._ended()
+            raise self._error(f"ended with status {self.process.wait()}")
         return json.loads(answer)
 
-    def _ended(self) -> EngineError:
-        return EngineError(f"the engine ended with status {self.wait()}{self._tail()}")
-
-    def _tail(self) -> str:
+    def _error(self, what: str) -> EngineError:
         tail = log_tail(self._log_path.read_bytes(), "Error", "hybridkv")
-        return f"; its log is {self._log_path}:\n{tail}"
+        return EngineError(f"the engine {what}; its log is {self._log_path}:\n{tail}")

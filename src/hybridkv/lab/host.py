@@ -13,13 +13,7 @@ from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.filesystem import check_private_directory
 from hybridkv.lab.configuration import ConfigReport
-from hybridkv.shm.arena import (
-    SHM_DIR,
-    check_ram,
-    default_ram_bytes,
-    machine_memory_bytes,
-    shm_free_bytes,
-)
+from hybridkv.shm import arena
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import PROTOCOL_VERSION
 
@@ -34,7 +28,11 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
     except ConfigError as error:
         yield failure("socket", error)
         return
-    yield _directory(socket_path)
+    try:
+        check_private_directory(Path(socket_path).parent, "server")
+        yield ok("socket", socket_path)
+    except ConfigError as error:
+        yield failure("socket", error)
     arena_bytes: int | None = None
     try:
         with ControlClient(socket_path, DAEMON_SECONDS) as control:
@@ -43,7 +41,10 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
         remedy = 'another "server" works, like "unix:///tmp/hybridkv/daemon.sock"'
         yield fail("daemon", str(error), remedy)
     except DaemonUnreachableError as error:
-        yield _no_daemon(settings, socket_path, error)
+        if settings.server == "auto":
+            yield ok("daemon", f"none runs at {socket_path}; vLLM will start one")
+        else:
+            yield warn("daemon", error.what, error.remedy)
     else:
         yield ok(
             "daemon",
@@ -52,44 +53,28 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
         )
     yield _memory(settings, arena_bytes)
     if report.preview is not None:
-        ram_bytes = arena_bytes or settings.ram_bytes or default_ram_bytes()
+        ram_bytes = arena_bytes or settings.ram_bytes or arena.default_ram_bytes()
         totals = make_plan(report.preview, ram_bytes, slot_bytes).totals
         if totals is not None:
             yield room_finding(totals)
 
 
-def _directory(socket_path: str) -> Finding:
-    try:
-        check_private_directory(Path(socket_path).parent, "server")
-    except ConfigError as error:
-        return failure("socket", error)
-    return ok("socket", socket_path)
-
-
-def _no_daemon(settings: Settings, socket_path: str, error: DaemonUnreachableError) -> Finding:
-    if settings.server == "auto":
-        return ok("daemon", f"none runs at {socket_path}; vLLM will start one")
-    return warn("daemon", error.what, error.remedy)
-
-
 def _memory(settings: Settings, arena_bytes: int | None) -> Finding:
     """Whether the machine has the memory that a daemon to be started would take."""
     room = (
-        f"of {format_size(machine_memory_bytes())} that this process may use (machine or control "
-        f"group), {format_size(shm_free_bytes())} free in {SHM_DIR}"
+        f"of {format_size(arena.machine_memory_bytes())} that this process may use (machine or "
+        f"control group), {format_size(arena.shm_free_bytes())} free in {arena.SHM_DIR}"
     )
-    if arena_bytes is not None:
-        if settings.ram_bytes is not None and settings.ram_bytes != arena_bytes:
-            return warn(
-                "memory",
-                f"ram={format_size(settings.ram_bytes)} is asked for, and the running daemon has "
-                f"{format_size(arena_bytes)}",
-                "ending that daemon before serving works",
-            )
-        return ok("memory", f"the daemon has {format_size(arena_bytes)} {room}")
-    wanted = settings.ram_bytes or default_ram_bytes()
-    try:
-        check_ram(wanted, "kv_connector_extra_config.ram")
-    except ConfigError as error:
-        return failure("memory", error)
-    return ok("memory", f"{format_size(wanted)} {room}")
+    if arena_bytes is None:
+        wanted = settings.ram_bytes or arena.default_ram_bytes()
+        try:
+            arena.check_ram(wanted, "kv_connector_extra_config.ram")
+        except ConfigError as error:
+            return failure("memory", error)
+        return ok("memory", f"{format_size(wanted)} {room}")
+    has = format_size(arena_bytes)
+    if settings.ram_bytes is None or settings.ram_bytes == arena_bytes:
+        return ok("memory", f"the daemon has {has} {room}")
+    ram = format_size(settings.ram_bytes)
+    what = f"ram={ram} is asked for, and the running daemon has {has}"
+    return warn("memory", what, "ending that daemon before serving works")

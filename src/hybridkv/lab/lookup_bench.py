@@ -28,7 +28,14 @@ def measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
     hashes = random.Random(0).randbytes(LOOKUP_TOKENS[-1] // _BLOCK_TOKENS * HASH_BYTES)
     with DaemonProcess(socket_path, "256MiB"), ControlClient(socket_path, hello=hello) as control:
         for index in range(len(groups)):
-            _fill(control, index, hashes)
+            # An (unwritten) object of the group for every hash.
+            unnamed = memoryview(hashes)
+            for granted in reserve(control, _PART_BYTES, len(hashes) // HASH_BYTES):
+                offsets, generations = granted.offsets, granted.generations
+                count = len(unpack_u64(offsets))
+                named, unnamed = unnamed[: count * HASH_BYTES], unnamed[count * HASH_BYTES :]
+                indexes = pack_u64([index] * count)
+                control.tell(Commit(offsets, generations, indexes, bytes(named)))
         for tokens in LOOKUP_TOKENS:
             yield _measure(control, tokens, hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES])
 
@@ -50,14 +57,3 @@ def _measure(control: ControlClient, tokens: int, hashes: bytes) -> dict[str, An
         "p50_ms": round(seconds[LOOKUPS // 2] * 1e3, 3),
         "p99_ms": round(seconds[LOOKUPS * 99 // 100] * 1e3, 3),
     }
-
-
-def _fill(control: ControlClient, group_index: int, hashes: bytes) -> None:
-    """Store an (unwritten) object of one group for every hash."""
-    done = 0
-    for granted in reserve(control, _PART_BYTES, len(hashes) // HASH_BYTES):
-        offsets, generations = granted.offsets, granted.generations
-        count = len(unpack_u64(offsets))
-        named = hashes[done * HASH_BYTES : (done + count) * HASH_BYTES]
-        control.tell(Commit(offsets, generations, pack_u64([group_index] * count), named))
-        done += count

@@ -105,14 +105,11 @@ def _interpreted_triton() -> None:
 
 def _tile_schedules() -> None:
     """Keys that the CPU's builder leaves out of a dictionary that its caller reads."""
-    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder  # noqa: PLC0415
+    from vllm.models.deepseek_v4.cpu import cpu_mla  # noqa: PLC0415
 
-    build = Builder.build_tile_scheduler
-    Builder.build_tile_scheduler = lambda self, tokens: {
-        "c1a": None,
-        "c2a": None,
-        **build(self, tokens),
-    }
+    builder, empty = cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder, {"c1a": None, "c2a": None}
+    build = builder.build_tile_scheduler
+    builder.build_tile_scheduler = lambda self, tokens: {**empty, **build(self, tokens)}
 
 
 SHIMS: dict[str, tuple[Callable[[], None], ...]] = {

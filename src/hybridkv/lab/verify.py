@@ -4,30 +4,17 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.geometry import GroupKind
+from hybridkv.lab import judging
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
-from hybridkv.lab.judging import (
-    Measured,
-    ReferenceAnswers,
-    VerifyArm,
-    deviation,
-    judge,
-    judge_preempted,
-    judge_reference,
-)
+from hybridkv.lab.engine_process import CONNECTOR, NOT_SERVED, EngineProcess, NotServedError
+from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
-from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset
 from hybridkv.wire.messages import describe_groups
 
 CHUNKS = 5
@@ -45,80 +32,57 @@ SETTLE_SECONDS = 5.0
 SETTLED_COUNTERS = (
     *("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored"),
 )
-_FLIP_BITS = 0x41
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size)."""
-
-    model: str
-    vllm_arguments: Sequence[str]
-    ram: str
-    flip: str | None = None
-    """A test's: "detect" or "blind", whether a flipped byte is checked for or not."""
 
 
 class Verification:
     """Runs the arms in order; each uses what the one before left behind."""
 
+    checksum = "paranoid"
+
     def __init__(
-        self, options: VerifyOptions, directory: Path, log_path: Path, say: Callable[[str], None]
+        self,
+        model: str,
+        vllm_arguments: Sequence[str],
+        ram: str,
+        directory: Path,
+        log_path: Path,
+        say: Callable[[str], None],
     ) -> None:
-        self._log_path = log_path
-        self._say = say
-        self._flip = options.flip
+        """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size)."""
+        self._log_path, self._say = log_path, say
         self._socket_path = str(directory / "daemon.sock")
         self._environment: Mapping[str, str] = {}
-        model = options.model
         bundled = bundled_models().get(model)
         self._arguments = [f"--model={bundled or model}"]
         if bundled is not None:
             self._arguments += bundled_arguments(model)
             self._environment = bundled_environment(model)
         elif not Path(model).is_dir() and ("/" not in model or model.startswith((".", "/"))):
-            named = (
-                f"there is no directory {model}" if "/" in model else f"{model!r} is not bundled"
-            )
+            missing = f"there is no directory {model}"
+            named = missing if "/" in model else f"{model!r} is not bundled"
             raise ConfigError(f"--model: {named}", f"{', '.join(bundled_models())} work")
-        self._arguments += options.vllm_arguments
+        self._arguments += vllm_arguments
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
-        self._daemon = DaemonProcess(self._socket_path, options.ram)
+        self._daemon = DaemonProcess(self._socket_path, ram)
         self.chunk_tokens = 0
         self.groups = ""
         self.distinct_tokens = 0
         """Of the first answer; one that repeats itself proves little."""
         self.seconds = 0.0
-        self._others: set[int] = set()
-        """Slots of the prompt that warms up."""
 
     def run(self) -> list[VerifyArm]:
         """Every arm; or the first alone, where vLLM lets no engine serve it."""
         started = time.monotonic()
         try:
             with self._daemon:
-                return self._arms()
-        except NotServedError as error:
-            return [VerifyArm("cold", not_served=error.reason)]
+                measured = [*self._first_engine(), *self._second_engine()]
+                reference = self._reference()
+        except NotServedError:
+            return [VerifyArm("cold", not_served=NOT_SERVED)]
         finally:
             self.seconds = time.monotonic() - started
-
-    def _arms(self) -> list[VerifyArm]:
-        measured = []
-        for title, arms in ARMS.items():
-            with self._engine(title) as engine:
-                if not self.chunk_tokens:
-                    self._learn_geometry()
-                    self._make_prompts(engine.info)
-                self._warm_up(engine)
-                self._others = self._others or set(self._slots())
-                for arm in arms:
-                    arm.prepare(self, engine)
-                    self._say(f"arm: {arm.name}")
-                    measured.append((arm, arm.measure(self, engine, arm)))
-        reference = self._reference()
         self.distinct_tokens = len(set(reference.computed["tokens"]))
         if self.distinct_tokens == 1:
             self._say(
@@ -126,10 +90,44 @@ class Verification:
                 "log-probabilities still do"
             )
         expected = CHUNKS * self.chunk_tokens
-        return [
-            judge_reference(len(self._prompt), expected, reference),
-            *(arm.judge(what, reference) for arm, what in measured),
-        ]
+        arms = [judging.judge_reference(len(self._prompt), expected, reference)]
+        for one in measured:
+            # The preempted arm alone has several prompts.
+            judge = judging.judge if len(one.results) == 1 else judging.judge_preempted
+            arms.append(judge(one, reference))
+        return arms
+
+    def _first_engine(self) -> Iterator[Measured]:
+        with self._engine("first engine with hybridkv") as engine:
+            with ControlClient(self._socket_path) as control:
+                geometry = control.engines()[0].geometry
+            self.chunk_tokens, self.groups = geometry.chunk_tokens, describe_groups(geometry.groups)
+            self._make_prompts(engine.info)
+            self._warm_up(engine)
+            yield self._measure(engine, "cold", [self._prompt])
+            self._forget(engine)
+            yield self._measure(engine, "warm", [self._prompt], CHUNKS)
+            self._compute_split(engine)
+            engine.reset()
+            engine.run(self._first_part, max_tokens=1)
+            chunks = CHUNKS - LOCAL_CHUNKS, LOCAL_CHUNKS
+            yield self._measure(engine, "mixed local and external", [self._split], *chunks)
+
+    def _second_engine(self) -> Iterator[Measured]:
+        with self._engine("second engine, started later") as engine:
+            self._warm_up(engine)
+            yield self._measure(engine, "engine restarted", [self._prompt], CHUNKS)
+            engine.reset()
+            yield self._measure_killed(engine, "daemon killed midway")
+            # A new daemon runs, and the engine is connected to it.
+            self._daemon.start()
+            engine.reset()
+            deadline = time.monotonic() + DAEMON_SECONDS
+            while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
+                engine.run(self._prompt[: self.chunk_tokens // 2], max_tokens=1)
+            yield self._measure(engine, "daemon restarted", [self._prompt], CHUNKS)
+            # Several requests in a pool that runs out of blocks a few tokens after their prompts.
+            yield self._measure(engine, "preempted", self._crowd, 1, starve=True)
 
     def _reference(self) -> ReferenceAnswers:
         with self._engine("engine without a connector", connector=False) as engine:
@@ -140,49 +138,36 @@ class Verification:
             alone = [self._generate(engine, prompt) for prompt in self._crowd]
             engine.reset()
             preempted = engine.run(*self._crowd, max_tokens=MAX_TOKENS, starve=True)
-            noise = deviation(preempted, alone)
+            noise = judging.deviation(preempted, alone)
             return ReferenceAnswers(computed, local_hit, split_hit, alone, noise)
 
-    # Before an arm
-
-    def as_it_is(self, engine: EngineProcess) -> None:
-        """Nothing is done before the arm."""
-
-    def forget(self, engine: EngineProcess) -> None:
-        """The engine's own prefix cache is emptied."""
+    def _forget(self, engine: EngineProcess) -> None:
+        """Empty the engine's own prefix cache before the warm arm."""
         engine.reset()
 
-    def flip_and_forget(self, engine: EngineProcess) -> None:
-        """As `forget`; with --flip a stored byte is made wrong before."""
-        if self._flip:
-            self._flip_one_byte()
-        engine.reset()
-
-    def keep_the_beginning(self, engine: EngineProcess) -> None:
-        """A prompt is stored, and the engine's own cache has the beginning of it alone."""
-        self._compute_split(engine)
-        engine.reset()
-        engine.run(self._first_part(), max_tokens=1)
-
-    def restart_the_daemon(self, engine: EngineProcess) -> None:
-        """A new daemon runs, and the engine is connected to it."""
-        self._daemon.start()
-        engine.reset()
-        deadline = time.monotonic() + DAEMON_SECONDS
-        while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
-            engine.run(self._prompt[: self.chunk_tokens // 2], max_tokens=1)
-
-    # One arm
-
-    def measure(self, engine: EngineProcess, arm: "ArmSpec") -> Measured:
-        """One prompt: of the mixed arm where the engine's own cache has a part of it."""
-        prompt = self._split if arm.local_chunks else self._prompt
+    def _measure(
+        self,
+        engine: EngineProcess,
+        arm: str,
+        prompts: Sequence[list[int]],
+        external_chunks: int = 0,
+        local_chunks: int = 0,
+        starve: bool = False,
+    ) -> Measured:
+        """An arm, of which so many chunks must come from the connector and the own cache."""
+        self._say(f"arm: {arm}")
         before = self._stats()
-        result = self._generate(engine, prompt)
-        return self._measured(arm, [prompt], [result], before)
+        if starve:
+            results = engine.run(*prompts, max_tokens=MAX_TOKENS, starve=True)
+        else:
+            results = [self._generate(engine, prompt) for prompt in prompts]
+        delta = {key: int(count - before.get(key, 0)) for key, count in self._settled().items()}
+        expected, local = external_chunks * self.chunk_tokens, local_chunks * self.chunk_tokens
+        return Measured(arm, sum(map(len, prompts)), results, delta, expected, local)
 
-    def measure_killed(self, engine: EngineProcess, arm: "ArmSpec") -> Measured:
+    def _measure_killed(self, engine: EngineProcess, arm: str) -> Measured:
         """The daemon gets a kill -9 as soon as it has answered the request's lookup."""
+        self._say(f"arm: {arm}")
         lookups = self._stats().get("lookups", 0)
         engine.begin({"do": "run", "prompts": [self._prompt], "max_tokens": KILLED_TOKENS})
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -194,24 +179,7 @@ class Verification:
             result[key] = result[key][:MAX_TOKENS]
         # Whether the load came first is chance; the engine's own count says what it computed from.
         loaded = {"tokens_loaded": result["cached_tokens"]}
-        return Measured(arm.name, len(self._prompt), [result], loaded, None)
-
-    def measure_preempted(self, engine: EngineProcess, arm: "ArmSpec") -> Measured:
-        """Several requests in a pool that runs out of blocks a few tokens after their prompts."""
-        before = self._stats()
-        results = engine.run(*self._crowd, max_tokens=MAX_TOKENS, starve=True)
-        return self._measured(arm, self._crowd, results, before)
-
-    def _measured(
-        self,
-        arm: "ArmSpec",
-        prompts: Sequence[list[int]],
-        results: Sequence[Mapping[str, Any]],
-        before: Mapping[str, float],
-    ) -> Measured:
-        delta = {key: int(count - before.get(key, 0)) for key, count in self._settled().items()}
-        chunks = arm.external_chunks * self.chunk_tokens, arm.local_chunks * self.chunk_tokens
-        return Measured(arm.name, sum(map(len, prompts)), results, delta, *chunks)
+        return Measured(arm, len(self._prompt), [result], loaded, None)
 
     def _generate(self, engine: EngineProcess, prompt: list[int]) -> dict[str, Any]:
         (result,) = engine.run(prompt, max_tokens=MAX_TOKENS)
@@ -237,12 +205,9 @@ class Verification:
         A kernel may give other last bits for the same tokens in a prompt of another length.
         """
         engine.reset()
-        engine.run(self._first_part(), max_tokens=1)
+        engine.run(self._first_part, max_tokens=1)
         engine.run(self._split, max_tokens=1)
         self._settled()
-
-    def _first_part(self) -> list[int]:
-        return self._split[: LOCAL_CHUNKS * self.chunk_tokens + 5]
 
     def _warm_up(self, engine: EngineProcess) -> None:
         """Another prompt lets the engine compile what it compiles on first use, for TTFT's sake."""
@@ -263,25 +228,20 @@ class Verification:
             random.Random(WIDEN_SEED + number).choices(tokens, k=length)
             for number in range(3 + PREEMPTED_PROMPTS)
         )
+        self._first_part = self._split[: LOCAL_CHUNKS * self.chunk_tokens + 5]
         self._crowd = [text[: 2 * self.chunk_tokens - PREEMPTED_AFTER] for text in crowd]
-
-    # Processes
 
     def _engine(self, what: str, connector: bool = True) -> EngineProcess:
         self._say(f"starting: {what}")
         arguments = list(self._arguments)
         if connector:
-            extra = {
-                "server": f"unix://{self._socket_path}",
-                "checksum": "off" if self._flip == "blind" else "paranoid",
-                "lookup_timeout_ms": 2000,
-            }
+            extra = {"server": f"unix://{self._socket_path}", "checksum": self.checksum}
             transfer = {
                 "kv_connector": CONNECTOR,
                 "kv_connector_module_path": "hybridkv.connector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
+                "kv_connector_extra_config": {**extra, "lookup_timeout_ms": 2000},
             }
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         return EngineProcess(arguments, self._log_path, self._say, self._environment)
@@ -289,72 +249,3 @@ class Verification:
     def _stats(self) -> dict[str, float]:
         with ControlClient(self._socket_path) as control:
             return control.stats().values
-
-    def _learn_geometry(self) -> None:
-        with ControlClient(self._socket_path) as control:
-            geometry = control.engines()[0].geometry
-        self.chunk_tokens = geometry.chunk_tokens
-        self.groups = describe_groups(geometry.groups)
-
-    def _slots(self) -> dict[int, SlotHeader]:
-        """Header of every committed slot by offset, read from the arena itself."""
-        reserved = int(self._stats()["bytes_reserved"])
-        with self._arena() as arena:
-            return dict(committed_slots(arena.memory[:reserved]))
-
-    def _flip_one_byte(self) -> None:
-        """The test hook behind --flip: one wrong byte in one stored object, as of bad memory.
-
-        The object is one of a full attention group, since every hit needs all of those; without
-        such a group, one byte in every object is flipped. It stands in the middle, since a payload
-        may begin with what an answer does not depend on (an indexer's cache, while every token is
-        selected anyway), and it is the high byte of a float32 and of a bfloat16 alike.
-        """
-        slots = self._slots()
-        slots = {offset: slots[offset] for offset in slots.keys() - self._others}
-        with ControlClient(self._socket_path) as control:
-            groups = [group for engine in control.engines() for group in engine.geometry.groups]
-        full = {group.gid for group in groups if group.kind is GroupKind.FULL}
-        wanted = [offset for offset in sorted(slots) if slots[offset].gid in full][:1] or [*slots]
-        with self._arena() as arena:
-            for offset in wanted:
-                at = slots[offset].part_bytes // 16 * 8 + 3
-                arena.memory[offset + payload_offset(slots[offset].parts) + at] ^= _FLIP_BITS
-        self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
-
-    def _arena(self) -> closing[Arena]:
-        with ControlClient(self._socket_path) as control:
-            arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
-        return closing(arena)
-
-
-@dataclass(frozen=True, slots=True)
-class ArmSpec:
-    """One arm: what is done before it, what is measured, and what is expected of it."""
-
-    name: str
-    prepare: Callable[[Verification, EngineProcess], None] = Verification.as_it_is
-    external_chunks: int = CHUNKS
-    """Chunks that must come from the connector."""
-    local_chunks: int = 0
-    """Chunks that the engine's own cache has."""
-    measure: Callable[[Verification, EngineProcess, "ArmSpec"], Measured] = Verification.measure
-    judge: Callable[[Measured, ReferenceAnswers], VerifyArm] = judge
-
-
-_V = Verification
-_MIXED = CHUNKS - LOCAL_CHUNKS, LOCAL_CHUNKS
-ARMS: Mapping[str, Sequence[ArmSpec]] = {
-    "first engine with hybridkv": (
-        ArmSpec("cold", external_chunks=0),
-        ArmSpec("warm", _V.flip_and_forget),
-        ArmSpec("mixed local and external", _V.keep_the_beginning, *_MIXED),
-    ),
-    "second engine, started later": (
-        ArmSpec("engine restarted"),
-        ArmSpec("daemon killed midway", _V.forget, measure=_V.measure_killed),
-        ArmSpec("daemon restarted", _V.restart_the_daemon),
-        ArmSpec("preempted", _V.as_it_is, 1, 0, _V.measure_preempted, judge_preempted),
-    ),
-}
-"""By engine, in the order in which they run."""
