@@ -1,8 +1,9 @@
-"""The arguments of commands as tables: a command's module has ARGUMENTS, made of what is here."""
+"""What a command is, and the arguments that several of them have."""
 
 import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from hybridkv.core.paths import check_socket_path, default_socket
@@ -15,8 +16,19 @@ class Argument(NamedTuple):
     keywords: dict[str, Any]
 
 
-Arguments = Iterable[Argument | list[Argument]]
-"""Of a list, one must be given, and no more."""
+class Command(NamedTuple):
+    """What `hybridkv NAME` does. Of a list of arguments one must be given, and no more."""
+
+    arguments: tuple[Argument | list[Argument], ...]
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""
+
+
+def command(
+    *arguments: Argument | list[Argument],
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function the command that has these arguments."""
+    return partial(Command, arguments)
 
 
 def option(name: str, metavar: str | None, about: str | None, **keywords: Any) -> Argument:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import JSON, option
+from hybridkv.cli.arguments import JSON, command, option
 from hybridkv.cli.terminal import PlainConsole, new_table, pairs, print_json
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import parse_size
@@ -15,7 +15,9 @@ from hybridkv.lab.disk_bench import measure_disk
 from hybridkv.lab.lookup_bench import measure_lookups
 
 _DEFAULT = "(default: %(default)s)"
-ARGUMENTS = (
+
+
+@command(
     option("what", None, None, choices=("path", "lookup", "disk")),
     JSON,
     option("--bytes", "SIZE", f"path, disk: bytes to move {_DEFAULT}", default="512MiB"),
@@ -31,9 +33,7 @@ ARGUMENTS = (
     ),
     option("--device", None, f"path: where the engine's blocks are {_DEFAULT}", default="cpu"),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         rows = list(_rows(arguments, str(Path(directory) / "daemon.sock")))

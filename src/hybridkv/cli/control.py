@@ -1,26 +1,33 @@
-"""`hybridkv stats` and `hybridkv clear`."""
+"""`hybridkv stats`, `hybridkv clear` and `hybridkv explain`: a daemon is asked once."""
 
 import argparse
 import json
 
-from hybridkv.cli.arguments import JSON, SOCKET, socket_of, switch
+from hybridkv.cli.arguments import JSON, SOCKET, command, option, socket_of, switch
 from hybridkv.cli.terminal import pairs, plain, print_json
 from hybridkv.client.control import ControlClient
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
+from hybridkv.observe.explanations import sentences_of_reply
 from hybridkv.wire.messages import Report, describe_groups
 
-ARGUMENTS = (
-    SOCKET,
-    JSON,
-    switch("--tiers", "clear: also all that tiers below RAM have, for every node that uses them"),
+_TIERS = switch(
+    "--tiers", "clear: also all that tiers below RAM have, for every node that uses them"
 )
+_REQUEST = option("request_id", "REQUEST_ID", "as the engine names it in its answers and logs")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Ask the daemon and print."""
+class UnknownRequestError(HybridKVError):
+    """The daemon was not told of this request."""
+
+    exit_status = 1
+
+
+@command(SOCKET, JSON, _TIERS)
+def run_stats(arguments: argparse.Namespace) -> int:
+    """Print the counters."""
     with ControlClient(socket_of(arguments)) as control:
-        if arguments.command == "clear":
-            return _clear(control, arguments)
         report = control.stats()
         facts = _facts(control, report)
     if arguments.json:
@@ -51,14 +58,17 @@ def _facts(control: ControlClient, report: Report) -> dict[str, str]:
     return facts
 
 
-def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
-    """The exit status: 1 where a tier that was to be emptied is out of reach."""
-    dropped = control.clear(arguments.tiers)
+@command(SOCKET, JSON, _TIERS)
+def run_clear(arguments: argparse.Namespace) -> int:
+    """Clear and print; 1 where a tier that was to be emptied is out of reach."""
+    tiers: dict[str, bool] = {}
+    with ControlClient(socket_of(arguments)) as control:
+        dropped = control.clear(arguments.tiers)
+        if arguments.tiers:
+            tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
     said: dict[str, object] = {"dropped": dropped}
     sentences = [f"dropped {dropped} objects"]
-    tiers: dict[str, bool] = {}
     if arguments.tiers:
-        tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
         said["tiers"] = {
             name: "removing" if well else "out of reach" for name, well in tiers.items()
         }
@@ -70,3 +80,26 @@ def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
         ] or ["there is no tier below RAM"]
     print(json.dumps(said) if arguments.json else "; ".join(sentences))
     return int(not all(tiers.values()))
+
+
+@command(_REQUEST, SOCKET, JSON)
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print what was looked up, found and loaded for a request, or why not."""
+    request_id: str = arguments.request_id
+    if not is_writable(request_id):
+        what = f"request {request_id!r} is not UTF-8, and no engine names one so"
+        raise ConfigError(what, "a name as the engine's log has it works")
+    with ControlClient(socket_of(arguments)) as control:
+        explained = control.explain(request_id)
+    facts = sentences_of_reply(explained)
+    if not facts:
+        latest = ", ".join(map(plain, explained.latest)) or "none"
+        raise UnknownRequestError(
+            f"no request {request_id!r} ended lately (an engine tells of a request when it ends); "
+            f"the latest are: {latest}"
+        )
+    if arguments.json:
+        print_json({"request": request_id, **facts})
+    else:
+        print(*pairs((plain(name), plain(fact)) for name, fact in facts.items()), sep="\n")
+    return 0

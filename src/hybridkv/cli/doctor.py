@@ -4,17 +4,17 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 
-from hybridkv.cli.arguments import JSON, option
+from hybridkv.cli.arguments import JSON, command, option
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, print_json
 from hybridkv.core.findings import Verdict
 from hybridkv.lab.configuration import inspect_arguments, serve_arguments
 from hybridkv.lab.host import host_findings
 
 _WORDS = 'a whole "vllm serve MODEL ..." command line, or its arguments'
-ARGUMENTS = (JSON, option("vllm_arguments", "-- VLLM ARGS", _WORDS, nargs="+"))
 
 
-def run(arguments: argparse.Namespace) -> int:
+@command(JSON, option("vllm_arguments", "-- VLLM ARGS", _WORDS, nargs="+"))
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Run every check and print; 1 = the engine would not start, or not use the cache."""
     report = inspect_arguments(serve_arguments(arguments.vllm_arguments))
     findings = [*report.findings, *host_findings(report)]

@@ -3,14 +3,15 @@
 import argparse
 from pathlib import Path
 
-from hybridkv.cli.arguments import JSON, option, switch
+from hybridkv.cli.arguments import JSON, command, option, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import format_size
 from hybridkv.tiers.disk.fsck import FsckReport, fsck, list_files
 from hybridkv.tiers.disk.writers import check_root
 
-ARGUMENTS = (
+
+@command(
     option("--disk", "DIRECTORY", "as of hybridkv serve; daemons may use it", required=True),
     switch(
         "--repair",
@@ -19,9 +20,7 @@ ARGUMENTS = (
     ),
     JSON,
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_fsck(arguments: argparse.Namespace) -> int:
     """Prove and print; 1 if anything is damaged and stays so."""
     root = Path(arguments.disk)
     check_root(root, "disk")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from hybridkv import __version__
-from hybridkv.cli.arguments import Arguments
+from hybridkv.cli.arguments import Command
 from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
@@ -22,10 +22,10 @@ COMMANDS = {
         ("serve", "serve", "run the cache daemon of this node"),
         ("stats", "control", "print the daemon's counters"),
         ("top", "top", "show what the daemon does, live"),
-        ("explain", "explain", "say what became of a request, and why"),
+        ("explain", "control", "say what became of a request, and why"),
         ("fsck", "fsck", "prove every object in a directory, and put right what is wrong"),
-        ("export", "export", "write objects to one file, from a directory or a daemon's memory"),
-        ("import", "import_", "put the objects of an exported file into a directory"),
+        ("export", "bundle", "write objects to one file, from a directory or a daemon's memory"),
+        ("import", "bundle", "put the objects of an exported file into a directory"),
         ("clear", "control", "drop everything that the daemon holds"),
         ("plan", "plan", "say what a model costs in the cache, and from which prompt on it helps"),
         ("replay", "replay", _REPLAY),
@@ -34,7 +34,7 @@ COMMANDS = {
         ("bench", "bench", "measure the byte path and the lookup"),
     )
 }
-"""By name: the module, and what `hybridkv --help` says of the command."""
+"""By name: the module with the function run_NAME, and what `hybridkv --help` says of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,19 +76,22 @@ def _run(words: list[str]) -> int:
             add_arguments(command, name)
     parsed = parser.parse_args(words)
     try:
-        status: int = importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)
+        return _loaded(parsed.command).run(parsed)
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         return 130
-    return status
+
+
+def _loaded(name: str) -> Command:
+    loaded: Command = getattr(importlib.import_module(COMMANDS[name][0]), f"run_{name}")
+    return loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The arguments of a command, from the table in its module."""
-    table: Arguments = importlib.import_module(COMMANDS[command][0]).ARGUMENTS
-    for one in table:
+    """The arguments of a command, as its module has them."""
+    for one in _loaded(command).arguments:
         if isinstance(one, list):
             group = parser.add_mutually_exclusive_group(required=True)
             for name, keywords in one:

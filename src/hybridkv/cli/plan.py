@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from hybridkv.cli.arguments import JSON, SOCKET, model, option, socket_of
+from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core import capacity
@@ -22,15 +22,13 @@ _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
 
 
-ARGUMENTS = (
+@command(
     SOCKET,
     option("--ram", "SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
     JSON,
     *model(bundled_models(), "every engine of the running daemon"),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
     """Print every plan; 1 = something of it cannot be cached."""
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     if arguments.model is None and not arguments.vllm_arguments:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import JSON, SOCKET, model, option, socket_of
+from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.capacity import ConfigPreview
@@ -20,7 +20,9 @@ from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import BLOCK_TOKENS, ReplayHits, ReplayReport, read_trace, replay_trace
 
 PROGRESS_SECONDS = 5.0
-ARGUMENTS = (
+
+
+@command(
     option(
         "trace",
         None,
@@ -50,9 +52,7 @@ ARGUMENTS = (
     JSON,
     *model(bundled_models(), "the engine of the running daemon"),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_replay(arguments: argparse.Namespace) -> int:
     """Print what each size hits, next to what no cache could exceed."""
     sizes = [parse_size(size, "ram") for size in arguments.ram or ()]
     block_tokens, eviction = arguments.block_tokens, arguments.eviction

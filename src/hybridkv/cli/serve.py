@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import SOCKET, Argument, option, socket_of, switch
+from hybridkv.cli.arguments import SOCKET, Argument, command, option, socket_of, switch
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
@@ -19,7 +19,7 @@ METRICS_PORT = 9477
 _PORT_MAX = 65535
 
 
-ARGUMENTS = (
+@command(
     SOCKET,
     *(
         Argument(
@@ -63,9 +63,7 @@ ARGUMENTS = (
     ),
     option("--log-file", "FILE", 'where to log; "auto": beside the socket'),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, which leaves the cache to the next daemon, or SIGINT, which frees it."""
     socket_path = Path(socket_of(arguments))
     node = check_node_name(node_name(socket_path) if arguments.node is None else arguments.node)

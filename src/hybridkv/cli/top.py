@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridkv.cli.arguments import SOCKET, option, socket_of, switch
+from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, print_json
 from hybridkv.cli.top_frame import frame
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
@@ -34,7 +34,7 @@ _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
 """What a terminal sends for arrows, function keys, and keys with Alt."""
 
 
-ARGUMENTS = (
+@command(
     SOCKET,
     switch("--json", "print one JSON object, and end"),
     switch("--once", "print one frame, and end (as without a terminal)"),
@@ -42,9 +42,7 @@ ARGUMENTS = (
         *("--interval", "SECONDS", "(default: %(default)s)"), type=float, default=INTERVAL_SECONDS
     ),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_top(arguments: argparse.Namespace) -> int:
     """Show until q or Ctrl-C."""
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"

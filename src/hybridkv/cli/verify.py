@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridkv.cli.arguments import JSON, model, option
+from hybridkv.cli.arguments import JSON, command, model, option
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.sizes import format_size
@@ -24,16 +24,16 @@ COLUMNS = (
     *("loaded", *LEFT[1:]),
 )
 _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
-ARGUMENTS = (
+
+
+@command(
     *model(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
     JSON,
     option(
         *("--ram", "SIZE", "memory of the daemon under test (default: %(default)s)"), default="1GiB"
     ),
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_verify(arguments: argparse.Namespace) -> int:
     """Run all arms; 0 = every answer and every byte is right and every expected hit happened."""
     console = Console(stderr=True)
 

@@ -26,8 +26,8 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
-from hybridkv.lab.child import answering
 from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.engine_process import parent
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import (
@@ -182,11 +182,6 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
 
-def main() -> None:
-    """Answer once."""
-    with answering() as answer:
-        answer(msgspec.to_builtins(inspect(sys.argv[2:])))
-
-
 if __name__ == "__main__":
-    main()
+    with parent() as pipe:
+        pipe.send_bytes(msgspec.json.encode(inspect(sys.argv[2:])))

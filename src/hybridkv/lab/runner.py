@@ -3,11 +3,14 @@
 The arguments after the descriptor are vLLM's.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from hybridkv.lab.child import answering
-from hybridkv.lab.engine_process import CONNECTOR, NOT_SERVED, NotServedError
+from hybridkv.lab.engine_process import CONNECTOR, NotServedError, parent
 
 if "HYBRIDKV_SHIMS" in os.environ:
     # Here, because spawned workers of several ranks import this module too, before any model.
@@ -160,18 +162,28 @@ class _BlockPool:
         self._held = []
 
 
+def _commands(pipe: Connection) -> Iterator[dict[str, Any]]:
+    """What the parent commands, until it has ended or closed its side."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            yield json.loads(pipe.recv_bytes())
+
+
 def main() -> None:
-    """Do as commands say until standard input ends."""
-    with answering() as answer:
+    """Make an engine and do as commands say."""
+    with parent() as pipe:
+
+        def answer(value: object) -> None:
+            pipe.send_bytes(json.dumps(value).encode())
+
         try:
             engine = make_engine(sys.argv[2:])
-        except NotServedError:
-            answer({"not_served": NOT_SERVED})
+        except NotServedError as error:
+            answer({"not_served": error.REASON})
             return
         runner, model = EngineRunner(engine), engine.vllm_config.model_config
         answer({"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()})
-        for line in sys.stdin:
-            command = json.loads(line)
+        for command in _commands(pipe):
             work = runner.run if command.pop("do") == "run" else runner.reset
             answer(work(**command))
 

@@ -12,7 +12,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.lab import judging
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import CONNECTOR, NOT_SERVED, EngineProcess, NotServedError
+from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
 from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import describe_groups
@@ -80,7 +80,7 @@ class Verification:
                 measured = [*self._first_engine(), *self._second_engine()]
                 reference = self._reference()
         except NotServedError:
-            return [VerifyArm("cold", not_served=NOT_SERVED)]
+            return [VerifyArm("cold", not_served=NotServedError.REASON)]
         finally:
             self.seconds = time.monotonic() - started
         self.distinct_tokens = len(set(reference.computed["tokens"]))
@@ -169,7 +169,7 @@ class Verification:
         """The daemon gets a kill -9 as soon as it has answered the request's lookup."""
         self._say(f"arm: {arm}")
         lookups = self._stats().get("lookups", 0)
-        engine.begin({"do": "run", "prompts": [self._prompt], "max_tokens": KILLED_TOKENS})
+        engine.begin("run", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
             pass

@@ -1,31 +1,39 @@
-"""`hybridkv export`: the objects of a directory, or of a daemon's memory, as one file."""
+"""`hybridkv export` and `hybridkv import`: one file with the objects of a directory or daemon."""
 
 import argparse
 import contextlib
 import os
 import stat
+import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridkv.cli.arguments import JSON, option, socket_of
+from hybridkv.cli.arguments import JSON, command, option, socket_of
 from hybridkv.cli.terminal import print_json, progress
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
-from hybridkv.lab.bundle import Bundle
+from hybridkv.core.tier_urls import disk_url, parse_tier
+from hybridkv.lab.bundle import Bundle, BundleMember, read_bundle
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.signature import is_signed
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.disk.files import FileName, prove_file, records
+from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
-ARGUMENTS = (
+TEND_SECONDS = 1.0
+
+
+@command(
     option("file", "FILE", "what to write; it appears when it is whole"),
     [
         option("--disk", "DIRECTORY", "of hybridkv serve; daemons may use it"),
@@ -37,9 +45,7 @@ ARGUMENTS = (
     ),
     JSON,
 )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run_export(arguments: argparse.Namespace) -> int:
     """Write the file and print; 1 if anything was wrong, and left out."""
     prefix = arguments.identity.lower()
     if prefix.strip("0123456789abcdef") or len(prefix) > 2 * HASH_BYTES:
@@ -54,12 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             left_out = _from_memory(socket_of(arguments), bundle, prefix)
         bundle.close()
-    if arguments.json:
-        print_json({"objects": bundle.records, "bytes": bundle.bytes, **left_out})
-    else:
-        print(f"exported {bundle.records} objects, {format_size(bundle.bytes)}")
-        for why, count in sorted(left_out.items()):
-            print(f"left out {count}: {why}")
+    sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
+    _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
     return int("damaged" in left_out)
 
 
@@ -165,3 +167,87 @@ def _add_slot(
     copy[: len(head)] = head
     bundle.add(record, copy)
     return ""
+
+
+@command(
+    option("file", "FILE", "of hybridkv export"),
+    option(
+        "--disk",
+        "DIRECTORY",
+        "as of hybridkv serve; its daemon reads the objects at once,"
+        " and keeps them within its own bound",
+        required=True,
+    ),
+    option(
+        *("--disk-bytes", "SIZE"),
+        'the most to import, like "20GiB" (default: half of what is free)',
+    ),
+    JSON,
+)
+def run_import(arguments: argparse.Namespace) -> int:
+    """Write what is proven and print; 1 if anything was wrong."""
+    spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
+    try:
+        file = open(arguments.file, "rb")  # noqa: SIM115  # closed below
+    except OSError as error:
+        what = f"import: {arguments.file} cannot be read ({error.strerror})"
+        raise ConfigError(what, "a file of hybridkv export works") from error
+    with file:
+        tier = DiskTier(spec, f"import-{uuid.uuid4().hex[:8]}", adopts=False)
+        try:
+            tier.open()
+        except TierError as error:
+            what = f"disk: {arguments.disk} cannot be used ({error})"
+            raise ConfigError(what, "another directory works") from error
+        try:
+            counts = _put_all(file, arguments.file, tier)
+        finally:
+            tier.close()
+            with contextlib.suppress(OSError):
+                tier.leave()
+    imported = counts.pop("imported", 0)
+    kept, size = (int(tier.gauges()[name]) for name in ("objects", "bytes"))
+    within = f"{kept} of them are within the bound, {format_size(size)}"
+    sentence = f"imported {imported} objects; {within}"
+    _print(arguments, sentence, counts, objects=imported, kept=kept, bytes=size)
+    return int(bool(set(counts) - {"there already"}))
+
+
+def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
+    """What became of the records, in words."""
+    counts: Counter[str] = Counter()
+    tend_at = time.monotonic() + TEND_SECONDS
+    with progress("importing", None) as step:
+        for member in read_bundle(file, f"import: {name}"):
+            if time.monotonic() >= tend_at:
+                # Without this sign of life daemons would take away what is imported already.
+                tier.tend()
+                tend_at = time.monotonic() + TEND_SECONDS
+            counts[_put(tier, member)] += 1
+            step()
+    return counts
+
+
+def _put(tier: DiskTier, member: BundleMember) -> str:
+    record = member.proof.record
+    if member.proof.damage is not None or record is None:
+        return "damaged" if member.name else "the file ends too early"
+    key = record.name.key
+    if tier.peek(key):
+        return "there already"
+    write = WriteRequest(key, [member.proof.memory], record.parent, record.interior)
+    (error,) = tier.put([write])
+    if isinstance(error, FullError):
+        return "no room"
+    return "imported" if error is None else "not written"
+
+
+def _print(
+    arguments: argparse.Namespace, sentence: str, left_out: Counter[str], **told: int
+) -> None:
+    if arguments.json:
+        print_json({**told, **left_out})
+        return
+    print(sentence)
+    for why, count in sorted(left_out.items()):
+        print(f"left out {count}: {why}")
