@@ -3,46 +3,38 @@
 import argparse
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridkv.core.paths import check_socket_path, default_socket
 
-
-class Argument(NamedTuple):
-    """One argument, with what `argparse` is told of it."""
-
-    name: str
-    keywords: dict[str, Any]
-
-
-class Command(NamedTuple):
-    """What `hybridkv NAME` does. Of a list of arguments one must be given, and no more."""
-
-    arguments: tuple[Argument | list[Argument], ...]
-    run: Callable[[argparse.Namespace], int]
-    """Returns the exit status."""
+Argument = tuple[str, dict[str, Any]]
+"""The name, and what else `argparse` is told."""
+Run = Callable[[argparse.Namespace], int]
+"""What a command does; returns its exit status."""
+Command = tuple[tuple[Argument | list[Argument], ...], Run]
+"""Arguments, of which one of each list must be given, and no more; and what is done."""
 
 
-def command(
-    *arguments: Argument | list[Argument],
-) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+def command(*arguments: Argument | list[Argument]) -> Callable[[Run], Command]:
     """Make a function the command that has these arguments."""
-    return partial(Command, arguments)
+    return lambda run: (arguments, run)
 
 
-def option(name: str, metavar: str | None, about: str | None, **keywords: Any) -> Argument:
-    """An argument that has a value."""
-    return Argument(name, {"metavar": metavar, "help": about, **keywords})
+def option(named: str, about: str | None = None, default: Any = None, **more: Any) -> Argument:
+    """An argument that has a value; what follows its name in `named` is said to be the value."""
+    name, _, metavar = named.partition(" ")
+    # What has a default is never said to be missing.
+    said = {} if default is None else {"default": default}
+    return name, {"metavar": metavar or None, "help": about, **said, **more}
 
 
 def switch(name: str, about: str) -> Argument:
     """An argument that is given or not."""
-    return Argument(name, {"action": "store_true", "help": about})
+    return name, {"action": "store_true", "help": about}
 
 
 JSON = switch("--json", "print one JSON object")
-SOCKET = option("--socket", "PATH", None)
+SOCKET = option("--socket PATH")
 
 
 def model(
@@ -53,13 +45,11 @@ def model(
 ) -> tuple[Argument, Argument]:
     """The model and vLLM's arguments; `otherwise` says what is meant without a model."""
     about = f"{what}, or a bundled tiny model: {', '.join(bundled)} (default: {otherwise})"
-    words = option("vllm_arguments", "-- VLLM ARGS", "passed to vLLM as they are", nargs="*")
-    return option("--model", "DIR_OR_NAME", about, default=default), words
+    words = option("vllm_arguments -- VLLM ARGS", "passed to vLLM as they are", nargs="*")
+    return option("--model DIR_OR_NAME", about, default), words
 
 
 def socket_of(arguments: argparse.Namespace) -> str:
     """The path of the daemon's socket; raises ConfigError where no socket can have it."""
-    path = arguments.socket
-    if path is None:
-        path = default_socket(os.environ, os.geteuid())
-    return check_socket_path(path, "socket")
+    path, otherwise = arguments.socket, default_socket(os.environ, os.geteuid())
+    return check_socket_path(otherwise if path is None else path, "socket")

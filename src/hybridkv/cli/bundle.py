@@ -1,9 +1,15 @@
-"""`hybridkv export` and `hybridkv import`: one file with the objects of a directory or daemon."""
+"""`hybridkv export` and `hybridkv import`: the objects of a directory or a daemon as one file.
+
+It is a tar with a member per record, named like its file, and a last one that says that the file is
+complete.  A reader proves every record, since what carried the file may have changed any byte.
+"""
 
 import argparse
 import contextlib
+import io
 import os
 import stat
+import tarfile
 import time
 import uuid
 from collections import Counter
@@ -19,30 +25,85 @@ from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import disk_url, parse_tier
-from hybridkv.lab.bundle import Bundle, BundleMember, read_bundle
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.signature import is_signed
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
-from hybridkv.tiers.disk.files import FileName, prove_file, records
+from hybridkv.tiers.disk import files
+from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
+LAST = "hybridkv-export"
+"""The name of the last member, which says the version and how many records there are."""
+VERSION = 1
+
+
+class Bundle:
+    """A bundle that is being written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._tar = tarfile.TarFile.open(fileobj=file, mode="w|", format=tarfile.GNU_FORMAT)
+        self.records = self.bytes = 0
+
+    def add(self, record: Record, memory: memoryview) -> None:
+        """Write one more record. Raises OSError."""
+        self._add(files.name_of(record).text, memory)
+        self.records += 1
+        self.bytes += len(memory)
+
+    def close(self) -> None:
+        """Write the last member. Raises OSError."""
+        self._add(LAST, f"{VERSION} {self.records}\n".encode())
+        self._tar.close()
+
+    def _add(self, name: str, content: memoryview | bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(content), 0o600
+        self._tar.addfile(info, io.BytesIO(content))
+
+
+def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
+    """Every member with its proof, as soon as it is read; the end, if missing, has no name.
+
+    Raises ConfigError where `file` is no bundle of this version.
+    """
+    works = "a file of hybridkv export works"
+    records, is_over = 0, False
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as tar:
+            for info in tar:
+                content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
+                if content is None:
+                    yield info.name, FileProof(FileDamage.MISNAMED)
+                elif info.name == LAST:
+                    text = content.read(64).decode("ascii", "replace")
+                    version, _, count = text.strip().partition(" ")
+                    if version != str(VERSION):
+                        what = f"{setting} is of another version ({version[:8]!r})"
+                        raise ConfigError(what, works)
+                    is_over = count == str(records)
+                else:
+                    records += 1
+                    name = files.parse_name(info.name)
+                    yield info.name, files.prove(content, info.size, name)
+    except (tarfile.TarError, EOFError) as error:
+        if not records:
+            raise ConfigError(f"{setting} is no bundle of records ({error})", works) from error
+    if not is_over:
+        yield "", FileProof(FileDamage.LENGTH)
 
 
 @command(
-    option("file", "FILE", "what to write; it appears when it is whole"),
+    option("file FILE", "what to write; it appears when it is whole"),
     [
-        option("--disk", "DIRECTORY", "of hybridkv serve; daemons may use it"),
-        option("--socket", "PATH", "a daemon, for what it has in memory"),
+        option("--disk DIRECTORY", "of hybridkv serve; daemons may use it"),
+        option("--socket PATH", "a daemon, for what it has in memory"),
     ],
-    option(
-        *("--identity", "HEX_PREFIX", "only objects of this identity, as stats tells it"),
-        default="",
-    ),
+    option("--identity HEX_PREFIX", "only objects of this identity, as stats tells it", default=""),
     JSON,
 )
 def run_export(arguments: argparse.Namespace) -> int:
@@ -93,7 +154,7 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
     found: list[tuple[float, str, FileName]] = []
     try:
         for home in homes(root):
-            for path, name in records(home):
+            for path, name in files.records(home):
                 if name.key[:HASH_BYTES].hex().startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((os.stat(path).st_mtime, path, name))
@@ -107,7 +168,7 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             # There is no proof of a file that a daemon removed.
-            if name.key not in known and (proof := prove_file(path, name)) is not None:
+            if name.key not in known and (proof := files.prove_file(path, name)) is not None:
                 if proof.damage is not None or proof.record is None:
                     left_out["damaged"] += 1
                 else:
@@ -170,18 +231,14 @@ def _add_slot(
 
 
 @command(
-    option("file", "FILE", "of hybridkv export"),
+    option("file FILE", "of hybridkv export"),
     option(
-        "--disk",
-        "DIRECTORY",
+        "--disk DIRECTORY",
         "as of hybridkv serve; its daemon reads the objects at once,"
         " and keeps them within its own bound",
         required=True,
     ),
-    option(
-        *("--disk-bytes", "SIZE"),
-        'the most to import, like "20GiB" (default: half of what is free)',
-    ),
+    option("--disk-bytes SIZE", 'the most to import, like "20GiB" (default: half of what is free)'),
     JSON,
 )
 def run_import(arguments: argparse.Namespace) -> int:
@@ -218,25 +275,24 @@ def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
     counts: Counter[str] = Counter()
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
-        for member in read_bundle(file, f"import: {name}"):
+        for member, proof in _read(file, f"import: {name}"):
             if time.monotonic() >= tend_at:
                 # Without this sign of life daemons would take away what is imported already.
                 tier.tend()
                 tend_at = time.monotonic() + TEND_SECONDS
-            counts[_put(tier, member)] += 1
+            if proof.damage is None and proof.record is not None:
+                counts[_put(tier, proof.record, proof.memory)] += 1
+            else:
+                counts["damaged" if member else "the file ends too early"] += 1
             step()
     return counts
 
 
-def _put(tier: DiskTier, member: BundleMember) -> str:
-    record = member.proof.record
-    if member.proof.damage is not None or record is None:
-        return "damaged" if member.name else "the file ends too early"
+def _put(tier: DiskTier, record: Record, memory: memoryview) -> str:
     key = record.name.key
     if tier.peek(key):
         return "there already"
-    write = WriteRequest(key, [member.proof.memory], record.parent, record.interior)
-    (error,) = tier.put([write])
+    (error,) = tier.put([WriteRequest(key, [memory], record.parent, record.interior)])
     if isinstance(error, FullError):
         return "no room"
     return "imported" if error is None else "not written"

@@ -15,7 +15,7 @@ from hybridkv.wire.messages import Report, describe_groups
 _TIERS = switch(
     "--tiers", "clear: also all that tiers below RAM have, for every node that uses them"
 )
-_REQUEST = option("request_id", "REQUEST_ID", "as the engine names it in its answers and logs")
+_REQUEST = option("request_id REQUEST_ID", "as the engine names it in its answers and logs")
 
 
 class UnknownRequestError(HybridKVError):

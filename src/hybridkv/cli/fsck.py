@@ -12,7 +12,7 @@ from hybridkv.tiers.disk.writers import check_root
 
 
 @command(
-    option("--disk", "DIRECTORY", "as of hybridkv serve; daemons may use it", required=True),
+    option("--disk DIRECTORY", "as of hybridkv serve; daemons may use it", required=True),
     switch(
         "--repair",
         "put damaged files into quarantine, give whole ones their own names,"

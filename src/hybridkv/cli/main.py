@@ -15,24 +15,20 @@ from hybridkv.core.errors import HybridKVError
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141
 """The exit status of a program that SIGPIPE ended."""
-_REPLAY = "say what caches of several sizes would have hit on a trace of prompts"
 COMMANDS = {
-    name: (f"hybridkv.cli.{module}", about)
-    for name, module, about in (
-        ("serve", "serve", "run the cache daemon of this node"),
-        ("stats", "control", "print the daemon's counters"),
-        ("top", "top", "show what the daemon does, live"),
-        ("explain", "control", "say what became of a request, and why"),
-        ("fsck", "fsck", "prove every object in a directory, and put right what is wrong"),
-        ("export", "bundle", "write objects to one file, from a directory or a daemon's memory"),
-        ("import", "bundle", "put the objects of an exported file into a directory"),
-        ("clear", "control", "drop everything that the daemon holds"),
-        ("plan", "plan", "say what a model costs in the cache, and from which prompt on it helps"),
-        ("replay", "replay", _REPLAY),
-        ("doctor", "doctor", "check a vllm serve command line before it is served"),
-        ("verify", "verify", "prove on real engines that the cache changes no answer"),
-        ("bench", "bench", "measure the byte path and the lookup"),
-    )
+    "serve": ("serve", "run the cache daemon of this node"),
+    "stats": ("control", "print the daemon's counters"),
+    "top": ("top", "show what the daemon does, live"),
+    "explain": ("control", "say what became of a request, and why"),
+    "fsck": ("fsck", "prove every object in a directory, and put right what is wrong"),
+    "export": ("bundle", "write objects to one file, from a directory or a daemon's memory"),
+    "import": ("bundle", "put the objects of an exported file into a directory"),
+    "clear": ("control", "drop everything that the daemon holds"),
+    "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
+    "replay": ("replay", "say what caches of several sizes would have hit on a trace of prompts"),
+    "doctor": ("doctor", "check a vllm serve command line before it is served"),
+    "verify": ("verify", "prove on real engines that the cache changes no answer"),
+    "bench": ("bench", "measure the byte path and the lookup"),
 }
 """By name: the module with the function run_NAME, and what `hybridkv --help` says of it."""
 
@@ -76,7 +72,8 @@ def _run(words: list[str]) -> int:
             add_arguments(command, name)
     parsed = parser.parse_args(words)
     try:
-        return _loaded(parsed.command).run(parsed)
+        _, run = _loaded(parsed.command)
+        return run(parsed)
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
@@ -85,16 +82,15 @@ def _run(words: list[str]) -> int:
 
 
 def _loaded(name: str) -> Command:
-    loaded: Command = getattr(importlib.import_module(COMMANDS[name][0]), f"run_{name}")
+    module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name][0]}")
+    loaded: Command = getattr(module, f"run_{name}")
     return loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """The arguments of a command, as its module has them."""
-    for one in _loaded(command).arguments:
-        if isinstance(one, list):
-            group = parser.add_mutually_exclusive_group(required=True)
-            for name, keywords in one:
-                group.add_argument(name, **keywords)
-        else:
-            parser.add_argument(one.name, **one.keywords)
+    for one in _loaded(command)[0]:
+        several = isinstance(one, list)
+        where = parser.add_mutually_exclusive_group(required=True) if several else parser
+        for name, keywords in one if isinstance(one, list) else [one]:
+            where.add_argument(name, **keywords)

@@ -24,7 +24,7 @@ _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 
 @command(
     SOCKET,
-    option("--ram", "SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
+    option("--ram SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
     JSON,
     *model(bundled_models(), "every engine of the running daemon"),
 )

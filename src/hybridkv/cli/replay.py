@@ -25,27 +25,26 @@ PROGRESS_SECONDS = 5.0
 @command(
     option(
         "trace",
-        None,
         "a JSON object a line: input_length (tokens) and hash_ids, a number for each block of "
         "the prompt that covers all blocks before it, as in the public Mooncake traces",
         type=Path,
     ),
     option(
-        *("--block-tokens", "N"),
+        "--block-tokens N",
         "tokens that one of the hash_ids stands for (default: %(default)s)",
         type=int,
         default=BLOCK_TOKENS,
     ),
     SOCKET,
     option(
-        "--ram",
-        "SIZE",
+        "--ram SIZE",
         'memory of the cache, like "8GiB"; may be named several times (default: some that are '
         "worth a look)",
         action="append",
     ),
     option(
-        *("--eviction", None, "as of `serve`"),
+        "--eviction",
+        "as of `serve`",
         choices=[*EvictionPolicy],
         default=EvictionPolicy.TWO_QUEUES.value,
     ),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import SOCKET, Argument, command, option, socket_of, switch
+from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
@@ -22,46 +22,39 @@ _PORT_MAX = 65535
 @command(
     SOCKET,
     *(
-        Argument(
-            f"--{name}",
-            {"dest": setting.name, "default": setting.default, **setting.metadata["serve"]},
-        )
-        for name, setting in SERVE_SETTINGS.items()
+        (f"--{name}", {"dest": one.name, "default": one.default, **one.metadata["serve"]})
+        for name, one in SERVE_SETTINGS.items()
     ),
     option(
-        "--metrics-port",
-        "PORT",
+        "--metrics-port PORT",
         "loopback port of /metrics; a free one where it is taken; -1: none (default: %(default)s)",
+        METRICS_PORT,
         type=int,
-        default=METRICS_PORT,
     ),
     switch("--fresh", "start empty, even where a daemon that ended left its cache in memory"),
-    option("--disk", "DIRECTORY", "keep objects there too, also over a reboot"),
+    option("--disk DIRECTORY", "keep objects there too, also over a reboot"),
     option(
-        *("--disk-bytes", "SIZE"),
-        'the most that may take, like "200GiB" (default: half of what is free)',
+        "--disk-bytes SIZE", 'the most that may take, like "200GiB" (default: half of what is free)'
     ),
     option(
-        "--tier",
-        "URL",
+        "--tier URL",
         "a tier below RAM, may be given several times, the fastest first: "
         "disk:///directory?bytes=200GiB, valkey://host:6379/0, s3://bucket/prefix, "
         "mooncake://host:50051; with &write=through|back|off, &hourly=SIZE to spare an SSD, "
         "&timeout=SECONDS",
+        [],
         action="append",
-        default=[],
     ),
     option(
-        *("--node", "NAME"),
+        "--node NAME",
         "tells this daemon from others on one directory (default: host name and socket)",
     ),
     option(
-        "--traces",
-        "URL",
+        "--traces URL",
         "send spans of lookups, loads and tiers to an OpenTelemetry collector, like "
         "http://127.0.0.1:4318/v1/traces (needs hybridkv[otel]; default: no)",
     ),
-    option("--log-file", "FILE", 'where to log; "auto": beside the socket'),
+    option("--log-file FILE", 'where to log; "auto": beside the socket'),
 )
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, which leaves the cache to the next daemon, or SIGINT, which frees it."""

@@ -38,9 +38,7 @@ _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
     SOCKET,
     switch("--json", "print one JSON object, and end"),
     switch("--once", "print one frame, and end (as without a terminal)"),
-    option(
-        *("--interval", "SECONDS", "(default: %(default)s)"), type=float, default=INTERVAL_SECONDS
-    ),
+    option("--interval SECONDS", "(default: %(default)s)", type=float, default=INTERVAL_SECONDS),
 )
 def run_top(arguments: argparse.Namespace) -> int:
     """Show until q or Ctrl-C."""

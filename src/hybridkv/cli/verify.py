@@ -29,9 +29,7 @@ _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
 @command(
     *model(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
     JSON,
-    option(
-        *("--ram", "SIZE", "memory of the daemon under test (default: %(default)s)"), default="1GiB"
-    ),
+    option("--ram SIZE", "memory of the daemon under test (default: %(default)s)", default="1GiB"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
     """Run all arms; 0 = every answer and every byte is right and every expected hit happened."""

@@ -21,7 +21,7 @@ BUNDLED_ENVIRONMENT = {
 
 
 def bundled_environment(name: str) -> dict[str, str]:
-    """What the processes of this bundled model's engine need; see hybridkv.lab.shims and .widen."""
+    """What the processes of this bundled model's engine need; see hybridkv.lab.shims."""
     own = {"HYBRIDKV_SHIMS": name, "HYBRIDKV_WIDEN": f"{WIDEN_SEED}:{_WIDTHS.get(name, _WIDTH)}"}
     if name == "deepseekv4" and _is_cpu_build():
         own["TRITON_INTERPRET"] = "1"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hybridkv.cli import bundle
+from hybridkv.cli.bundle import LAST
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.bundle import LAST
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.tier_suite import read, sample
 from hybridkv.shm.scan import committed_slots
