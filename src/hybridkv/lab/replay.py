@@ -6,25 +6,21 @@ one after the other and are stored as soon as they were looked up, as by one eng
 busy.
 """
 
-import math
 import mmap
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.capacity import ConfigPreview
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.store.index import Namespace
@@ -32,8 +28,6 @@ from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512
 """Tokens in a block of the public Mooncake traces."""
-SIZES = 6
-"""The number of sizes that are tried where none is named."""
 CHUNKS_PER_STEP = 64
 """Chunks whose objects are stored together, group by group, as after a step of the engine."""
 PAGES_MIN = 8
@@ -225,53 +219,6 @@ class TraceReplay:
         pages = max(1, round(size / self._scale / SLOT_ALIGN))
         for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
             self._store.commit(slot, self._namespace, index, chunk_hash, parent, interior)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What caches of several sizes hit on a trace."""
-
-    model: str
-    everything_bytes: int
-    """Memory for all objects of the trace."""
-    ceiling: ReplayHits
-    """Hits of a cache without bound."""
-    sizes: tuple[tuple[int, ReplayHits], ...]
-    """Hits by size in bytes, the smallest first."""
-
-    def of_ceiling(self, hits: ReplayHits) -> float:
-        """The share of these hits in those of a cache without bound."""
-        return hits.tokens_hit / self.ceiling.tokens_hit if self.ceiling.tokens_hit else 1.0
-
-
-def replay_trace(
-    preview: ConfigPreview,
-    prompts: Sequence[TracePrompt],
-    block_tokens: int,
-    sizes: Sequence[int],
-    policy: EvictionPolicy,
-    last: Callable[[Iterable[ReplayHits], str], ReplayHits],
-) -> ReplayReport:
-    """Replay a trace without bound and with caches of `sizes`, by default of powers of two.
-
-    `last` returns the last sum; it is told what is replayed, so that it can show progress. Raises
-    ConfigError where no prompt has a whole chunk.
-    """
-    assert preview.geometry is not None
-    model = ReplayModel(preview.geometry, preview.states, block_tokens)
-    unlimited = UnlimitedCache(model)
-    ceiling = last(accumulate(map(unlimited.serve, prompts)), "without bound")
-    everything = unlimited.stored_bytes
-    if not everything:
-        tokens = preview.geometry.chunk_tokens
-        raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
-    whole = 1 << math.ceil(math.log2(everything))
-    rows = []
-    for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
-        # A cache that is larger than everything behaves as one that is as large.
-        with TraceReplay(model, min(size, 2 * everything), policy) as cache:
-            rows.append((size, last(accumulate(map(cache.serve, prompts)), format_size(size))))
-    return ReplayReport(preview.model, everything, ceiling, tuple(rows))
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:
