@@ -9,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 
 from hybridkv.cli import main, verify
+from hybridkv.cli.verify import Verification
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import GroupKind
 from hybridkv.lab.engine_process import EngineProcess
-from hybridkv.lab.verify import Verification
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset

@@ -25,7 +25,7 @@ COMMANDS = {
     "import": ("bundle", "put the objects of an exported file into a directory"),
     "clear": ("control", "drop everything that the daemon holds"),
     "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
-    "replay": ("replay", "say what caches of several sizes would have hit on a trace of prompts"),
+    "replay": ("plan", "say what caches of several sizes would have hit on a trace of prompts"),
     "doctor": ("doctor", "check a vllm serve command line before it is served"),
     "verify": ("verify", "prove on real engines that the cache changes no answer"),
     "bench": ("bench", "measure the byte path and the lookup"),

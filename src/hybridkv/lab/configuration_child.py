@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import msgspec
@@ -27,7 +28,6 @@ from hybridkv.core.findings import Finding, Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.lab.configuration import ConfigReport
-from hybridkv.lab.engine_process import parent
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
@@ -179,5 +179,5 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
 
 
 if __name__ == "__main__":
-    with parent() as pipe:
+    with Connection(int(sys.argv[1])) as pipe:
         pipe.send_bytes(msgspec.json.encode(inspect(sys.argv[2:])))

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -88,11 +87,6 @@ class AnsweringChild:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def parent() -> Connection:
-    """The child's side."""
-    return Connection(int(sys.argv[1]))
 
 
 def log_tail(log: bytes, *wanted: str) -> str:

@@ -21,7 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from hybridkv.lab.engine_process import CONNECTOR, NotServedError, parent
+from hybridkv.lab.engine_process import CONNECTOR, NotServedError
 
 if "HYBRIDKV_SHIMS" in os.environ:
     # Here, because spawned workers of several ranks import this module too, before any model.
@@ -171,7 +171,7 @@ def _commands(pipe: Connection) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Make an engine and do as commands say."""
-    with parent() as pipe:
+    with Connection(int(sys.argv[1])) as pipe:
 
         def answer(value: object) -> None:
             pipe.send_bytes(json.dumps(value).encode())
