@@ -45,7 +45,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         column.overflow = "fold"
     for finding in findings:
         words = (finding.check, str(finding.verdict), finding.what, finding.remedy)
-        table.add_row(*words, style=STYLES[finding.verdict])
+        table.add_row(*words, style=STYLES.get(finding.verdict))
     console = PlainConsole(160)
     console.print(table)
     if report.identity:

@@ -120,7 +120,7 @@ def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Findin
         console.print(line, highlight=False)
     for finding in findings:
         line = f"{finding.verdict} {finding.check}: {finding.sentence}"
-        console.print(line, style=STYLES[finding.verdict], highlight=False)
+        console.print(line, style=STYLES.get(finding.verdict), highlight=False)
 
 
 def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,11 +10,7 @@ from rich.table import Table
 
 from hybridkv.core.findings import Verdict
 
-STYLES: Mapping[Verdict, str | None] = {
-    Verdict.OK: None,
-    Verdict.WARN: "yellow",
-    Verdict.FAIL: "bold red",
-}
+STYLES = {Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
 def plain(text: str) -> str:

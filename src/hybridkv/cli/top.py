@@ -84,13 +84,10 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
         with live:
             while True:
                 size = console.size
-                text = Text()
+                text = frame(status, socket_path, size.width, size.height - bool(why))
                 if why:
-                    text.append(
-                        f"no answer, shown is the last one: {why}"[: size.width], "bold red"
-                    )
-                    text.append("\n")
-                text.append(frame(status, socket_path, size.width, size.height - bool(why)))
+                    head = f"no answer, shown is the last one: {why}"[: size.width]
+                    text = Text.assemble((head, "bold red"), "\n", text)
                 live.update(text, refresh=True)
                 until = time.monotonic() + interval
                 while time.monotonic() < until and console.size == size:
@@ -176,7 +173,7 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
     if hit is None or ceiling is None:
         yield line.append("nothing was looked up in the last hour", "dim")
     else:
-        line.append(_meter(hit, "blue", meter, ceiling)).append(f" {hit:.1%}")
+        line.append(_meter(hit, meter, ceiling)).append(f" {hit:.1%}")
         more = f" of {ceiling:.1%} that a cache of unlimited size had"
         yield line.append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
     used = values["bytes_committed"] + values["bytes_writing"]
@@ -237,7 +234,7 @@ def _groups(status: Status, width: int) -> list[Text]:
         owner = _name_of(group.model) or group.identity or "all others"
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
-        line.append(_meter(group.held_bytes / most, "blue", meter))
+        line.append(_meter(group.held_bytes / most, meter))
         held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
         lines.append(line.append(held))
     return lines
@@ -272,7 +269,7 @@ def _held(name: str, used: float | None, most: float | None, meter: int) -> Text
     line = _label(name)
     if used is None:
         return line.append("not known", "dim")
-    line.append(_meter(used / most if most else 0.0, "blue", meter)).append(f" {format_size(used)}")
+    line.append(_meter(used / most if most else 0.0, meter)).append(f" {format_size(used)}")
     return line.append(f" of {format_size(most)}" if most else "", "dim")
 
 
@@ -285,12 +282,12 @@ def _meter_columns(width: int) -> int:
     return min(METER, (width - 20) * 2 // 5)
 
 
-def _meter(share: float, colour: str, size: int, beyond: float | None = None) -> Text:
+def _meter(share: float, size: int, beyond: float | None = None) -> Text:
     share = min(1.0, max(0.0, share))
     full = round(share * size)
     more = max(full, round(min(1.0, beyond or 0.0) * size))
     return Text.assemble(
-        ("█" * full, colour), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim")
+        ("█" * full, "blue"), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim")
     )
 
 
@@ -302,9 +299,7 @@ def _name_of(model: str) -> str:
 def _block(value: float | None, most: float) -> str:
     if value is None:
         return " "
-    if not most or value <= 0:
-        return BLOCKS[1]
-    return BLOCKS[max(1, min(8, round(8 * value / most)))]
+    return BLOCKS[max(1, min(8, round(8 * value / most))) if most else 1]
 
 
 def _cut(text: str, width: int) -> str:
