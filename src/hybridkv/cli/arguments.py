@@ -1,10 +1,12 @@
 """What a command is, and the arguments that several of them have."""
 
 import argparse
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
 
 Argument = tuple[str, dict[str, Any]]
@@ -53,3 +55,12 @@ def socket_of(arguments: argparse.Namespace) -> str:
     """The path of the daemon's socket; raises ConfigError where no socket can have it."""
     path, otherwise = arguments.socket, default_socket(os.environ, os.geteuid())
     return check_socket_path(otherwise if path is None else path, "socket")
+
+
+@contextlib.contextmanager
+def or_refuse(what: str, works: str) -> Iterator[None]:
+    """Raise a ConfigError, that `what` is wrong, for an OSError; `works` is the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} ({error.strerror})", works) from error

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import JSON, command, option
+from hybridkv.cli.arguments import JSON, command, option, or_refuse
 from hybridkv.cli.terminal import PlainConsole, new_table, pairs, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.geometry import Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
@@ -105,7 +105,7 @@ def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
         Group(0, GroupKind.FULL, _BLOCK_TOKENS, (_PART_BYTES,)),
         *(Group(gid, GroupKind.SLIDING, _BLOCK_TOKENS, (_PART_BYTES,), 1024) for gid in (1, 2)),
     )
-    hello = engine_hello(Geometry(groups, _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS))
+    hello = engine_hello(groups, _BLOCK_TOKENS)
     hashes = random.Random(0).randbytes(LOOKUP_TOKENS[-1] // _BLOCK_TOKENS * HASH_BYTES)
     with DaemonProcess(socket_path, "256MiB"), ControlClient(socket_path, hello=hello) as control:
         for index in range(len(groups)):
@@ -149,12 +149,12 @@ def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any
             f" what {WRITES_MAX} threads write at once",
             f"{format_size(least)} works",
         )
-    try:
-        with tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place:
-            return [_measure_objects(Path(place), size, total_bytes) for size in OBJECT_BYTES]
-    except OSError as error:
-        what = f"--directory {directory} cannot be used ({error.strerror})"
-        raise ConfigError(what, "one that you may write to works") from error
+    what = f"--directory {directory} cannot be used"
+    with (
+        or_refuse(what, "one that you may write to works"),
+        tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place,
+    ):
+        return [_measure_objects(Path(place), size, total_bytes) for size in OBJECT_BYTES]
 
 
 def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridkv.cli.arguments import JSON, command, option, socket_of
+from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of
 from hybridkv.cli.terminal import print_json, progress
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
@@ -135,7 +135,7 @@ def _appears(path: Path) -> Iterator[BinaryIO]:
             what = f"export: {path} is no file that could be replaced"
             raise ConfigError(what, "the name of a new one works")
     part = path.with_name(f"{path.name}.part")
-    try:
+    with or_refuse(f"export: {path} cannot be written", "a file in a directory with room works"):
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(part, flags, 0o600), "wb") as file:
@@ -143,24 +143,18 @@ def _appears(path: Path) -> Iterator[BinaryIO]:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:
-        what = f"export: {path} cannot be written ({error.strerror})"
-        raise ConfigError(what, "a file in a directory with room works") from error
 
 
 def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
     """What was left out, by reason."""
     check_root(root, "disk")
     found: list[tuple[float, str, FileName]] = []
-    try:
+    with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
         for home in homes(root):
             for path, name in files.records(home):
                 if name.key[:HASH_BYTES].hex().startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
                         found.append((os.stat(path).st_mtime, path, name))
-    except OSError as error:
-        what = f"disk: {root} cannot be read ({error.strerror})"
-        raise ConfigError(what, "a directory that you may read works") from error
     # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
     known: set[bytes] = set()
@@ -244,12 +238,10 @@ def _add_slot(
 def run_import(arguments: argparse.Namespace) -> int:
     """Write what is proven and print; 1 if anything was wrong."""
     spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
-    try:
-        file = open(arguments.file, "rb")  # noqa: SIM115  # closed below
-    except OSError as error:
-        what = f"import: {arguments.file} cannot be read ({error.strerror})"
-        raise ConfigError(what, "a file of hybridkv export works") from error
-    with file:
+    works = "a file of hybridkv export works"
+    with contextlib.ExitStack() as stack:
+        with or_refuse(f"import: {arguments.file} cannot be read", works):
+            file = stack.enter_context(open(arguments.file, "rb"))
         tier = DiskTier(spec, f"import-{uuid.uuid4().hex[:8]}", adopts=False)
         try:
             tier.open()

@@ -10,7 +10,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
 from hybridkv.observe.explanations import sentences_of_reply
-from hybridkv.wire.messages import Report, describe_groups
+from hybridkv.wire.messages import describe_groups
 
 _TIERS = switch(
     "--tiers", "clear: also all that tiers below RAM have, for every node that uses them"
@@ -26,10 +26,20 @@ class UnknownRequestError(HybridKVError):
 
 @command(SOCKET, JSON, _TIERS)
 def run_stats(arguments: argparse.Namespace) -> int:
-    """Print the counters."""
+    """Print the counters, and what is not a number, by name."""
     with ControlClient(socket_of(arguments)) as control:
-        report = control.stats()
-        facts = _facts(control, report)
+        welcome, report, engines = control.welcome, control.stats(), control.engines()
+    facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
+    facts["metrics"] = report.metrics_url
+    for number, tier in enumerate(report.tiers):
+        bound = "" if tier.max_bytes is None else f", at most {format_size(tier.max_bytes)}"
+        facts[f"tier_{number}"] = f"{tier.name}: written {tier.write}{bound}"
+    for number, engine in enumerate(engines):
+        geometry = engine.geometry
+        facts[f"session_{number}"] = (
+            f"chunk {geometry.chunk_tokens} groups {describe_groups(geometry.groups)} "
+            f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
+        )
     if arguments.json:
         print_json({**facts, **report.values}, sort_keys=True)
         return 0
@@ -39,23 +49,6 @@ def run_stats(arguments: argparse.Namespace) -> int:
         rows.append((name, format_size(round(value)) if is_size else f"{value:,.0f}"))
     print(*pairs(rows), sep="\n")
     return 0
-
-
-def _facts(control: ControlClient, report: Report) -> dict[str, str]:
-    """What is not a number, by name."""
-    welcome = control.welcome
-    facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
-    facts["metrics"] = report.metrics_url
-    for number, tier in enumerate(report.tiers):
-        bound = "" if tier.max_bytes is None else f", at most {format_size(tier.max_bytes)}"
-        facts[f"tier_{number}"] = f"{tier.name}: written {tier.write}{bound}"
-    for number, engine in enumerate(control.engines()):
-        geometry = engine.geometry
-        facts[f"session_{number}"] = (
-            f"chunk {geometry.chunk_tokens} groups {describe_groups(geometry.groups)} "
-            f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
-        )
-    return facts
 
 
 @command(SOCKET, JSON, _TIERS)

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from hybridkv.cli.arguments import JSON, command, option, switch
+from hybridkv.cli.arguments import JSON, command, option, or_refuse, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
-from hybridkv.core.errors import ConfigError
 from hybridkv.core.sizes import format_size
 from hybridkv.tiers.disk.fsck import FsckReport, fsck, list_files
 from hybridkv.tiers.disk.writers import check_root
@@ -24,15 +23,11 @@ def run_fsck(arguments: argparse.Namespace) -> int:
     """Prove and print; 1 if anything is damaged and stays so."""
     root = Path(arguments.disk)
     check_root(root, "disk")
-    try:
+    works = f"a directory that you may read{' and write to' if arguments.repair else ''} works"
+    with or_refuse(f"disk: {root} cannot be checked", works):
         files = list_files(root)
         with progress("proving", sum(map(len, files.values()))) as step:
             report = fsck(root, files, arguments.repair, step)
-    except OSError as error:
-        raise ConfigError(
-            f"disk: {root} cannot be checked ({error.strerror})",
-            f"a directory that you may read{' and write to' if arguments.repair else ''} works",
-        ) from error
     if arguments.json:
         totals = ("damaged", "repaired", "quarantined", "quarantined_bytes")
         writers = [

@@ -231,7 +231,7 @@ def _groups(status: Status, width: int) -> list[Text]:
     meter = METER if width >= 100 else _meter_columns(width) // 2
     room = width - meter - 46
     for group in groups:
-        owner = _name_of(group.model) or group.identity or "all others"
+        owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
         line.append(_meter(group.held_bytes / most, meter))
@@ -246,7 +246,7 @@ def _engines(status: Status, width: int) -> list[Text]:
         state = "" if session.is_connected else "  gone, its workers may still copy"
         engine = min(24, width // 6)
         room = max(width - engine - 45, 0)
-        model = _cut(_name_of(session.model) or session.identity, room - 1)
+        model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
         name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
         writing = format_size(session.writing_bytes)
         line = Text(f"{name}{session.leases:>4} loads {writing:>9} writing")
@@ -289,11 +289,6 @@ def _meter(share: float, size: int, beyond: float | None = None) -> Text:
     return Text.assemble(
         ("█" * full, "blue"), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim")
     )
-
-
-def _name_of(model: str) -> str:
-    """A model's name without its owner's."""
-    return model.rstrip("/").rpartition("/")[2]
 
 
 def _block(value: float | None, most: float) -> str:

@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hybridkv.core.capacity import length_finding, state_findings
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, Verdict, fail, failure, ok
+from hybridkv.core.findings import Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.lab.configuration import ConfigReport
@@ -77,7 +77,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     report.findings += preflight.transfer_findings(parsed.kv_transfer_config)
-    report.transfer_named = not _has_failed(report.findings)
+    report.transfer_named = all(one.verdict is not Verdict.FAIL for one in report.findings)
     if not report.transfer_named:
         # The one that works.
         parsed.kv_transfer_config = KVTransferConfig(**CONNECTOR)
@@ -96,10 +96,6 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if engine is not None:
         _judge_cache(config, engine, report)
     return report
-
-
-def _has_failed(findings: list[Finding]) -> bool:
-    return any(finding.verdict is Verdict.FAIL for finding in findings)
 
 
 def _as_children_see_it(
@@ -152,7 +148,7 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     groups = list(preflight.group_findings(engine.kv_cache_config, config.speculative_config))
     report.findings += groups
     geometry: Geometry | None = None
-    if not _has_failed(groups):
+    if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
             geometry = geometry_of(engine, report.settings.hybrid_chunk_size)
         except HybridKVError as error:

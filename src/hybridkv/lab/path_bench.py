@@ -16,7 +16,7 @@ from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.geometry import Group, GroupKind
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
@@ -44,7 +44,7 @@ def measure_path(
         what = f"--bytes is less than one object of {format_size(part_bytes)}"
         raise ConfigError(what, "512MiB works")
     group = Group(0, GroupKind.FULL, _BLOCK_TOKENS, (block_bytes,) * layers)
-    hello = engine_hello(Geometry((group,), _BLOCK_TOKENS, _BLOCK_TOKENS, _BLOCK_TOKENS))
+    hello = engine_hello((group,), _BLOCK_TOKENS)
     ram_bytes = max(RAM_BYTES_MIN, (objects + 1) * (part_bytes + 8192) * 4)
     with (
         DaemonProcess(socket_path, str(ram_bytes)),
@@ -92,8 +92,8 @@ def _measure(
 
     def store() -> None:
         def stored(op: CopyOp, is_stored: bool) -> None:
-            wrong = HybridKVError(f"slot {op.slot.offset} was not stored")
-            done.put(None if is_stored else wrong)
+            wrong = None if is_stored else HybridKVError(f"slot {op.slot.offset} was not stored")
+            done.put(wrong)
 
         copier.store(ops, stored)
         _wait(done, len(ops))
