@@ -5,6 +5,7 @@ byte is proven when it is loaded, with `blind` nothing is: then the answers must
 """
 
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hybridkv.cli.verify import Verification
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import GroupKind
 from hybridkv.lab.engine_process import EngineProcess
+from hybridkv.lab.judging import Measured
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import SlotHeader, payload_offset
@@ -30,9 +32,12 @@ class FlippedVerification(Verification):
         super()._warm_up(engine)
         self._others = self._others or frozenset(self._slots())
 
-    def _forget(self, engine: EngineProcess) -> None:
-        self._flip_one_byte()
-        super()._forget(engine)
+    def _measure(
+        self, engine: EngineProcess, arm: str, prompts: Sequence[list[int]], *chunks: int
+    ) -> Measured:
+        if arm == "warm":
+            self._flip_one_byte()
+        return super()._measure(engine, arm, prompts, *chunks)
 
     def _slots(self) -> dict[int, SlotHeader]:
         """Header of every committed slot by offset, read from the arena itself."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,13 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
     moved = sum(job.size_bytes for job in writes)
     memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
     slots = {item.slot.offset: item.slot for items in cut for item in items if item.slot}
-    _fill(memory, slots.values())
+    for slot in slots.values():
+        view = memory[slot.offset : slot.offset + slot.size_bytes]
+        head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
+        view[: len(head)] = head
+        noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
+        view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
+        sign(view, *slot.shape, 1)
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
         started = time.perf_counter()
@@ -210,16 +216,6 @@ def _items(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
         items.append(JobItem(Record(name, *shape, 1), Slot(number % slots * size, shape, 1)))
     step = max(1, min(JOB_ITEMS_MAX, JOB_BYTES_MAX // size))
     return [items[at : at + step] for at in range(0, len(items), step)]
-
-
-def _fill(memory: memoryview, slots: Iterable[Slot]) -> None:
-    for slot in slots:
-        view = memory[slot.offset : slot.offset + slot.size_bytes]
-        head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
-        view[: len(head)] = head
-        noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
-        view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
-        sign(view, *slot.shape, 1)
 
 
 def _run(tier: DiskTier, jobs: Sequence[TierJob], memory: memoryview, threads: int) -> None:

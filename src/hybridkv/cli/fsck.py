@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridkv.cli.arguments import JSON, command, option, or_refuse, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
 from hybridkv.core.sizes import format_size
-from hybridkv.tiers.disk.fsck import FsckReport, fsck, list_files
+from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.writers import check_root
 
 
@@ -28,6 +28,7 @@ def run_fsck(arguments: argparse.Namespace) -> int:
         files = list_files(root)
         with progress("proving", sum(map(len, files.values()))) as step:
             report = fsck(root, files, arguments.repair, step)
+    status = int(report.damaged > report.repaired)
     if arguments.json:
         totals = ("damaged", "repaired", "quarantined", "quarantined_bytes")
         writers = [
@@ -37,23 +38,19 @@ def run_fsck(arguments: argparse.Namespace) -> int:
         found = [finding._asdict() for finding in report.findings]
         counts = {name: getattr(report, name) for name in totals}
         print_json({**counts, "writers": writers, "files": found})
-    else:
-        _print(report)
-    return int(report.damaged > report.repaired)
-
-
-def _print(report: FsckReport) -> None:
+        return status
     columns = ("whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed")
     table = new_table(("writer", "lives", *columns), ("writer", "lives", "damaged"))
     for one in report.writers:
         damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
-        counts = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
+        more = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
         table.add_row(
             *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
-            *(format_size(one.whole_bytes), damaged or "0", *map(str, counts)),
+            *(format_size(one.whole_bytes), damaged or "0", *map(str, more)),
         )
     PlainConsole(120).print(table)
     for finding in report.findings:
         done = f"; {finding.done}" if finding.done else ""
         print(f"{plain(finding.path)}: {finding.damage}{done}")
     print(f"quarantine: {report.quarantined} files, {format_size(report.quarantined_bytes)}")
+    return status

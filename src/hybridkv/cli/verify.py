@@ -176,7 +176,7 @@ class Verification:
             self._make_prompts(engine.info)
             self._warm_up(engine)
             yield self._measure(engine, "cold", [self._prompt])
-            self._forget(engine)
+            engine.reset()
             yield self._measure(engine, "warm", [self._prompt], CHUNKS)
             self._compute_split(engine)
             engine.reset()
@@ -209,10 +209,6 @@ class Verification:
             engine.reset()
             noise = judging.deviation(self._generate(engine, *self._crowd), alone)
             return ReferenceAnswers(computed, local_hit, split_hit, alone, noise)
-
-    def _forget(self, engine: EngineProcess) -> None:
-        """Empty the engine's own prefix cache before the warm arm."""
-        engine.reset()
 
     def _measure(
         self, engine: EngineProcess, arm: str, prompts: Sequence[list[int]], *chunks: int

@@ -28,8 +28,6 @@ class ConfigReport:
     findings: list[Finding] = field(default_factory=list)
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
-    transfer_named: bool = False
-    """Whether the arguments had a `--kv-transfer-config` with our connector."""
     identity: str = ""
     """The namespace that the engine will have, in hex."""
     facts: dict[str, str] = field(default_factory=dict)

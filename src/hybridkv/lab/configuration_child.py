@@ -38,17 +38,9 @@ logger = logging.getLogger("vllm.hybridkv")
 
 _TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
 """Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
-_FACTS_SHOWN = [
-    "weights",
-    "dtype",
-    "kv_dtype",
-    "quantization",
-    "parallel",
-    "layout",
-    "chunk",
-    "abi",
-    "hash",
-]
+_FACTS_SHOWN = (
+    *("weights", "dtype", "kv_dtype", "quantization", "parallel", "layout", "chunk", "abi", "hash"),
+)
 
 
 class UnreadableError(Exception):
@@ -77,15 +69,15 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     report.findings += preflight.transfer_findings(parsed.kv_transfer_config)
-    report.transfer_named = all(one.verdict is not Verdict.FAIL for one in report.findings)
-    if not report.transfer_named:
+    is_named = all(one.verdict is not Verdict.FAIL for one in report.findings)
+    if not is_named:
         # The one that works.
         parsed.kv_transfer_config = KVTransferConfig(**CONNECTOR)
     asked, usage = AsyncEngineArgs.from_cli_args, UsageContext.OPENAI_API_SERVER
     config = _guarded("vllm arguments", report, lambda: asked(parsed).create_engine_config(usage))
     if config is None:
         return report
-    seen = _as_children_see_it(config, report)
+    seen = _as_children_see_it(config, is_named, report)
     for child, says_something in seen:
         found = preflight.config_findings(child)
         report.findings += [one for one in found if says_something(one.check)]
@@ -99,13 +91,13 @@ def inspect(arguments: list[str]) -> ConfigReport:
 
 
 def _as_children_see_it(
-    config: Any, report: ConfigReport
+    config: Any, is_named: bool, report: ConfigReport
 ) -> list[tuple[Any, Callable[[str], bool]]]:
     """The configuration as each HybridKVConnector sees it, the first one's for all that follows.
 
     With each whether a check says something of it that was not said yet.
     """
-    if not report.transfer_named:
+    if not is_named:
         return [(config, lambda check: check not in _TRANSFER_CHECKS)]
     if config.kv_transfer_config.kv_connector != preflight.SEVERAL:
         return [(config, lambda check: True)]

@@ -16,7 +16,6 @@ from typing import IO, Any, Self
 from hybridkv.core.errors import HybridKVError
 
 PROGRESS_SECONDS = 5.0
-START_SECONDS = 900.0
 ANSWER_SECONDS = 900.0
 STOP_SECONDS = 60.0
 _LOG_TAIL_LINES = 15
@@ -129,7 +128,7 @@ class EngineProcess(AnsweringChild):
 
     def __enter__(self) -> Self:
         try:
-            self.info: dict[str, Any] = self._answer(START_SECONDS, "starting")
+            self.info: dict[str, Any] = self._answer("starting")
             if "not_served" in self.info:
                 raise NotServedError(NotServedError.TEXT)
         except BaseException:
@@ -160,14 +159,14 @@ class EngineProcess(AnsweringChild):
 
     def end(self) -> Any:
         """The answer to the oldest command begun."""
-        return self._answer(ANSWER_SECONDS, "working")
+        return self._answer("working")
 
-    def _answer(self, limit_seconds: float, doing: str) -> Any:
+    def _answer(self, doing: str) -> Any:
         def progress(seconds: float) -> None:
             self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")
 
         try:
-            answer = self.receive(limit_seconds, progress)
+            answer = self.receive(ANSWER_SECONDS, progress)
         except TimeoutError as error:
             raise self._error(f"is {error}") from error
         if answer is None:
