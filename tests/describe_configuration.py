@@ -8,7 +8,6 @@ their dataclasses, options from the commands' parsers. What is between
 import argparse
 import ast
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -17,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from hybridkv.cli.main import COMMANDS
+from hybridkv.cli.main import COMMANDS, add_arguments
 from hybridkv.core.settings import Settings
 from hybridkv.multi.children import MultiSettings
 from tests.documents import DOCS, filled, print_or_write_all, table
@@ -152,9 +151,9 @@ def _tier_options(kind: str) -> str:
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of one command."""
-    module, about = COMMANDS[command]
+    about = COMMANDS[command][1]
     parser = argparse.ArgumentParser(prog=f"hybridkv {command}", description=about)
-    importlib.import_module(module).add_arguments(parser)
+    add_arguments(parser, command)
     return parser
 
 

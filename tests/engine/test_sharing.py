@@ -34,7 +34,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
     ):
         assert stats(daemon.socket_path)["sessions"] == 2
         for running, mine in ((first, prompts[0]), (second, prompts[1])):
-            running.begin({"do": "run", "prompts": [mine], "max_tokens": 8})
+            running.begin("run", prompts=[mine], max_tokens=8)
         computed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in computed] == [0, 0]
         own = [
@@ -45,7 +45,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
         assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
         for running, other in ((first, prompts[1]), (second, prompts[0])):
-            running.begin({"do": "run", "prompts": [other], "max_tokens": 8})
+            running.begin("run", prompts=[other], max_tokens=8)
         crossed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
         assert answer(crossed[0]) == answer(own[1])
@@ -88,7 +88,7 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
         )
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin({"do": "run", "prompts": prompts, "max_tokens": 60})
+        running.begin("run", prompts=prompts, max_tokens=60)
         until(
             lambda: stats(daemon.socket_path)["lookups"] > lookups,
             "the engine asks the daemon that dies",
@@ -265,14 +265,14 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
         computed = running.run(prompts[0], max_tokens=4)
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin({"do": "run", "prompts": prompts, "max_tokens": 500})
+        running.begin("run", prompts=prompts, max_tokens=500)
         until(
             lambda: stats(daemon.socket_path)["lookups"] >= lookups + len(prompts),
             "all requests are looked up",
         )
         held = stats(daemon.socket_path)
         assert (held["sessions"], held["bytes_writing"] > 0) == (1, True)
-        os.kill(running.pid, signal.SIGKILL)
+        os.kill(running.process.pid, signal.SIGKILL)
         until(
             lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process"
         )

@@ -235,7 +235,7 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
     socket_path, directory = own_memory
     part_bytes = 1 << 20
     group = dataclasses.replace(GEOMETRY.groups[0], layer_bytes=(part_bytes,))
-    hello = bench_hello(dataclasses.replace(GEOMETRY, groups=(group,)))
+    hello = bench_hello((group,), GEOMETRY.chunk_tokens)
     with ControlClient(socket_path, hello=hello) as engine:
 
         def pages(slots: int) -> int:

@@ -391,10 +391,10 @@ HANDLERS = (
         RAISED,
     ),
     Listed(
-        "AnsweringChild.close",
-        "suppress(BrokenPipeError)",
-        "The engine's process may have ended already.",
-        NO + "the wait that follows sees how it ended",
+        "_commands",
+        "suppress(EOFError, ConnectionError)",
+        "The parent says with the end of its connection that the engine is not needed any more.",
+        NO + "the parent waits for the process and sees how it ends",
     ),
     Listed(
         "_appears",
@@ -409,7 +409,7 @@ HANDLERS = (
         NO + "a record that is gone does not belong to the export",
     ),
     Listed(
-        "run",
+        "run_import",
         "suppress(OSError)",
         "Where the import cannot be marked as ended, daemons take it over after a longer silence.",
         NO + "the records are imported all the same",
@@ -433,7 +433,7 @@ HANDLERS = (
         NO + "the command prints it and ends with a status that says so",
     ),
     Listed(
-        "run",
+        "run_top",
         "suppress(KeyboardInterrupt)",
         "Ctrl-C is how a user leaves the display.",
         NO + "it is the usual end",

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cli.main import COMMANDS
+from hybridkv.cli.main import add_arguments
 from hybridkv.connector.scheduler.requests import RequestState
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
@@ -80,7 +79,7 @@ def is_command(name: str) -> bool:
     """Whether it is one of our commands, with options that it has."""
     _, command, *options = name.split()
     parser = argparse.ArgumentParser()
-    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    add_arguments(parser, command)
     known = {option for action in parser._actions for option in action.option_strings}
     return all(option in known for option in options if option.startswith("-"))
 

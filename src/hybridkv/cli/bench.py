@@ -1,51 +1,67 @@
-"""`hybridkv bench`: the byte path, the lookup and a directory, each measured on the real thing."""
+"""`hybridkv bench`: the byte path, the lookup and a directory, each measured on the real thing.
+
+The directory tier runs beside `fio` and `dd` with direct I/O. The byte path needs the engine.
+"""
 
 import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import add_json
-from hybridkv.cli.terminal import new_table, pairs, plain_console, print_json
+from hybridkv.cli.arguments import JSON, command, option, or_refuse
+from hybridkv.cli.terminal import PlainConsole, new_table, pairs, print_json
+from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.sizes import parse_size
-from hybridkv.lab.disk_bench import measure_disk
-from hybridkv.lab.lookup_bench import measure_lookups
+from hybridkv.core.geometry import Group, GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.core.tier_urls import TierSpec
+from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
+from hybridkv.shm.signature import sign
+from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, slot_bytes
+from hybridkv.store.index import Slot
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
+from hybridkv.tiers.record import Record, RecordName
+from hybridkv.tiers.state import JOB_BYTES_MAX, JOB_ITEMS_MAX
+from hybridkv.wire.messages import Commit, Found, Lookup, Release
+
+READS_MAX, WRITES_MAX = LIMITS[JobKind.READ], LIMITS[JobKind.WRITE]
+LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
+LOOKUPS = 300
+_BLOCK_TOKENS = 128
+_PART_BYTES = 256
+OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
+"""Objects of models have some MB: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
+ARENA_BYTES = 128 << 20
+ROUNDS = 5
+DD_BLOCK_BYTES = 8 << 20
+_DEFAULT = "(default: %(default)s)"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `bench`."""
-    parser.add_argument("what", choices=("path", "lookup", "disk"))
-    add_json(parser)
-    parser.add_argument(
-        "--bytes",
-        default="512MiB",
-        metavar="SIZE",
-        help="path, disk: bytes to move (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers", type=int, default=32, help="path: layers of the group (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--block",
-        default="64KiB",
-        metavar="SIZE",
-        help="path: bytes of a block in a layer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--checksum", choices=("on", "off"), default="on", help="path: as the setting of that name"
-    )
-    parser.add_argument(
-        "--directory", help="disk: where to measure (default: the directory for temporary files)"
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="path: where the engine's blocks are (default: %(default)s)"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    option("what", choices=("path", "lookup", "disk")),
+    JSON,
+    option("--bytes SIZE", f"path, disk: bytes to move {_DEFAULT}", "512MiB"),
+    option("--layers", f"path: layers of the group {_DEFAULT}", 32, type=int),
+    option("--block SIZE", f"path: bytes of a block in a layer {_DEFAULT}", "64KiB"),
+    option("--checksum", "path: as the setting of that name", "on", choices=("on", "off")),
+    option("--directory", "disk: where to measure (default: the directory for temporary files)"),
+    option("--device", f"path: where the engine's blocks are {_DEFAULT}", "cpu"),
+)
+def run_bench(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         rows = list(_rows(arguments, str(Path(directory) / "daemon.sock")))
@@ -55,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         table = new_table(rows[0])
         for row in rows:
             table.add_row(*map(str, row.values()))
-        plain_console(120).print(table)
+        PlainConsole(120).print(table)
     else:
         for row in rows:
             print(*pairs(row.items()), "", sep="\n")
@@ -63,30 +79,166 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str, Any]]:
-    match arguments.what:
-        case "path":
-            yield _path(arguments, socket_path)
-        case "lookup":
-            for row in measure_lookups(socket_path):
-                print(f"lookup {row['lookup tokens']} tokens done", file=sys.stderr)
-                yield row
-        case _:
-            yield from measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
-
-
-def _path(arguments: argparse.Namespace, socket_path: str) -> dict[str, Any]:
+    if arguments.what == "lookup":
+        for row in _measure_lookups(socket_path):
+            print(f"lookup {row['lookup tokens']} tokens done", file=sys.stderr)
+            yield row
+        return
+    if arguments.what == "disk":
+        yield from _measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
+        return
     try:
         # The engine's side is an extra.
-        from hybridkv.lab.path_bench import PathOptions, measure_path  # noqa: PLC0415
+        from hybridkv.lab.path_bench import measure_path  # noqa: PLC0415
     except ImportError as error:
-        raise ConfigError(
-            f"bench path needs the engine side ({error.name})", "it works where vLLM is installed"
-        ) from error
-    options = PathOptions(
-        parse_size(arguments.bytes, "--bytes"),
-        arguments.layers,
-        parse_size(arguments.block, "--block"),
-        arguments.checksum,
-        arguments.device,
+        what = f"bench path needs the engine side ({error.name})"
+        raise ConfigError(what, "it works where vLLM is installed") from error
+    total, block = (
+        parse_size(getattr(arguments, name), f"--{name}") for name in ("bytes", "block")
     )
-    return measure_path(options, socket_path)
+    options = arguments.checksum, arguments.device
+    yield measure_path(socket_path, total, arguments.layers, block, *options)
+
+
+def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a lookup on a hybrid of one full and two sliding groups, by its length."""
+    groups = (
+        Group(0, GroupKind.FULL, _BLOCK_TOKENS, (_PART_BYTES,)),
+        *(Group(gid, GroupKind.SLIDING, _BLOCK_TOKENS, (_PART_BYTES,), 1024) for gid in (1, 2)),
+    )
+    hello = engine_hello(groups, _BLOCK_TOKENS)
+    hashes = random.Random(0).randbytes(LOOKUP_TOKENS[-1] // _BLOCK_TOKENS * HASH_BYTES)
+    with DaemonProcess(socket_path, "256MiB"), ControlClient(socket_path, hello=hello) as control:
+        for index in range(len(groups)):
+            # An (unwritten) object of the group for every hash.
+            unnamed = memoryview(hashes)
+            for granted in reserve(control, _PART_BYTES, len(hashes) // HASH_BYTES):
+                offsets, generations = granted.offsets, granted.generations
+                count = len(unpack_u64(offsets))
+                named, unnamed = unnamed[: count * HASH_BYTES], unnamed[count * HASH_BYTES :]
+                indexes = pack_u64([index] * count)
+                control.tell(Commit(offsets, generations, indexes, bytes(named)))
+        for tokens in LOOKUP_TOKENS:
+            yield _measure_length(control, tokens, hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES])
+
+
+def _measure_length(control: ControlClient, tokens: int, hashes: bytes) -> dict[str, Any]:
+    seconds: list[float] = []
+    for number in range(1, LOOKUPS + 1):
+        lease = tokens + number
+        started = time.perf_counter()
+        found = control.call(Lookup(lease, lease, hashes))
+        seconds.append(time.perf_counter() - started)
+        assert isinstance(found, Found)
+        assert found.chunks * _BLOCK_TOKENS == tokens
+        control.tell(Release(lease))
+    seconds.sort()
+    return {
+        "lookup tokens": tokens,
+        "hit tokens": tokens,
+        "p50_ms": round(seconds[LOOKUPS // 2] * 1e3, 3),
+        "p99_ms": round(seconds[LOOKUPS * 99 // 100] * 1e3, 3),
+    }
+
+
+def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]]:
+    """Rates for objects of several sizes: medians of ROUNDS rounds that measure everything."""
+    least = WRITES_MAX * OBJECT_BYTES[-1]
+    if total_bytes < least:
+        raise ConfigError(
+            f"--bytes {format_size(total_bytes)} is less than"
+            f" what {WRITES_MAX} threads write at once",
+            f"{format_size(least)} works",
+        )
+    what = f"--directory {directory} cannot be used"
+    with (
+        or_refuse(what, "one that you may write to works"),
+        tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place,
+    ):
+        return [_measure_objects(Path(place), size, total_bytes) for size in OBJECT_BYTES]
+
+
+def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]:
+    samples: dict[str, list[float]] = {}
+    cut = _items(object_bytes, total_bytes)
+    writes, reads = (
+        [TierJob(kind, 0, items) for items in cut] for kind in (JobKind.WRITE, JobKind.READ)
+    )
+    moved = sum(job.size_bytes for job in writes)
+    memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
+    slots = {item.slot.offset: item.slot for items in cut for item in items if item.slot}
+    for slot in slots.values():
+        view = memory[slot.offset : slot.offset + slot.size_bytes]
+        head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
+        view[: len(head)] = head
+        noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
+        view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
+        sign(view, *slot.shape, 1)
+
+    def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
+        started = time.perf_counter()
+        work(*arguments)
+        samples.setdefault(name, []).append(moved / (time.perf_counter() - started))
+
+    raw = place / "raw"
+    spec = TierSpec(kind="disk", location=f"disk://{place}/tier", max_bytes=2 * total_bytes)
+    for round_number in range(ROUNDS):
+        tier = DiskTier(spec, "bench")
+        tier.open()
+        timed("write", _run, tier, writes, memory, WRITES_MAX)
+        timed("read", _run, tier, reads, memory, READS_MAX)
+        shutil.rmtree(place / "tier")
+        timed("dd_write", _dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct")
+        timed("dd_read", _dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct")
+        os.unlink(raw)
+        if shutil.which("fio"):
+            for verb, threads in (("write", WRITES_MAX), ("read", READS_MAX)):
+                samples.setdefault(f"fio_{verb}", []).append(_fio(place, verb, moved, threads))
+        print(f"{format_size(object_bytes)}: round {round_number + 1} of {ROUNDS}", file=sys.stderr)
+    rates = {name: statistics.median(each) for name, each in samples.items()}
+    row: dict[str, Any] = {"object": format_size(object_bytes), "moved": format_size(moved)}
+    for verb in ("write", "read"):
+        row[f"{verb} GB/s"] = round(rates[verb] / 1e9, 3)
+        for other in ("dd", "fio"):
+            if f"{other}_{verb}" in rates:
+                row[f"{verb} / {other}"] = round(rates[verb] / rates[f"{other}_{verb}"], 2)
+    return row
+
+
+def _items(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
+    """Objects in parts as the daemon gives them to one job."""
+    shape = object_bytes - payload_offset(1), 1
+    size = slot_bytes(*shape)
+    slots = ARENA_BYTES // size
+    rng = random.Random(0)
+    items = []
+    for number in range(total_bytes // size):
+        name = RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES))
+        items.append(JobItem(Record(name, *shape, 1), Slot(number % slots * size, *shape, 1)))
+    step = max(1, min(JOB_ITEMS_MAX, JOB_BYTES_MAX // size))
+    return [items[at : at + step] for at in range(0, len(items), step)]
+
+
+def _run(tier: DiskTier, jobs: Sequence[TierJob], memory: memoryview, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        for outcome in pool.map(lambda job: execute(tier, job, memory), jobs):
+            for wrong in filter(None, (outcome.error, *outcome.errors)):
+                raise wrong
+
+
+def _dd(size: int, *options: str) -> None:
+    words = (f"bs={DD_BLOCK_BYTES}", f"count={-(-size // DD_BLOCK_BYTES)}", *options)
+    subprocess.run(["dd", *words], check=True, capture_output=True)
+
+
+def _fio(place: Path, verb: str, size: int, threads: int) -> float:
+    """Bytes per second of as many threads as the tier's, each on a file of its own."""
+    command = ["fio", "--name=bench", f"--directory={place}", f"--rw={verb}", "--bs=1M"]
+    command += [f"--size={size // threads}", f"--numjobs={threads}", "--direct=1"]
+    command += ["--ioengine=psync", "--group_reporting", "--output-format=json"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rate: float = json.loads(output[output.index("{") :])["jobs"][0][verb]["bw_bytes"]
+    if verb == "read":
+        for path in place.glob("bench.*"):
+            path.unlink()
+    return rate

@@ -1,81 +1,69 @@
-"""`hybridkv stats` and `hybridkv clear`."""
+"""`hybridkv stats`, `hybridkv clear` and `hybridkv explain`: a daemon is asked once."""
 
 import argparse
 import json
-import os
 
-from hybridkv.cli.terminal import plain
+from hybridkv.cli.arguments import JSON, SOCKET, command, option, socket_of, switch
+from hybridkv.cli.terminal import pairs, plain, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
-from hybridkv.wire.messages import Report, describe_groups
+from hybridkv.observe.explanations import sentences_of_reply
+from hybridkv.wire.messages import describe_groups
+
+_TIERS = switch(
+    "--tiers", "clear: also all that tiers below RAM have, for every node that uses them"
+)
+_REQUEST = option("request_id REQUEST_ID", "as the engine names it in its answers and logs")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of both commands."""
-    parser.add_argument(
-        "--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--tiers",
-        action="store_true",
-        help="clear: also all that tiers below RAM have, for every node that uses them",
-    )
+class UnknownRequestError(HybridKVError):
+    """The daemon was not told of this request."""
+
+    exit_status = 1
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Ask the daemon and print."""
-    with ControlClient(check_socket_path(arguments.socket, "socket")) as control:
-        if arguments.command == "clear":
-            return _clear(control, arguments)
-        report = control.stats()
-        facts = _facts(control, report)
-    if arguments.json:
-        print(json.dumps({**facts, **report.values}, indent=2, sort_keys=True))
-        return 0
-    rows = [
-        *((name, plain(text)) for name, text in sorted(facts.items())),
-        *((name, _show(name, value)) for name, value in sorted(report.values.items())),
-    ]
-    width = max(len(name) for name, _ in rows)
-    for name, shown in rows:
-        print(f"{name:<{width}}  {shown}")
-    return 0
-
-
-def _facts(control: ControlClient, report: Report) -> dict[str, str]:
-    """What is not a number, by name."""
-    welcome = control.welcome
+@command(SOCKET, JSON, _TIERS)
+def run_stats(arguments: argparse.Namespace) -> int:
+    """Print the counters, and what is not a number, by name."""
+    with ControlClient(socket_of(arguments)) as control:
+        welcome, report, engines = control.welcome, control.stats(), control.engines()
     facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
     facts["metrics"] = report.metrics_url
     for number, tier in enumerate(report.tiers):
         bound = "" if tier.max_bytes is None else f", at most {format_size(tier.max_bytes)}"
         facts[f"tier_{number}"] = f"{tier.name}: written {tier.write}{bound}"
-    for number, engine in enumerate(control.engines()):
+    for number, engine in enumerate(engines):
         geometry = engine.geometry
         facts[f"session_{number}"] = (
             f"chunk {geometry.chunk_tokens} groups {describe_groups(geometry.groups)} "
             f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
         )
-    return facts
+    if arguments.json:
+        print_json({**facts, **report.values}, sort_keys=True)
+        return 0
+    rows: list[tuple[str, str]] = [(name, plain(text)) for name, text in sorted(facts.items())]
+    for name, value in sorted(report.values.items()):
+        is_size = name.startswith("bytes_") or "_bytes" in name
+        rows.append((name, format_size(round(value)) if is_size else f"{value:,.0f}"))
+    print(*pairs(rows), sep="\n")
+    return 0
 
 
-def _show(name: str, value: float) -> str:
-    is_size = name.startswith("bytes_") or "_bytes" in name
-    return format_size(round(value)) if is_size else f"{value:,.0f}"
-
-
-def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
-    """The exit status: 1 where a tier that was to be emptied is out of reach."""
-    dropped = control.clear(arguments.tiers)
+@command(SOCKET, JSON, _TIERS)
+def run_clear(arguments: argparse.Namespace) -> int:
+    """Clear and print; 1 where a tier that was to be emptied is out of reach."""
+    tiers: dict[str, bool] = {}
+    with ControlClient(socket_of(arguments)) as control:
+        dropped = control.clear(arguments.tiers)
+        if arguments.tiers:
+            tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
     said: dict[str, object] = {"dropped": dropped}
-    is_complete = True
     sentences = [f"dropped {dropped} objects"]
     if arguments.tiers:
-        tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
         said["tiers"] = {
-            name: "removing" if is_well else "out of reach" for name, is_well in tiers.items()
+            name: "removing" if well else "out of reach" for name, well in tiers.items()
         }
         sentences += [
             f"{name} is removing its own"
@@ -83,6 +71,28 @@ def _clear(control: ControlClient, arguments: argparse.Namespace) -> int:
             else f"{name} is out of reach: what it has comes back with it"
             for name, is_well in tiers.items()
         ] or ["there is no tier below RAM"]
-        is_complete = all(tiers.values())
     print(json.dumps(said) if arguments.json else "; ".join(sentences))
-    return int(not is_complete)
+    return int(not all(tiers.values()))
+
+
+@command(_REQUEST, SOCKET, JSON)
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Print what was looked up, found and loaded for a request, or why not."""
+    request_id: str = arguments.request_id
+    if not is_writable(request_id):
+        what = f"request {request_id!r} is not UTF-8, and no engine names one so"
+        raise ConfigError(what, "a name as the engine's log has it works")
+    with ControlClient(socket_of(arguments)) as control:
+        explained = control.explain(request_id)
+    facts = sentences_of_reply(explained)
+    if not facts:
+        latest = ", ".join(map(plain, explained.latest)) or "none"
+        raise UnknownRequestError(
+            f"no request {request_id!r} ended lately (an engine tells of a request when it ends); "
+            f"the latest are: {latest}"
+        )
+    if arguments.json:
+        print_json({"request": request_id, **facts})
+    else:
+        print(*pairs((plain(name), plain(fact)) for name, fact in facts.items()), sep="\n")
+    return 0

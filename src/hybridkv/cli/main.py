@@ -9,41 +9,35 @@ import sys
 from collections.abc import Sequence
 
 from hybridkv import __version__
+from hybridkv.cli.arguments import Command
 from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141
 """The exit status of a program that SIGPIPE ended."""
 COMMANDS = {
-    name: (f"hybridkv.cli.{module}", about)
-    for name, module, about in (
-        ("serve", "serve", "run the cache daemon of this node"),
-        ("stats", "control", "print the daemon's counters"),
-        ("top", "top", "show what the daemon does, live"),
-        ("explain", "explain", "say what became of a request, and why"),
-        ("fsck", "fsck", "prove every object in a directory, and put right what is wrong"),
-        ("export", "export", "write objects to one file, from a directory or a daemon's memory"),
-        ("import", "import_", "put the objects of an exported file into a directory"),
-        ("clear", "control", "drop everything that the daemon holds"),
-        ("plan", "plan", "say what a model costs in the cache, and from which prompt on it helps"),
-        (
-            "replay",
-            "replay",
-            "say what caches of several sizes would have hit on a trace of prompts",
-        ),
-        ("doctor", "doctor", "check a vllm serve command line before it is served"),
-        ("verify", "verify", "prove on real engines that the cache changes no answer"),
-        ("bench", "bench", "measure the byte path and the lookup"),
-    )
+    "serve": ("serve", "run the cache daemon of this node"),
+    "stats": ("control", "print the daemon's counters"),
+    "top": ("top", "show what the daemon does, live"),
+    "explain": ("control", "say what became of a request, and why"),
+    "fsck": ("fsck", "prove every object in a directory, and put right what is wrong"),
+    "export": ("bundle", "write objects to one file, from a directory or a daemon's memory"),
+    "import": ("bundle", "put the objects of an exported file into a directory"),
+    "clear": ("control", "drop everything that the daemon holds"),
+    "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
+    "replay": ("plan", "say what caches of several sizes would have hit on a trace of prompts"),
+    "doctor": ("doctor", "check a vllm serve command line before it is served"),
+    "verify": ("verify", "prove on real engines that the cache changes no answer"),
+    "bench": ("bench", "measure the byte path and the lookup"),
 }
-"""By name: the module, and what `hybridkv --help` says of the command."""
+"""By name: the module with the function run_NAME, and what `hybridkv --help` says of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 2 for bad input, with one line on what works."""
     try:
         try:
-            return _run(argv)
+            return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -64,28 +58,39 @@ def _write_no_more() -> None:
                     os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding does not have must not end a command.
         sys.stdout.reconfigure(errors="replace")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     about = "A KV cache outside the LLM engine."
     parser = argparse.ArgumentParser(prog="hybridkv", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = arguments[0] if arguments else ""
-    for name, (module, help_text) in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=help_text, description=help_text.capitalize() + "."
-        )
-        if name == chosen:
-            importlib.import_module(module).add_arguments(subparser)
-    parsed = parser.parse_args(arguments)
+    for name, (_, about) in COMMANDS.items():
+        command = subparsers.add_parser(name, help=about, description=f"{about.capitalize()}.")
+        if words[:1] == [name]:
+            add_arguments(command, name)
+    parsed = parser.parse_args(words)
     try:
-        status: int = importlib.import_module(COMMANDS[parsed.command][0]).run(parsed)
+        _, run = _loaded(parsed.command)
+        return run(parsed)
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         return 130
-    return status
+
+
+def _loaded(name: str) -> Command:
+    module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name][0]}")
+    loaded: Command = getattr(module, f"run_{name}")
+    return loaded
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The arguments of a command, as its module has them."""
+    for one in _loaded(command)[0]:
+        several = isinstance(one, list)
+        where = parser.add_mutually_exclusive_group(required=True) if several else parser
+        for name, keywords in one if isinstance(one, list) else [one]:
+            where.add_argument(name, **keywords)

@@ -1,47 +1,46 @@
-"""`hybridkv plan`: what a model costs in the cache, and from which prompt on the cache can help."""
+"""`hybridkv plan` and `hybridkv replay`: what the cache costs a model, and what it would hit."""
 
 import argparse
-from collections.abc import Iterator
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-
-from hybridkv.cli.arguments import add_json, add_model, add_socket, socket_of
-from hybridkv.cli.terminal import STYLES, new_table, pairs, plain, plain_console, print_json
+from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
+from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import (
-    CapacityPlan,
-    CapacityTotals,
-    GroupPlan,
-    length_finding,
-    make_plan,
-    room_finding,
-    state_findings,
-)
-from hybridkv.core.errors import HybridKVError
+from hybridkv.core import capacity
+from hybridkv.core.capacity import CapacityPlan, CapacityTotals, ConfigPreview
+from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict
+from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.lab import replay
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
+from hybridkv.lab.replay import ReplayHits, TraceReplay, UnlimitedCache
 from hybridkv.shm.arena import default_ram_bytes
 from hybridkv.shm.slots import slot_bytes
 
 PlannedModel = tuple[CapacityPlan, list[Finding]]
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
+_EVICTION = EvictionPolicy.TWO_QUEUES.value
+PROGRESS_SECONDS = 5.0
+SIZES = 6
+"""The number of sizes that are tried where none is named."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `plan`."""
-    add_socket(parser)
-    parser.add_argument(
-        "--ram", metavar="SIZE", help='memory for the cache, like "8GiB" (default: a quarter)'
-    )
-    add_json(parser)
-    add_model(parser, bundled_models(), "every engine of the running daemon")
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    SOCKET,
+    option("--ram SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
+    JSON,
+    *model(bundled_models(), "every engine of the running daemon"),
+)
+def run_plan(arguments: argparse.Namespace) -> int:
     """Print every plan; 1 = something of it cannot be cached."""
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     if arguments.model is None and not arguments.vllm_arguments:
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print_json({"ok": not refused, "plans": shown})
     else:
-        console = plain_console(140)
+        console = PlainConsole(140)
         for plan, findings in planned:
             _print_plan(console, plan, findings)
     return int(refused)
@@ -74,8 +73,8 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")
-    plan = make_plan(report.preview, ram_bytes, slot_bytes)
-    return plan, [*findings, *([room_finding(plan.totals)] if plan.totals else [])]
+    plan = capacity.make_plan(report.preview, ram_bytes, slot_bytes)
+    return plan, [*findings, *([capacity.room_finding(plan.totals)] if plan.totals else [])]
 
 
 def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
@@ -91,43 +90,37 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
         preview = preview_of(engine)
         geometry, length = preview.geometry, preview.max_model_len
         assert geometry is not None
-        plan = make_plan(preview, ram_bytes or arena_bytes, slot_bytes)
-        findings = [length_finding(geometry, length)] if length else []
-        findings += state_findings(geometry, preview.states) if engine.model else []
-        findings += [room_finding(plan.totals)] if plan.totals and length else []
+        plan = capacity.make_plan(preview, ram_bytes or arena_bytes, slot_bytes)
+        findings = [capacity.length_finding(geometry, length)] if length else []
+        findings += capacity.state_findings(geometry, preview.states) if engine.model else []
+        findings += [capacity.room_finding(plan.totals)] if plan.totals and length else []
         yield plan, findings
 
 
-def _print_plan(console: Console, plan: CapacityPlan, findings: list[Finding]) -> None:
+def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
     """One engine's plan as a table, its totals, and what to do."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
     columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
     title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}"
     table = new_table((*columns, "bytes/token", "stored/token"), ("kind",), title)
     for group in plan.groups:
-        style = "bold red" if group.refusal else None
-        table.add_row(*_cells(group, plan.totals is not None), style=style)
+        stored = f"{group.stored_token_bytes:,.0f}" if plan.totals is not None else "-"
+        table.add_row(
+            *(str(group.gid), group.kind, str(group.tokens_per_block)),
+            *(str(group.layers or "-"), str(group.window_tokens or "-")),
+            format_size(group.block_bytes) if group.block_bytes else "-",
+            f"{group.token_bytes:,.0f}" if group.block_bytes else "-",
+            "refused" if group.refusal else stored,
+            style="bold red" if group.refusal else None,
+        )
     console.print(table)
-    rows = [
-        ("KV dtype", plain(plan.kv_dtype)),
-        ("max_model_len", f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"),
-    ]
-    if plan.totals:
-        rows += _total_rows(plan, plan.totals)
-    for line in pairs(rows):
+    length = f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"
+    rows = [("KV dtype", plain(plan.kv_dtype)), ("max_model_len", length)]
+    for line in pairs([*rows, *(_total_rows(plan, plan.totals) if plan.totals else ())]):
         console.print(line, highlight=False)
     for finding in findings:
         line = f"{finding.verdict} {finding.check}: {finding.sentence}"
-        console.print(line, style=STYLES[finding.verdict], highlight=False)
-
-
-def _cells(group: GroupPlan, is_planned: bool) -> Iterator[str]:
-    yield from (str(group.gid), group.kind, str(group.tokens_per_block))
-    yield from (str(group.layers or "-"), str(group.window_tokens or "-"))
-    yield format_size(group.block_bytes) if group.block_bytes else "-"
-    yield f"{group.token_bytes:,.0f}" if group.block_bytes else "-"
-    stored = f"{group.stored_token_bytes:,.0f}" if is_planned else "-"
-    yield "refused" if group.refusal else stored
+        console.print(line, style=STYLES.get(finding.verdict), highlight=False)
 
 
 def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[str, str]]:
@@ -151,3 +144,108 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
     if totals.prompt_tokens:
         memory = f"{format_size(totals.prompt_bytes)} of memory"
         yield "one full prompt", f"{memory} for {totals.prompt_tokens:,} tokens{ranks}"
+
+
+@command(
+    option(
+        "trace",
+        "a JSON object a line: input_length (tokens) and hash_ids, a number for each block of "
+        "the prompt that covers all blocks before it, as in the public Mooncake traces",
+        type=Path,
+    ),
+    option(
+        "--block-tokens N",
+        "tokens that one of the hash_ids stands for (default: %(default)s)",
+        replay.BLOCK_TOKENS,
+        type=int,
+    ),
+    SOCKET,
+    option(
+        "--ram SIZE",
+        'memory of the cache, like "8GiB"; may be named several times (default: some that are '
+        "worth a look)",
+        action="append",
+    ),
+    option("--eviction", "as of `serve`", _EVICTION, choices=[*EvictionPolicy]),
+    JSON,
+    *model(bundled_models(), "the engine of the running daemon"),
+)
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Print what each size hits, next to what no cache could exceed."""
+    sizes = [parse_size(size, "ram") for size in arguments.ram or ()]
+    block_tokens, eviction = arguments.block_tokens, EvictionPolicy(arguments.eviction)
+    prompts = replay.read_trace(arguments.trace, block_tokens, plain(str(arguments.trace)))
+    preview = _preview(arguments)
+    assert preview.geometry is not None
+    model = replay.ReplayModel(preview.geometry, preview.states, block_tokens)
+    unlimited = UnlimitedCache(model)
+    ceiling = _served(unlimited, prompts, "without bound")
+    everything = unlimited.stored_bytes
+    if not everything:
+        tokens = preview.geometry.chunk_tokens
+        raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
+    whole = 1 << math.ceil(math.log2(everything))
+    rows: list[tuple[int, ReplayHits, float]] = []
+    for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
+        # A cache that is larger than everything behaves as one that is as large.
+        with TraceReplay(model, min(size, 2 * everything), eviction) as cache:
+            hits = _served(cache, prompts, format_size(size))
+        of_ceiling = hits.tokens_hit / ceiling.tokens_hit if ceiling.tokens_hit else 1.0
+        rows.append((size, hits, of_ceiling))
+    if arguments.json:
+        totals = {"model": preview.model, "prompts": ceiling.prompts, "tokens": ceiling.tokens}
+        totals |= {"everything_bytes": everything, "ceiling": _told(ceiling)}
+        shown = [
+            {"ram_bytes": size, **_told(hits), "of_ceiling": share, "evicted": hits.evicted}
+            for size, hits, share in rows
+        ]
+        print_json({"eviction": eviction, **totals, "sizes": shown})
+        return 0
+    console = PlainConsole(120)
+    console.print(
+        f"{ceiling.prompts:,} prompts, {ceiling.tokens:,} tokens; all that {plain(preview.model)} "
+        f"stores of them takes {format_size(everything)}. A cache without bound hits "
+        f"{ceiling.rate:.1%} of the tokens.",
+        highlight=False,
+    )
+    columns = ("RAM", "tokens hit", "of the ceiling", "prompts hit", "evicted")
+    table = new_table(columns, title=f"--eviction {eviction}")
+    for size, hits, share in rows:
+        counts = (f"{count:,}" for count in (hits.prompts_hit, hits.evicted))
+        table.add_row(format_size(size), f"{hits.rate:.1%}", f"{share:.1%}", *counts)
+    console.print(table)
+    return 0
+
+
+def _told(hits: ReplayHits) -> dict[str, Any]:
+    return {"tokens_hit": hits.tokens_hit, "prompts_hit": hits.prompts_hit, "rate": hits.rate}
+
+
+def _served(
+    cache: TraceReplay | UnlimitedCache, prompts: Sequence[replay.TracePrompt], what: str
+) -> ReplayHits:
+    """All hits; from time to time standard error says how far it is."""
+    total, told = ReplayHits(), time.monotonic()
+    for prompt in prompts:
+        total += cache.serve(prompt)
+        if time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            print(f"{what}: {total.prompts:,} of {len(prompts):,} prompts", file=sys.stderr)
+    return total
+
+
+def _preview(arguments: argparse.Namespace) -> ConfigPreview:
+    """The model that is named, or the one engine that the daemon knows."""
+    if arguments.model is not None or arguments.vllm_arguments:
+        report = inspect_model(arguments.model, arguments.vllm_arguments)
+        if report.preview is None or report.preview.geometry is None:
+            failed = [one.sentence for one in report.findings if one.verdict is Verdict.FAIL]
+            raise HybridKVError("; ".join(failed) or "vLLM gave no KV cache groups")
+        return report.preview
+    socket_path = socket_of(arguments)
+    with ControlClient(socket_path) as control:
+        engines = control.engines()
+    if len(engines) != 1:
+        connected = f"{len(engines)} engines are connected to {socket_path}"
+        raise HybridKVError(f"{connected}; --model DIR_OR_NAME says which")
+    return preview_of(engines[0])

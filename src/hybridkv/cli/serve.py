@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridkv.cli.arguments import add_socket, socket_of
+from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
 from hybridkv.client.spawn import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
@@ -19,67 +19,50 @@ METRICS_PORT = 9477
 _PORT_MAX = 65535
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `serve`."""
-    add_socket(parser)
-    for argument, setting in SERVE_SETTINGS.items():
-        known = {"dest": setting.name, "default": setting.default, **setting.metadata["serve"]}
-        parser.add_argument(f"--{argument}", **known)
-    parser.add_argument(
-        "--metrics-port",
+@command(
+    SOCKET,
+    *(
+        (f"--{name}", {"dest": one.name, "default": one.default, **one.metadata["serve"]})
+        for name, one in SERVE_SETTINGS.items()
+    ),
+    option(
+        "--metrics-port PORT",
+        "loopback port of /metrics; a free one where it is taken; -1: none (default: %(default)s)",
+        METRICS_PORT,
         type=int,
-        default=METRICS_PORT,
-        metavar="PORT",
-        help="loopback port of /metrics; a free one where it is taken; -1: none "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start empty, even where a daemon that ended left its cache in memory",
-    )
-    parser.add_argument(
-        "--disk", metavar="DIRECTORY", help="keep objects there too, also over a reboot"
-    )
-    parser.add_argument(
-        "--disk-bytes",
-        metavar="SIZE",
-        help='the most that may take, like "200GiB" (default: half of what is free)',
-    )
-    parser.add_argument(
-        "--tier",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a tier below RAM, may be given several times, the fastest first: "
+    ),
+    switch("--fresh", "start empty, even where a daemon that ended left its cache in memory"),
+    option("--disk DIRECTORY", "keep objects there too, also over a reboot"),
+    option(
+        "--disk-bytes SIZE", 'the most that may take, like "200GiB" (default: half of what is free)'
+    ),
+    option(
+        "--tier URL",
+        "a tier below RAM, may be given several times, the fastest first: "
         "disk:///directory?bytes=200GiB, valkey://host:6379/0, s3://bucket/prefix, "
         "mooncake://host:50051; with &write=through|back|off, &hourly=SIZE to spare an SSD, "
         "&timeout=SECONDS",
-    )
-    parser.add_argument(
-        "--node",
-        metavar="NAME",
-        help="tells this daemon from others on one directory (default: host name and socket)",
-    )
-    parser.add_argument(
-        "--traces",
-        metavar="URL",
-        help="send spans of lookups, loads and tiers to an OpenTelemetry collector, like "
+        [],
+        action="append",
+    ),
+    option(
+        "--node NAME",
+        "tells this daemon from others on one directory (default: host name and socket)",
+    ),
+    option(
+        "--traces URL",
+        "send spans of lookups, loads and tiers to an OpenTelemetry collector, like "
         "http://127.0.0.1:4318/v1/traces (needs hybridkv[otel]; default: no)",
-    )
-    parser.add_argument(
-        "--log-file", metavar="FILE", help='where to log; "auto": beside the socket'
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+    ),
+    option("--log-file FILE", 'where to log; "auto": beside the socket'),
+)
+def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, which leaves the cache to the next daemon, or SIGINT, which frees it."""
     socket_path = Path(socket_of(arguments))
     node = check_node_name(node_name(socket_path) if arguments.node is None else arguments.node)
     values: dict[str, Any] = {}
     for argument, setting in SERVE_SETTINGS.items():
-        given = getattr(arguments, setting.name)
-        parse = setting.metadata["parse"]
+        given, parse = getattr(arguments, setting.name), setting.metadata["parse"]
         values[setting.name] = None if given is None else parse(given, argument)
     urls = list(arguments.tier)
     if arguments.disk is not None:
@@ -113,7 +96,5 @@ def _log_to(log_file: str | None, socket_path: Path) -> None:
     try:
         logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
     except OSError as error:
-        raise ConfigError(
-            f"log-file: {log_file} cannot be written ({error.strerror})",
-            "a file in a directory of yours works",
-        ) from error
+        what = f"log-file: {log_file} cannot be written ({error.strerror})"
+        raise ConfigError(what, "a file in a directory of yours works") from error

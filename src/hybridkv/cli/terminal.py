@@ -1,18 +1,16 @@
-"""What commands print: text of others as it is and obeyed by nobody, tables, and JSON."""
+"""What commands print: text of others as it is and obeyed by nobody, tables, bars, and JSON."""
 
+import contextlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hybridkv.core.findings import Verdict
 
-STYLES: Mapping[Verdict, str | None] = {
-    Verdict.OK: None,
-    Verdict.WARN: "yellow",
-    Verdict.FAIL: "bold red",
-}
+STYLES = {Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
 def plain(text: str) -> str:
@@ -21,22 +19,16 @@ def plain(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """Standard output on which no word is markup."""
+    """Standard output on which no word is markup; `width` columns wide where it is no terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False)
+        if width is not None and not self.file.isatty():
+            self.width = width
 
     def on_broken_pipe(self) -> None:
         """Left to the command, which ends as it does without this library."""
         raise BrokenPipeError
-
-
-def plain_console(width: int) -> PlainConsole:
-    """A console that is `width` columns wide where it is no terminal."""
-    console = PlainConsole()
-    if not console.file.isatty():
-        console.width = width
-    return console
 
 
 def new_table(
@@ -49,13 +41,23 @@ def new_table(
     return table
 
 
-def pairs(rows: Iterable[tuple[str, object]]) -> Iterable[str]:
+def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:
     """Lines of names and values, the values below each other."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
-def print_json(value: object) -> None:
-    """What every command prints with --json."""
-    print(json.dumps(value, indent=2))
+def print_json(value: object, sort_keys: bool = False) -> None:
+    """What commands print with --json."""
+    print(json.dumps(value, indent=2, sort_keys=sort_keys))
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """What is to be called after each of `total` steps; nothing is left of the bar at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

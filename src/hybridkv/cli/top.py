@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import select
@@ -11,19 +10,19 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridkv.cli.terminal import PlainConsole
-from hybridkv.cli.top_frame import frame
+from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
+from hybridkv.cli.terminal import PlainConsole, plain, print_json
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.paths import check_socket_path, default_socket
-from hybridkv.wire.status import Status
+from hybridkv.core.sizes import format_size
+from hybridkv.wire.status import Outcome, Status
 
 INTERVAL_SECONDS = 1.0
 INTERVAL_SECONDS_MIN = 0.25
@@ -33,39 +32,31 @@ ANSWER_SECONDS = 5.0
 QUIT = frozenset("qQ\x03\x1b")
 _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
 """What a terminal sends for arrows, function keys, and keys with Alt."""
+WIDTH_MIN = 40
+BLOCKS = " ▁▂▃▄▅▆▇█"
+LABEL = 10
+METER = 24
+COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `top`."""
-    parser.add_argument(
-        "--socket", default=default_socket(os.environ, os.geteuid()), metavar="PATH"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and end")
-    parser.add_argument(
-        "--once", action="store_true", help="print one frame, and end (as without a terminal)"
-    )
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=INTERVAL_SECONDS,
-        metavar="SECONDS",
-        help="(default: %(default)s)",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+@command(
+    SOCKET,
+    switch("--json", "print one JSON object, and end"),
+    switch("--once", "print one frame, and end (as without a terminal)"),
+    option("--interval SECONDS", "(default: %(default)s)", type=float, default=INTERVAL_SECONDS),
+)
+def run_top(arguments: argparse.Namespace) -> int:
     """Show until q or Ctrl-C."""
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
-        raise ConfigError(
-            f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s", "1 works"
-        )
-    socket_path = check_socket_path(arguments.socket, "socket")
+        what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
+        raise ConfigError(what, "1 works")
+    socket_path = socket_of(arguments)
     console = PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with ControlClient(socket_path) as control:
-            status = ask(control)
+            status = _ask(control)
         if arguments.json:
-            print(json.dumps(msgspec.to_builtins(status), indent=2))
+            print_json(msgspec.to_builtins(status))
         else:
             # A frame without a height has everything.
             text = frame(status, socket_path, console.width, 0)
@@ -76,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def ask(control: ControlClient) -> Status:
+def _ask(control: ControlClient) -> Status:
     """What the daemon has to show. Raises DaemonUnreachableError."""
     status = control.stats(status=True).status
     assert status is not None, "it was asked for"
@@ -86,27 +77,29 @@ def ask(control: ControlClient) -> Status:
 def _watch(console: Console, socket_path: str, interval: float) -> None:
     with contextlib.ExitStack() as stack:
         # An error of the first answer is printed in the ordinary way.
-        control: ControlClient | None = stack.enter_context(
-            ControlClient(socket_path, ANSWER_SECONDS)
-        )
-        assert control is not None
-        status, why = ask(control), ""
-        with Live(
-            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
-        ) as live:
+        client = ControlClient(socket_path, ANSWER_SECONDS)
+        control: ControlClient | None = stack.enter_context(client)
+        status, why = _ask(client), ""
+        live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+        with live:
             while True:
                 size = console.size
-                live.update(_shown(status, socket_path, size.width, size.height, why), refresh=True)
+                text = frame(status, socket_path, size.width, size.height - bool(why))
+                if why:
+                    head = f"no answer, shown is the last one: {why}"[: size.width]
+                    text = Text.assemble((head, "bold red"), "\n", text)
+                live.update(text, refresh=True)
                 until = time.monotonic() + interval
                 while time.monotonic() < until and console.size == size:
-                    if _pressed() & QUIT:
+                    ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
+                    if ready and heard(os.read(sys.stdin.fileno(), 64)) & QUIT:
                         return
                 if console.size != size:
                     continue
                 try:
                     if control is None:
                         control = stack.enter_context(ControlClient(socket_path, interval))
-                    status, why = ask(control), ""
+                    status, why = _ask(control), ""
                 except DaemonRefusedError:
                     raise
                 except DaemonUnreachableError as error:
@@ -114,35 +107,19 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
                     control, why = None, str(error)
 
 
-def _shown(status: Status, socket_path: str, width: int, height: int, why: str) -> Text:
-    if not why:
-        return frame(status, socket_path, width, height)
-    head = f"no answer, shown is the last one: {why}"[:width]
-    lines = frame(status, socket_path, width, height - 1)
-    return Text.assemble((head, "bold red"), "\n", lines)
-
-
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
     """Read keys without Enter and without an echo; afterwards the terminal is as it was."""
     before = termios.tcgetattr(sys.stdin)
-    handlers = {
-        number: signal.signal(number, signal.default_int_handler)
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, signal.default_int_handler) for number in numbers]
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-
-
-def _pressed() -> set[str]:
-    """The keys that are pressed within LOOK_SECONDS."""
-    ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
-    return heard(os.read(sys.stdin.fileno(), 64)) if ready else set()
 
 
 def heard(said: bytes) -> set[str]:
@@ -151,3 +128,182 @@ def heard(said: bytes) -> set[str]:
         # The terminal has ended.
         return {"q"}
     return set(_SEQUENCE.sub("", said.decode(errors="replace")))
+
+
+def frame(status: Status, place: str, width: int, height: int) -> Text:
+    """The page: at most `height` lines (0: as many as there are) of `width` columns."""
+    width = max(width, WIDTH_MIN)
+    problems = [one for one in status.health if one.level != "note"]
+    state = ("all is well", "green")
+    if problems:
+        state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0].level]
+    up = f"  up {_time(status.uptime_seconds)}  "
+    head = [Text.assemble(("hybridkv", "bold"), "  ", state, up, (plain(place), "dim"))]
+    for one in status.health[: 3 if height else 100]:
+        head.append(Text(f"• {plain(one.text)}", COLOURS[one.level]))
+    head += [Text(), *_levels(status, width), Text()]
+    parts = [_past(status, width), _groups(status, width), _engines(status, width)]
+    room = height - len(head) if height else None
+    lines = [*head, *_fitted([*parts, _decisions(status)], room)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n").join(lines[:height] if height else lines)
+
+
+def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
+    """The parts in order; without room for all, each gets a share, and the last one the rest."""
+    for at, part in enumerate(parts):
+        if room is None:
+            yield from [*part, Text()]
+        elif part and room >= 2:
+            later = sum(min(4, len(other) + 1) for other in parts[at + 1 :] if other)
+            lines = part[: max(2, room - later)]
+            yield from lines
+            room -= len(lines)
+            if room > 2 and at < len(parts) - 1:
+                yield Text()
+                room -= 1
+
+
+def _levels(status: Status, width: int) -> Iterable[Text]:
+    meter = _meter_columns(width)
+    values, rates = status.values, status.minute.per_second
+    hit, ceiling = status.recent.hit, status.recent.ceiling
+    line = _label("hit rate")
+    if hit is None or ceiling is None:
+        yield line.append("nothing was looked up in the last hour", "dim")
+    else:
+        line.append(_meter(hit, meter, ceiling)).append(f" {hit:.1%}")
+        more = f" of {ceiling:.1%} that a cache of unlimited size had"
+        yield line.append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
+    used = values["bytes_committed"] + values["bytes_writing"]
+    line = _held("ram", used, values["bytes_arena"], meter)
+    yield line.append(f"  {values['objects']:,.0f} objects", "dim")
+    for tier in status.tiers:
+        state = ("breaker open", COLOURS["bad"]) if tier.is_shut else ("well", "green")
+        if not tier.is_open or tier.is_hung:
+            state = "hangs" if tier.is_open else "not open", COLOURS["bad"]
+        speed = tier.values.get("bytes_per_second", 0.0)
+        note = f", reads {format_size(speed)}/s" if speed else ""
+        line = _held(tier.name, tier.values.get("bytes"), tier.values.get("bytes_max"), meter)
+        yield line.append("  ").append(*state).append(note, "dim")
+    waiting = values.get("lookups_waiting", 0.0)
+    yield _label("last min").append(
+        f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
+        f"stored {format_size(rates['bytes_stored'])}/s, evicted {rates['evicted']:.3g}/s"
+        f"{f', {waiting:,.0f} wait for tiers' if waiting else ''}"
+    )
+
+
+def _past(status: Status, width: int) -> list[Text]:
+    """Little charts of the last minutes."""
+    past = status.hour
+    room = width - LABEL - 14
+    shown = min(room, len(past.ages))
+    if shown < 2:
+        return []
+
+    def speed(value: float) -> str:
+        return f"{format_size(value)}/s"
+
+    lines = [Text(f"the last {_time(shown * past.step_seconds)}", "dim")]
+    for label, values, most, text, colour in (
+        ("hit rate", past.hit, 1.0, "{:.0%}".format, "blue"),
+        ("ceiling", past.ceiling, 1.0, "{:.0%}".format, "yellow"),
+        ("loaded", past.loaded, None, speed, "blue"),
+        ("stored", past.stored, None, speed, "blue"),
+        ("lookups", past.lookups, None, "{:.3g}/s".format, "blue"),
+    ):
+        tail = values[-room:]
+        known = [value for value in tail if value is not None]
+        top = most or max(known, default=0.0)
+        line = _label(label).append("".join(_block(value, top) for value in tail), colour)
+        lines.append(line.append(f" {text(known[-1]) if known else '-'}"))
+    return lines
+
+
+def _groups(status: Status, width: int) -> list[Text]:
+    groups = [group for group in status.groups if group.objects]
+    if not groups:
+        return []
+    most = max(group.held_bytes for group in groups)
+    lines = [Text("in ram, by group", "dim")]
+    meter = METER if width >= 100 else _meter_columns(width) // 2
+    room = width - meter - 46
+    for group in groups:
+        owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
+        kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
+        line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
+        line.append(_meter(group.held_bytes / most, meter))
+        held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
+        lines.append(line.append(held))
+    return lines
+
+
+def _engines(status: Status, width: int) -> list[Text]:
+    lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
+    for session in status.sessions:
+        state = "" if session.is_connected else "  gone, its workers may still copy"
+        engine = min(24, width // 6)
+        room = max(width - engine - 45, 0)
+        model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
+        name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
+        writing = format_size(session.writing_bytes)
+        line = Text(f"{name}{session.leases:>4} loads {writing:>9} writing")
+        lines.append(line.append(f"  since {_time(session.since)}").append(state, "yellow"))
+    return lines
+
+
+def _decisions(status: Status) -> list[Text]:
+    lines = [Text("recent decisions", "dim")] if status.decisions else []
+    for decision in status.decisions:
+        line = Text(f"{_time(decision.age):>7}  {_cut(decision.request_id, 24):<25}")
+        line.append(f"{_cut(decision.prompt, 13):<14}")
+        is_loaded = decision.outcome is Outcome.LOADED
+        text = f"{'loaded ' if is_loaded else 'computed: '}{plain(decision.text)}"
+        lines.append(line.append(text, "green" if is_loaded else "dim"))
+    return lines
+
+
+def _held(name: str, used: float | None, most: float | None, meter: int) -> Text:
+    line = _label(name)
+    if used is None:
+        return line.append("not known", "dim")
+    line.append(_meter(used / most if most else 0.0, meter)).append(f" {format_size(used)}")
+    return line.append(f" of {format_size(most)}" if most else "", "dim")
+
+
+def _label(name: str) -> Text:
+    return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
+
+
+def _meter_columns(width: int) -> int:
+    """The width of a meter, which leaves a narrow terminal room for the figures."""
+    return min(METER, (width - 20) * 2 // 5)
+
+
+def _meter(share: float, size: int, beyond: float | None = None) -> Text:
+    share = min(1.0, max(0.0, share))
+    full = round(share * size)
+    more = max(full, round(min(1.0, beyond or 0.0) * size))
+    return Text.assemble(
+        ("█" * full, "blue"), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim")
+    )
+
+
+def _block(value: float | None, most: float) -> str:
+    if value is None:
+        return " "
+    return BLOCKS[max(1, min(8, round(8 * value / most))) if most else 1]
+
+
+def _cut(text: str, width: int) -> str:
+    shown = plain(text)
+    return shown if len(shown) <= width else f"{shown[: max(width - 1, 0)]}…"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 1.95 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"

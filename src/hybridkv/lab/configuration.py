@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 
 import msgspec
 
@@ -11,7 +12,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import StateRule
-from hybridkv.lab.child import AnsweringChild, log_tail
+from hybridkv.lab.engine_process import AnsweringChild, log_tail
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
@@ -27,8 +28,6 @@ class ConfigReport:
     findings: list[Finding] = field(default_factory=list)
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
-    transfer_named: bool = False
-    """Whether the arguments had a `--kv-transfer-config` with our connector."""
     identity: str = ""
     """The namespace that the engine will have, in hex."""
     facts: dict[str, str] = field(default_factory=dict)
@@ -47,11 +46,10 @@ def inspect_arguments(
                 answer = child.receive(PREVIEW_SECONDS_MAX)
             except TimeoutError as error:
                 child.close(0.0)
-                raise HybridKVError(
-                    f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
-                ) from error
+                what = f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
+                raise HybridKVError(what) from error
             if answer is None:
-                status = child.wait()
+                status = child.process.wait()
                 log.seek(0)
                 raise HybridKVError(f"vLLM ended with status {status}:\n{log_tail(log.read())}")
     report = msgspec.json.decode(answer, type=ConfigReport)
@@ -81,30 +79,22 @@ def serve_arguments(words: Sequence[str]) -> list[str]:
     rest = list(words)
     for word in ("vllm", "serve"):
         if rest[:1] == [word]:
-            rest = rest[1:]
+            del rest[0]
     return rest
 
 
 def preview_of(engine: WireEngine) -> ConfigPreview:
     """What the daemon knows of an engine that is connected."""
     geometry, model = geometry_from_wire(engine.geometry), engine.model
-    layers = model.layers if model else []
-    return ConfigPreview(
-        model.name if model else engine.engine_id,
-        model.max_model_len if model else 0,
-        model.kv_dtype if model else "unknown",
-        geometry.ranks,
-        tuple(
-            GroupPreview(
-                group.gid,
-                str(group.kind),
-                group.tokens_per_block,
-                layers[index] if index < len(layers) else 0,
-                group.block_bytes,
-                group.window_tokens,
-            )
-            for index, group in enumerate(geometry.groups)
-        ),
-        geometry,
-        StateRule(model.retention_tokens, model.step_tokens) if model else StateRule(),
-    )
+    named, layers, rule = (engine.engine_id, 0, "unknown"), [], StateRule()
+    if model is not None:
+        named, layers = (model.name, model.max_model_len, model.kv_dtype), model.layers
+        rule = StateRule(model.retention_tokens, model.step_tokens)
+    groups = [
+        GroupPreview(
+            *(group.gid, str(group.kind), group.tokens_per_block),
+            *(count, group.block_bytes, group.window_tokens),
+        )
+        for group, count in zip(geometry.groups, chain(layers, repeat(0)), strict=False)
+    ]
+    return ConfigPreview(*named, geometry.ranks, tuple(groups), geometry, rule)

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import msgspec
@@ -26,19 +27,11 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
-from hybridkv.lab.child import answering
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
+from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.preflight import (
-    CONNECTOR,
-    SEVERAL,
-    config_findings,
-    group_findings,
-    settings_of,
-    state_rule,
-    transfer_findings,
-)
+from hybridkv.vllm.preflight import CONNECTOR
 from hybridkv.vllm.preview import EnginePreview, describe, geometry_of, preview_engine
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -62,49 +55,51 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if not hasattr(triton, "set_allocator"):
         # vLLM's stand-in where there is no Triton backend; some models ask for it while built.
         triton.set_allocator = lambda allocate: None
+
+    def refuse(message: str) -> NoReturn:
+        raise UnreadableError(message)
+
     report = ConfigReport()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser.error = refuse
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = parser.parse_args(arguments)
     except UnreadableError as error:
         return ConfigReport(unreadable=str(error))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
-    parsed.kv_transfer_config = _transfer(parsed.kv_transfer_config, report)
+    report.findings += preflight.transfer_findings(parsed.kv_transfer_config)
+    is_named = all(one.verdict is not Verdict.FAIL for one in report.findings)
+    if not is_named:
+        # The one that works.
+        parsed.kv_transfer_config = KVTransferConfig(**CONNECTOR)
     asked, usage = AsyncEngineArgs.from_cli_args, UsageContext.OPENAI_API_SERVER
     config = _guarded("vllm arguments", report, lambda: asked(parsed).create_engine_config(usage))
     if config is None:
         return report
-    seen = _as_children_see_it(config, report)
+    seen = _as_children_see_it(config, is_named, report)
     for child, says_something in seen:
-        report.findings += [one for one in config_findings(child) if says_something(one.check)]
+        found = preflight.config_findings(child)
+        report.findings += [one for one in found if says_something(one.check)]
     config = seen[0][0]
     with contextlib.suppress(ConfigError):
-        report.settings = settings_of(config)
+        report.settings = preflight.settings_of(config)
     engine = _guarded("KV cache groups", report, lambda: preview_engine(config))
     if engine is not None:
         _judge_cache(config, engine, report)
     return report
 
 
-def _parser() -> FlexibleArgumentParser:
-    def refuse(message: str) -> NoReturn:
-        raise UnreadableError(message)
-
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
-    parser.error = refuse
-    return parser
-
-
 def _as_children_see_it(
-    config: Any, report: ConfigReport
+    config: Any, is_named: bool, report: ConfigReport
 ) -> list[tuple[Any, Callable[[str], bool]]]:
     """The configuration as each HybridKVConnector sees it, the first one's for all that follows.
 
     With each whether a check says something of it that was not said yet.
     """
-    if not report.transfer_named:
+    if not is_named:
         return [(config, lambda check: check not in _TRANSFER_CHECKS)]
-    if config.kv_transfer_config.kv_connector != SEVERAL:
+    if config.kv_transfer_config.kv_connector != preflight.SEVERAL:
         return [(config, lambda check: True)]
 
     def inside() -> list[Any]:
@@ -128,14 +123,6 @@ def _as_children_see_it(
     return [(ours[0], lambda check: True), *others]
 
 
-def _transfer(given: Any, report: ConfigReport) -> Any:
-    """The given `--kv-transfer-config`, or the one that works where it names something else."""
-    findings = list(transfer_findings(given))
-    report.findings += findings
-    report.transfer_named = not any(finding.verdict is Verdict.FAIL for finding in findings)
-    return given if report.transfer_named else KVTransferConfig(**CONNECTOR)
-
-
 def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
     """What `make` returns; None and a FAIL in vLLM's words where that refuses in any way."""
     try:
@@ -143,18 +130,17 @@ def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
     except Exception as error:
         logger.exception("hybridkv: vLLM refuses")
         what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        lines = [line.strip() for line in what.splitlines() if line.strip()]
-        said = lines[0] if lines else type(error).__name__
+        said = next(filter(None, map(str.strip, what.splitlines())), type(error).__name__)
         report.findings.append(fail(check, f"vLLM says: {said}"))
         return None
 
 
 def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    groups = list(group_findings(engine.kv_cache_config, config.speculative_config))
+    groups = list(preflight.group_findings(engine.kv_cache_config, config.speculative_config))
     report.findings += groups
     geometry: Geometry | None = None
-    if not any(finding.verdict is Verdict.FAIL for finding in groups):
+    if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
             geometry = geometry_of(engine, report.settings.hybrid_chunk_size)
         except HybridKVError as error:
@@ -166,27 +152,20 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     report.findings += [
         ok("chunk", f"{chunk} tokens; hits are aligned to {alignment}"),
         length_finding(geometry, config.model_config.max_model_len),
-        *state_findings(geometry, state_rule(config)),
+        *state_findings(geometry, preflight.state_rule(config)),
     ]
+    known = engine.kv_cache_config, geometry, engine.layouts, report.settings
     try:
-        facts = identity_facts(
-            config, engine.kv_cache_config, geometry, engine.layouts, report.settings
-        )
+        facts = identity_facts(config, *known)
     except HybridKVError as error:
         report.findings.append(failure("identity", error))
         return
     report.identity = fingerprint(facts).hex()
-    report.facts = {
-        key: msgspec.json.encode(facts[key]).decode() for key in _FACTS_SHOWN if key in facts
-    }
+    shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}
+    report.facts = {key: msgspec.json.encode(fact).decode() for key, fact in shown.items()}
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
 
-def main() -> None:
-    """Answer once."""
-    with answering() as answer:
-        answer(msgspec.to_builtins(inspect(sys.argv[2:])))
-
-
 if __name__ == "__main__":
-    main()
+    with Connection(int(sys.argv[1])) as pipe:
+        pipe.send_bytes(msgspec.json.encode(inspect(sys.argv[2:])))

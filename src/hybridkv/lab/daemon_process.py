@@ -11,7 +11,7 @@ from pathlib import Path
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.client.spawn import ANSWER_SECONDS, RETRY_SECONDS, daemon_command, refusal
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
 from hybridkv.daemon.filesystem import stale_arenas
@@ -33,8 +33,8 @@ class DaemonProcess:
         options: Sequence[str] = (),
     ) -> None:
         self.socket_path = socket_path
-        sized = [] if ram is None else ["--ram", ram]
-        self._options = [*sized, "--metrics-port", str(metrics_port), *options]
+        self._options = [] if ram is None else ["--ram", ram]
+        self._options += ["--metrics-port", str(metrics_port), *options]
         self._options += ["--fresh"] if fresh else []
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -79,10 +79,10 @@ class DaemonProcess:
         return self.process.wait(STOP_SECONDS)
 
 
-def engine_hello(geometry: Geometry) -> Hello:
-    """The greeting of an engine that only measures."""
-    identity = bytes(HASH_BYTES)
-    return Hello(1, PROTOCOL_VERSION, "engine", "bench", identity, geometry_to_wire(geometry))
+def engine_hello(groups: tuple[Group, ...], tokens: int) -> Hello:
+    """The greeting of an engine that only measures, with chunks of so many tokens."""
+    geometry = geometry_to_wire(Geometry(groups, tokens, tokens, tokens))
+    return Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry)
 
 
 def reserve(control: ControlClient, part_bytes: int, count: int) -> Iterator[Reserved]:

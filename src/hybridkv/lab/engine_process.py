@@ -1,16 +1,24 @@
-"""A real engine as a child process: start, ask, end. See hybridkv.lab.runner for the other side."""
+"""A real engine as a child process: start, ask, end. See hybridkv.lab.runner for the other side.
+
+A child's first argument names the descriptor of a connection. Commands and answers are JSON.
+"""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 from hybridkv.core.errors import HybridKVError
-from hybridkv.lab.child import AnsweringChild, log_tail
 
-START_SECONDS = 900.0
+PROGRESS_SECONDS = 5.0
 ANSWER_SECONDS = 900.0
+STOP_SECONDS = 60.0
+_LOG_TAIL_LINES = 15
 
 CONNECTOR = "HybridKVConnector"
 
@@ -23,32 +31,84 @@ ENGINE_ENVIRONMENT = {
 """Defaults for a child; what the user has set wins."""
 
 
+class AnsweringChild:
+    """A module of this package as a child process; a context manager. What it prints is logged."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: IO[bytes],
+        defaults: Mapping[str, str],
+        environment: Mapping[str, str] | None,
+    ) -> None:
+        """Start `module`. The user's variables win over `defaults`, `environment` over both."""
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env={**defaults, **os.environ, **(environment or {})},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def receive(
+        self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None
+    ) -> bytes | None:
+        """The next answer, as JSON; None where the child has ended.
+
+        `waiting` is called every PROGRESS_SECONDS. Raises TimeoutError after `limit_seconds`.
+        """
+        started = time.monotonic()
+        while not self._pipe.poll(PROGRESS_SECONDS):
+            waited = time.monotonic() - started
+            if waited > limit_seconds:
+                raise TimeoutError(f"silent since {waited:.0f} s")
+            waiting(waited)
+        try:
+            return self._pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def close(self, patience_seconds: float = STOP_SECONDS) -> None:
+        """End the process, which ends by itself when nobody can command it any more."""
+        self._pipe.close()
+        try:
+            self.process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def log_tail(log: bytes, *wanted: str) -> str:
+    """The lines of a child's log that contain all of `wanted`, or the last ones of the log."""
+    lines = log.decode(errors="replace").strip().splitlines()
+    found = [line for line in lines if wanted and all(word in line for word in wanted)]
+    return "\n".join(found or lines[-_LOG_TAIL_LINES:])
+
+
 class EngineError(HybridKVError):
     """The engine ended or did not answer; the message ends with the tail of its log."""
 
     exit_status = 1
 
 
-class NotServed(StrEnum):
-    """Why an engine cannot have the connector, where neither the user nor hybridkv chose so."""
+class NotServedError(EngineError):
+    """The engine was not started, since vLLM, neither the user nor hybridkv, chose so."""
 
-    PREFIX_CACHING_OFF_IN_VLLM = "prefix_caching_off_in_vllm"
-
-
-NOT_SERVED_TEXTS = {
-    NotServed.PREFIX_CACHING_OFF_IN_VLLM: (
+    REASON = "prefix_caching_off_in_vllm"
+    TEXT = (
         "vLLM itself switches prefix caching off for this model on this machine, and hybridkv "
         "serves no engine without prefix caching"
     )
-}
-
-
-class NotServedError(EngineError):
-    """The engine was not started, for `reason`."""
-
-    def __init__(self, reason: NotServed) -> None:
-        super().__init__(NOT_SERVED_TEXTS[reason])
-        self.reason = reason
 
 
 class EngineProcess(AnsweringChild):
@@ -61,17 +121,16 @@ class EngineProcess(AnsweringChild):
         say: Callable[[str], None],
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._say = say
-        self._log_path = log_path
+        self._say, self._log_path = say, log_path
+        variables = ENGINE_ENVIRONMENT, extra_environment
         with log_path.open("wb") as log:
-            variables = ENGINE_ENVIRONMENT, extra_environment
             super().__init__("hybridkv.lab.runner", arguments, log, *variables)
 
-    def __enter__(self) -> "EngineProcess":
+    def __enter__(self) -> Self:
         try:
-            self.info: dict[str, Any] = self._answer(START_SECONDS, "starting")
+            self.info: dict[str, Any] = self._answer("starting")
             if "not_served" in self.info:
-                raise NotServedError(NotServed(self.info["not_served"]))
+                raise NotServedError(NotServedError.TEXT)
         except BaseException:
             self.close()
             raise
@@ -81,46 +140,42 @@ class EngineProcess(AnsweringChild):
         self, *prompts: list[int], max_tokens: int, starve: bool = False, adapter: str | None = None
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once; see hybridkv.lab.runner."""
-        work = {"prompts": prompts, "max_tokens": max_tokens, "starve": starve, "adapter": adapter}
-        answer: list[dict[str, Any]] = self.ask({"do": "run", **work})
+        self.begin("run", prompts=prompts, max_tokens=max_tokens, starve=starve, adapter=adapter)
+        answer: list[dict[str, Any]] = self.end()
         return answer
 
     def reset(self, connector: bool = False) -> None:
         """Empty the engine's prefix cache; with `connector` ours too, as after a weight update."""
-        if not self.ask({"do": "reset", "connector": connector}):
+        self.begin("reset", connector=connector)
+        if not self.end():
             raise EngineError("the engine could not reset its prefix cache")
 
-    def begin(self, command: Mapping[str, object]) -> None:
+    def begin(self, do: str, **work: object) -> None:
         """Send a command without waiting for its answer."""
         try:
-            self.send(command)
-        except BrokenPipeError as error:
+            self._pipe.send_bytes(json.dumps({"do": do, **work}).encode())
+        except (BrokenPipeError, ConnectionResetError) as error:
             raise self._ended() from error
 
     def end(self) -> Any:
         """The answer to the oldest command begun."""
-        return self._answer(ANSWER_SECONDS, "working")
+        return self._answer("working")
 
-    def ask(self, command: Mapping[str, object]) -> Any:
-        """Send a command and wait for its answer."""
-        self.begin(command)
-        return self.end()
-
-    def _answer(self, limit_seconds: float, doing: str) -> Any:
+    def _answer(self, doing: str) -> Any:
         def progress(seconds: float) -> None:
-            self._say(f"  engine {self.pid} {doing}, {seconds:.0f} s")
+            self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")
 
         try:
-            answer = self.receive(limit_seconds, progress)
+            answer = self.receive(ANSWER_SECONDS, progress)
         except TimeoutError as error:
-            raise EngineError(f"the engine is {error}{self._tail()}") from error
+            raise self._error(f"is {error}") from error
         if answer is None:
             raise self._ended()
         return json.loads(answer)
 
     def _ended(self) -> EngineError:
-        return EngineError(f"the engine ended with status {self.wait()}{self._tail()}")
+        return self._error(f"ended with status {self.process.wait()}")
 
-    def _tail(self) -> str:
+    def _error(self, what: str) -> EngineError:
         tail = log_tail(self._log_path.read_bytes(), "Error", "hybridkv")
-        return f"; its log is {self._log_path}:\n{tail}"
+        return EngineError(f"the engine {what}; its log is {self._log_path}:\n{tail}")

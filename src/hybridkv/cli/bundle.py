@@ -1,0 +1,301 @@
+"""`hybridkv export` and `hybridkv import`: the objects of a directory or a daemon as one file.
+
+It is a tar with a member per record, named like its file, and a last one that says that the file is
+complete.  A reader proves every record, since what carried the file may have changed any byte.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import stat
+import tarfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of
+from hybridkv.cli.terminal import print_json, progress
+from hybridkv.client.control import ControlClient
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.sizes import format_size
+from hybridkv.core.tier_urls import disk_url, parse_tier
+from hybridkv.shm.arena import attach_arena
+from hybridkv.shm.scan import committed_slots
+from hybridkv.shm.signature import is_signed
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.tiers.contract import FullError, TierError, WriteRequest
+from hybridkv.tiers.disk import files
+from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.disk.writers import check_root, homes
+from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
+
+TEND_SECONDS = 1.0
+LAST = "hybridkv-export"
+"""The name of the last member, which says the version and how many records there are."""
+VERSION = 1
+
+
+class Bundle:
+    """A bundle that is being written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._tar = tarfile.TarFile.open(fileobj=file, mode="w|", format=tarfile.GNU_FORMAT)
+        self.records = self.bytes = 0
+
+    def add(self, record: Record, memory: memoryview) -> None:
+        """Write one more record. Raises OSError."""
+        self._add(files.name_of(record).text, memory)
+        self.records += 1
+        self.bytes += len(memory)
+
+    def close(self) -> None:
+        """Write the last member. Raises OSError."""
+        self._add(LAST, f"{VERSION} {self.records}\n".encode())
+        self._tar.close()
+
+    def _add(self, name: str, content: memoryview | bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = len(content), 0o600
+        self._tar.addfile(info, io.BytesIO(content))
+
+
+def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
+    """Every member with its proof, as soon as it is read; the end, if missing, has no name.
+
+    Raises ConfigError where `file` is no bundle of this version.
+    """
+    works = "a file of hybridkv export works"
+    records, is_over = 0, False
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as tar:
+            for info in tar:
+                content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
+                if content is None:
+                    yield info.name, FileProof(FileDamage.MISNAMED)
+                elif info.name == LAST:
+                    text = content.read(64).decode("ascii", "replace")
+                    version, _, count = text.strip().partition(" ")
+                    if version != str(VERSION):
+                        what = f"{setting} is of another version ({version[:8]!r})"
+                        raise ConfigError(what, works)
+                    is_over = count == str(records)
+                else:
+                    records += 1
+                    name = files.parse_name(info.name)
+                    yield info.name, files.prove(content, info.size, name)
+    except (tarfile.TarError, EOFError) as error:
+        if not records:
+            raise ConfigError(f"{setting} is no bundle of records ({error})", works) from error
+    if not is_over:
+        yield "", FileProof(FileDamage.LENGTH)
+
+
+@command(
+    option("file FILE", "what to write; it appears when it is whole"),
+    [
+        option("--disk DIRECTORY", "of hybridkv serve; daemons may use it"),
+        option("--socket PATH", "a daemon, for what it has in memory"),
+    ],
+    option("--identity HEX_PREFIX", "only objects of this identity, as stats tells it", default=""),
+    JSON,
+)
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write the file and print; 1 if anything was wrong, and left out."""
+    prefix = arguments.identity.lower()
+    if prefix.strip("0123456789abcdef") or len(prefix) > 2 * HASH_BYTES:
+        raise ConfigError(
+            f"identity={arguments.identity!r} is not the beginning of an identity",
+            'hexadecimal digits as "hybridkv stats" tells them work',
+        )
+    with _appears(Path(arguments.file)) as file:
+        bundle = Bundle(file)
+        if arguments.disk is not None:
+            left_out = _from_disk(Path(arguments.disk), bundle, prefix)
+        else:
+            left_out = _from_memory(socket_of(arguments), bundle, prefix)
+        bundle.close()
+    sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
+    _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
+    return int("damaged" in left_out)
+
+
+@contextlib.contextmanager
+def _appears(path: Path) -> Iterator[BinaryIO]:
+    """The new file at `path`, which is there as a whole or not at all."""
+    with contextlib.suppress(OSError):
+        # To replace a pipe or a device would write to no reader of it.
+        if not stat.S_ISREG(path.lstat().st_mode):
+            what = f"export: {path} is no file that could be replaced"
+            raise ConfigError(what, "the name of a new one works")
+    part = path.with_name(f"{path.name}.part")
+    with or_refuse(f"export: {path} cannot be written", "a file in a directory with room works"):
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                yield file
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
+    """What was left out, by reason."""
+    check_root(root, "disk")
+    found: list[tuple[float, str, FileName]] = []
+    with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
+        for home in homes(root):
+            for path, name in files.records(home):
+                if name.key[:HASH_BYTES].hex().startswith(prefix):
+                    with contextlib.suppress(FileNotFoundError):
+                        found.append((os.stat(path).st_mtime, path, name))
+    # The oldest objects come first: an import takes the last ones for the youngest.
+    found.sort()
+    known: set[bytes] = set()
+    left_out: Counter[str] = Counter()
+    with progress("exporting", len(found)) as step:
+        for _, path, name in found:
+            # There is no proof of a file that a daemon removed.
+            if name.key not in known and (proof := files.prove_file(path, name)) is not None:
+                if proof.damage is not None or proof.record is None:
+                    left_out["damaged"] += 1
+                else:
+                    bundle.add(proof.record, proof.memory)
+                    known.add(name.key)
+            step()
+    return left_out
+
+
+def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Counter[str]:
+    """What was left out, by reason."""
+    left_out: Counter[str] = Counter()
+    with ControlClient(socket_path) as control:
+        with_parents = {
+            (engine.namespace, group.gid)
+            for engine in control.engines()
+            for group in engine.geometry.groups
+            if group.kind is GroupKind.FULL
+        }
+        arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+        with contextlib.closing(arena):
+            values = control.stats().values
+            memory = arena.memory[: int(values["bytes_reserved"])]
+            with progress("exporting", int(values["objects"])) as step:
+                for offset, header in committed_slots(memory):
+                    if header.namespace.hex().startswith(prefix):
+                        has_parent = (header.namespace, header.gid) in with_parents
+                        if why := _add_slot(memory, offset, header, has_parent, bundle):
+                            left_out[why] += 1
+                    step()
+            memory.release()
+    return left_out
+
+
+def _add_slot(
+    memory: memoryview, offset: int, header: SlotHeader, has_parent: bool, bundle: Bundle
+) -> str:
+    """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
+    shape = header.part_bytes, header.parts
+    size = slot_bytes(*shape)
+    if offset + size > len(memory):
+        return "changed meanwhile"
+    copy = memoryview(bytearray(memory[offset : offset + size]))
+    if unpack_header(bytes(memory[offset : offset + HEADER_BYTES])) != header:
+        return "changed meanwhile"
+    signed = is_signed(copy, *shape, header.generation)
+    if signed is None:
+        # An engine with `checksum: "off"` wrote it, so nobody can prove its bytes.
+        return "not signed"
+    if not signed:
+        return "damaged"
+    name = RecordName(header.namespace, header.gid, header.chunk_hash)
+    parent = (header.parent_short if has_parent else 0).to_bytes(SHORT_HASH_BYTES, "little")
+    record = Record(name, *shape, header.generation, parent, header.tenant)
+    head = memoryview(bytearray(head_bytes(header.parts)))
+    write_head(record, copy, head)
+    copy[: len(head)] = head
+    bundle.add(record, copy)
+    return ""
+
+
+@command(
+    option("file FILE", "of hybridkv export"),
+    option(
+        "--disk DIRECTORY",
+        "as of hybridkv serve; its daemon reads the objects at once,"
+        " and keeps them within its own bound",
+        required=True,
+    ),
+    option("--disk-bytes SIZE", 'the most to import, like "20GiB" (default: half of what is free)'),
+    JSON,
+)
+def run_import(arguments: argparse.Namespace) -> int:
+    """Write what is proven and print; 1 if anything was wrong."""
+    spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
+    works = "a file of hybridkv export works"
+    with contextlib.ExitStack() as stack:
+        with or_refuse(f"import: {arguments.file} cannot be read", works):
+            file = stack.enter_context(open(arguments.file, "rb"))
+        tier = DiskTier(spec, f"import-{uuid.uuid4().hex[:8]}", adopts=False)
+        try:
+            tier.open()
+        except TierError as error:
+            what = f"disk: {arguments.disk} cannot be used ({error})"
+            raise ConfigError(what, "another directory works") from error
+        try:
+            counts = _put_all(file, arguments.file, tier)
+        finally:
+            tier.close()
+            with contextlib.suppress(OSError):
+                tier.leave()
+    imported = counts.pop("imported", 0)
+    kept, size = (int(tier.gauges()[name]) for name in ("objects", "bytes"))
+    within = f"{kept} of them are within the bound, {format_size(size)}"
+    sentence = f"imported {imported} objects; {within}"
+    _print(arguments, sentence, counts, objects=imported, kept=kept, bytes=size)
+    return int(bool(set(counts) - {"there already"}))
+
+
+def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
+    """What became of the records, in words."""
+    counts: Counter[str] = Counter()
+    tend_at = time.monotonic() + TEND_SECONDS
+    with progress("importing", None) as step:
+        for member, proof in _read(file, f"import: {name}"):
+            if time.monotonic() >= tend_at:
+                # Without this sign of life daemons would take away what is imported already.
+                tier.tend()
+                tend_at = time.monotonic() + TEND_SECONDS
+            if proof.damage is None and proof.record is not None:
+                counts[_put(tier, proof.record, proof.memory)] += 1
+            else:
+                counts["damaged" if member else "the file ends too early"] += 1
+            step()
+    return counts
+
+
+def _put(tier: DiskTier, record: Record, memory: memoryview) -> str:
+    key = record.name.key
+    if tier.peek(key):
+        return "there already"
+    (error,) = tier.put([WriteRequest(key, [memory], record.parent, record.interior)])
+    if isinstance(error, FullError):
+        return "no room"
+    return "imported" if error is None else "not written"
+
+
+def _print(
+    arguments: argparse.Namespace, sentence: str, left_out: Counter[str], **told: int
+) -> None:
+    if arguments.json:
+        print_json({**told, **left_out})
+        return
+    print(sentence)
+    for why, count in sorted(left_out.items()):
+        print(f"left out {count}: {why}")
