@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import RequestOutcome
-from hybridkv.observe.series import Sample
+from hybridkv.observe.series import Past, Sample
 from hybridkv.wire.status import GroupStatus, SessionStatus, TierStatus
 
 GROUPS_SHOWN_MAX = 64
@@ -31,3 +31,11 @@ class Snapshot:
     day: tuple[Sample, ...]
     decisions: tuple[RequestOutcome, ...]
     """The latest first."""
+
+    def since(self, seconds: float) -> Past:
+        """The begin and the end of the last `seconds` of the hour, or of all that is known."""
+        samples = self.hour
+        if not samples or samples[-1].at < self.now:
+            values = tuple(self.values.of(*column) for column in self.columns)
+            samples = (*samples, Sample(self.now, values))
+        return Past(self.columns, samples).since(self.now - seconds)
