@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
-from typing import Any, NamedTuple, TypeVar
+from operator import methodcaller
+from typing import Any, NamedTuple
 
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -19,8 +21,6 @@ from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
 from hybridkv.vllm.supervise import Supervisor
 
 logger = logging.getLogger("vllm.hybridkv")
-
-Result = TypeVar("Result")
 
 LIMITS = {
     "grace_ms": (1000.0, "10"),
@@ -102,15 +102,10 @@ class ChildConnector:
             logger.exception(f"hybridkv: {says}", self.name)
             return otherwise
 
-    def run(
-        self, hook: str, work: Callable[[], Result], otherwise: Result, fatal: bool = False
-    ) -> Result:
-        """`work()`, or `otherwise` where it raises or the child is switched off."""
-        return self.supervisor.run(hook, work, lambda: otherwise, fatal)
-
     def call(self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, **kw: Any) -> Any:
-        """The connector's own hook, as `run` does it."""
-        return self.run(hook, lambda: getattr(self.connector, hook)(*args, **kw), otherwise, fatal)
+        """What the connector's own hook answers, or `otherwise` (see Supervisor.run)."""
+        work = partial(methodcaller(hook, *args, **kw), self.connector)
+        return self.supervisor.run(hook, work, lambda: otherwise, fatal)
 
 
 class ChildConnectors:

@@ -5,7 +5,6 @@ kept (children, memory pool, registration, layouts, counts): a mistake there rai
 vLLM calls afterwards is here, and each child is called under a supervisor of its own.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import partialmethod
 from typing import Any
@@ -25,11 +24,7 @@ from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
 from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.layout import group_keeping
-
-logger = logging.getLogger("vllm.hybridkv")
-
-Handshakes = Mapping[Any, KVConnectorHandshakeMetadata]
-"""By rank, or by (pp rank, tp rank)."""
+from hybridkv.vllm.supervise import logger
 
 
 class MultiConnector(multi_connector.MultiConnector):
@@ -84,8 +79,8 @@ class MultiConnector(multi_connector.MultiConnector):
     def _forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._part, hook)(*args, **kwargs)
 
-    def _shake(self, hook: str, metadata: Handshakes) -> None:
-        """Give each child its own handshakes, at start-up, as if it were the only connector."""
+    def _shake(self, hook: str, metadata: Mapping[Any, Any]) -> None:
+        """Give each child its own handshakes by rank, as if it were the only connector."""
         said = {rank: one for rank, one in metadata.items() if isinstance(one, MultiHandshake)}
         for child in self._children.all:
             parts = {rank: one.metadata[child.index] for rank, one in said.items()}

@@ -17,13 +17,11 @@ class MultiPlan(MultiKVConnectorMetadata):
     """Scheduler to workers. `metadata` has None for a child that is switched off."""
 
     loads: dict[str, int] = field(default_factory=dict)
-    """Asynchronous loads that begin: index of the child by request."""
+    """Asynchronous loads that begin: index of the child, or NOBODY, by request."""
     saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Requests that ended, with the children that hold their blocks."""
-    failed: tuple[str, ...] = ()
-    """Loads that workers report as failed, whatever the child says."""
-    let_go: tuple[tuple[int, str], ...] = ()
-    """(child, request) of saves that are waited for no longer."""
+    settled: frozenset[int] = frozenset()
+    """Children that are switched off, and whose transfers are waited for no longer."""
     sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Blocks that a child loads within this step."""
     bad_blocks: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -167,7 +167,7 @@ class MultiScheduler:
                 return unknown
             return sources
 
-        return child.run("get_external_cache_hit_sources", ask, unknown)
+        return child.supervisor.run("get_external_cache_hit_sources", ask, lambda: unknown)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -210,9 +210,9 @@ class MultiScheduler:
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
             plans.append(plan)
-        self._give_up(self._clock())
         plan = MultiPlan(
             metadata=tuple(plans),
+            settled=self._give_up(self._clock()),
             sync_blocks={index: tuple(ids) for index, ids in self._sync_blocks.items()},
             bad_blocks=tuple(self._bad_blocks),
             **self._transfers.announce(),
@@ -275,13 +275,14 @@ class MultiScheduler:
         taken: list[Any] = []
         says = "%s failed to withdraw what it announced"
         for child in self._children.all:
+            connector = child.connector
             if child.alive:
-                taken += child.run("take_events", partial(_listed, child.connector.take_events), [])
+                events = partial(_listed, connector, "take_events")
+                taken += child.supervisor.run("take_events", events, list[Any])
             elif not child.withdrawn:
                 # With these it withdraws what it announced, so that routers forget it.
                 child.withdrawn = True
-                withdraw = getattr(child.connector, "withdraw", list)
-                taken += child.attempt("fault_withdraw", says, [], _listed, withdraw)
+                taken += child.attempt("fault_withdraw", says, [], _listed, connector, "withdraw")
         return taken
 
     def has_pending_block_frees(self) -> bool:
@@ -340,7 +341,7 @@ class MultiScheduler:
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
-        answer = child.run("get_num_new_matched_tokens", ask, MISS)
+        answer = child.supervisor.run("get_num_new_matched_tokens", ask, lambda: MISS)
         if answer.tokens is not None:
             child.breaker = child.breaker.succeeded()
         return answer
@@ -374,8 +375,8 @@ class MultiScheduler:
         table = blocks.blocks[0][local_tokens // tokens_per_block : end]
         return [block.block_id for block in table if not block.is_null]
 
-    def _give_up(self, now: float) -> None:
-        """End what dead children will not end, once their copies have had time to."""
+    def _give_up(self, now: float) -> frozenset[int]:
+        """End what dead children will not end; returns those whose copies have had time to."""
         dead, settled = set(), set()
         for child in self._children.all:
             if not child.alive:
@@ -388,6 +389,7 @@ class MultiScheduler:
             logger.warning(
                 "hybridkv: the load of %s is given up: its connector is switched off", request_id
             )
+        return frozenset(settled)
 
 
 def most_tokens(request: Any, local_tokens: int) -> int:
@@ -403,5 +405,5 @@ def _room_of(request: Any) -> tuple[str, int]:
     return request.request_id, request.num_tokens + 1
 
 
-def _listed(hook: Callable[[], Iterable[Any] | None]) -> list[Any]:
-    return list(hook() or ())
+def _listed(connector: Any, hook: str) -> list[Any]:
+    return list(getattr(connector, hook, list)() or ())

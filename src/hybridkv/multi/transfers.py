@@ -48,7 +48,6 @@ class PendingTransfers:
         self.saves: defaultdict[str, set[int]] = defaultdict(set)
         """The connectors that hold a request's blocks."""
         self._new_saves: dict[str, tuple[int, ...]] = {}
-        self._let_go: list[tuple[int, str]] = []
 
     def finished(self, request_id: str) -> bool:
         """The request ended; whether some connector holds its blocks."""
@@ -56,7 +55,7 @@ class PendingTransfers:
             self._new_saves[request_id] = tuple(sorted(self.saves[request_id]))
         return request_id in self.saves
 
-    def give_up(self, dead: Container[int], settled: set[int]) -> list[str]:
+    def give_up(self, dead: Container[int], settled: Container[int]) -> list[str]:
         """Requests whose loads fail because of dead connectors.
 
         A load that no worker knows of fails at once. Other loads, and saves, end when the copies of
@@ -68,19 +67,15 @@ class PendingTransfers:
             if untold or load.child in settled:
                 load.child = NOBODY
                 given_up.append(request_id)
-        for request_id, holders in self.saves.items():
-            self._let_go += [(child, request_id) for child in holders & settled]
         return given_up
 
     def announce(self) -> dict[str, Any]:
         """What the workers do not know yet, as fields of MultiPlan."""
         new = {name: load.child for name, load in self.loads.items() if not load.announced}
-        failed = tuple(name for name, load in self.loads.items() if load.child == NOBODY)
-        saves, let_go = self._new_saves, tuple(self._let_go)
-        self._new_saves, self._let_go = {}, []
         for request_id in new:
             self.loads[request_id].announced = True
-        return {"loads": new, "saves": saves, "failed": failed, "let_go": let_go}
+        saves, self._new_saves = self._new_saves, {}
+        return {"loads": new, "saves": saves}
 
     def end(self, output: Any) -> EndedTransfers:
         """End what workers report, and leave in vLLM's `output` what the engine has to see.
@@ -126,20 +121,14 @@ class TransferLedger:
         """A connector reported these; a failed load ends only when it is finished too."""
         self.tainted.update(name for name in failed if self.loads.get(name) == child)
         for request_id in finished:
-            if self.loads.get(request_id) == child:
-                self._end(request_id)
-            else:
+            if self.loads.get(request_id) != child:
                 self.absorbed += 1
-
-    def taint(self, child: int) -> None:
-        """Some part of some load of this connector failed, and nobody knows of which."""
-        self.tainted.update(name for name, loading in self.loads.items() if loading == child)
-
-    def give_up(self, request_ids: Iterable[str]) -> None:
-        """These loads have failed, whatever their connector will say."""
-        for request_id in self.loads.keys() & set(request_ids):
-            self.tainted.add(request_id)
-            self._end(request_id)
+                continue
+            del self.loads[request_id]
+            self.finished.add(request_id)
+            if request_id in self.tainted:
+                self.tainted.discard(request_id)
+                self.failed.add(request_id)
 
     def sent(self, child: int, request_ids: Iterable[str]) -> None:
         """A connector reported these saves as done."""
@@ -152,9 +141,12 @@ class TransferLedger:
                 del self.saves[request_id]
                 self.saved.add(request_id)
 
-    def let_go(self, child: int, request_ids: Iterable[str]) -> None:
-        """These saves end, as far as this connector goes."""
-        self.sent(child, [name for name in request_ids if child in self.saves.get(name, ())])
+    def give_up(self, children: Iterable[int]) -> None:
+        """What these connectors owe ends now, whatever they will say, and their loads failed."""
+        for child in children:
+            loads = [name for name, loading in self.loads.items() if loading == child]
+            self.loaded(child, loads, loads)
+            self.sent(child, [name for name, some in self.saves.items() if child in some])
 
     def is_owed_by(self, child: int) -> bool:
         """Whether a connector has transfers to report."""
@@ -165,10 +157,3 @@ class TransferLedger:
         taken = self.finished, self.failed, self.saved
         self.finished, self.failed, self.saved = set(), set(), set()
         return taken
-
-    def _end(self, request_id: str) -> None:
-        del self.loads[request_id]
-        self.finished.add(request_id)
-        if request_id in self.tainted:
-            self.tainted.discard(request_id)
-            self.failed.add(request_id)

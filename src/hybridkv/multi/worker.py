@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from hybridkv.multi.children import ChildConnector, ChildConnectors
 from hybridkv.multi.messages import MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
-from hybridkv.multi.transfers import TransferLedger
+from hybridkv.multi.transfers import NOBODY, TransferLedger
 
 
 class MultiWorker:
@@ -32,9 +32,7 @@ class MultiWorker:
         self._sync_blocks = {}
         if isinstance(metadata, MultiPlan):
             self._ledger.announce(metadata.loads, metadata.saves)
-            self._ledger.give_up(metadata.failed)
-            for index, request_id in metadata.let_go:
-                self._ledger.let_go(index, [request_id])
+            self._ledger.give_up({NOBODY, *metadata.settled})
             self._sync_blocks = metadata.sync_blocks
             self._bad_blocks.update(metadata.bad_blocks)
         for child, plan in self._plans(metadata):
@@ -128,13 +126,13 @@ class MultiWorker:
     def _collect(self, child: ChildConnector, finished_req_ids: set[str]) -> bool:
         results = child.connector.get_transfer_results(finished_req_ids)
         blocks = child.connector.get_block_ids_with_load_errors()
+        finished, failed = results.finished_recving or (), results.failed_recving or ()
         if blocks and self._groups > 1:
             # vLLM would end, since block ids are not unique there. All loads of this child fail.
-            self._ledger.taint(child.index)
+            failed = self._ledger.loads
             self._children.counters["block_errors_of_several_groups"] += 1
         elif blocks:
             self._bad_blocks.update(blocks)
-        finished, failed = results.finished_recving or (), results.failed_recving or ()
         self._ledger.loaded(child.index, finished, failed)
         self._ledger.sent(child.index, results.finished_sending or ())
         return True
