@@ -154,7 +154,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "what-nobody-described",
         "a value of the daemon without a description is not exported",
-        "metrics:_values",
+        "web:_values",
         "values.keys() - NOT_ALONE",
         "values.keys() & NOT_ALONE",
         ("C13",),
@@ -163,7 +163,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "counter-without-beginning",
         "the daemon's counters appear with their first event",
-        "metrics:_values",
+        "web:_values",
         '[((), numbers.get("", 0.0))]',
         '[((), numbers[""])] if numbers else []',
         ("C13",),

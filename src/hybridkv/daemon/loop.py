@@ -26,7 +26,7 @@ from hybridkv.daemon.filesystem import listen, make_private_directory, open_aren
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.daemon.state import DaemonInfo
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import serve_web
 from hybridkv.store.store import Store
 

@@ -8,14 +8,14 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.daemon.sessions import SESSIONS_MAX, Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe.catalog import TIER_PREFIX, Values
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.series import Sample, Series
-from hybridkv.observe.snapshot import (
+from hybridkv.observe.status import (
     DECISIONS_SHOWN_MAX,
     GROUPS_SHOWN_MAX,
     SESSIONS_SHOWN_MAX,
-    Snapshot,
+    StatusReport,
 )
-from hybridkv.observe.status import StatusReport
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus

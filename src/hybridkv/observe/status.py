@@ -7,9 +7,8 @@ import msgspec
 
 from hybridkv import __version__
 from hybridkv.observe.explanations import limit_of, outcome_of, sentences_of
-from hybridkv.observe.history import RequestOutcome
+from hybridkv.observe.history import RequestOutcome, Snapshot
 from hybridkv.observe.series import Past, Sample
-from hybridkv.observe.snapshot import Snapshot
 from hybridkv.wire import status as wire
 
 MINUTE_SECONDS = 60.0
@@ -18,6 +17,10 @@ RECENT_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
 SMOOTH_STEPS = 6
 """Shares are those of so many steps, because a single step may have next to nothing."""
+GROUPS_SHOWN_MAX = 64
+"""Groups of all identities; the smaller ones are summed up."""
+SESSIONS_SHOWN_MAX = 256
+DECISIONS_SHOWN_MAX = 50
 BRIEF_DECISIONS = 20
 BRIEF_SAMPLES = 91
 """Samples of the hour in a brief status."""
