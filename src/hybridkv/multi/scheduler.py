@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,31 +45,24 @@ class MultiLookup:
     """The blocks that it loaded into, of an engine with a single group."""
 
 
+@dataclass(eq=False)
 class MultiScheduler:
     """One engine's; its public methods are vLLM's hooks. None raises, whatever a child does."""
 
-    def __init__(
-        self,
-        children: ChildConnectors,
-        settings: MultiSettings,
-        group_ids: tuple[int, ...],
-        groups: Sequence[Retention],
-        room: BlockRoom,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`group_ids` are those that a load restores by default, `groups` all of the engine's."""
-        self._children = children
-        self._settings = settings
-        self._group_ids = group_ids
-        self._groups = groups
-        self._room = room
-        self._clock = clock
-        self._requests: dict[str, MultiLookup] = {}
-        self._transfers = PendingTransfers()
-        self._sync_blocks: dict[int, set[int]] = {}
-        self._bad_blocks: set[int] = set()
-        self._choices = ConnectorCounts()
-        self._pending_told: Counter[str] = Counter()
+    _children: ChildConnectors
+    _settings: MultiSettings
+    _group_ids: tuple[int, ...]
+    """The groups that a load restores by default."""
+    _groups: Sequence[Retention]
+    """All groups of the engine."""
+    _room: BlockRoom
+    _clock: Callable[[], float] = time.monotonic
+    _requests: dict[str, MultiLookup] = field(default_factory=dict)
+    _transfers: PendingTransfers = field(default_factory=PendingTransfers)
+    _sync_blocks: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _bad_blocks: set[int] = field(default_factory=set)
+    _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
+    _pending_told: Counter[str] = field(default_factory=Counter)
 
     # Requests
 
@@ -132,7 +125,7 @@ class MultiScheduler:
             self._transfers.loads[request.request_id] = load
             self._room.hold(*_room_of(request))
         elif chosen is not None and self._children.all[chosen].alive:
-            self._sync_blocks.setdefault(chosen, set()).update(loaded)
+            self._sync_blocks[chosen].update(loaded)
         else:
             self._bad_blocks.update(loaded)
 
@@ -217,7 +210,8 @@ class MultiScheduler:
             bad_blocks=tuple(self._bad_blocks),
             **self._transfers.announce(),
         )
-        self._sync_blocks, self._bad_blocks = {}, set()
+        self._sync_blocks.clear()
+        self._bad_blocks.clear()
         self._room.ran(output.num_scheduled_tokens)
         return plan
 

@@ -40,14 +40,14 @@ class EndedTransfers(NamedTuple):
         }
 
 
+@dataclass(eq=False, slots=True)
 class PendingTransfers:
     """The scheduler's: loads and saves of one engine that have not ended, by request."""
 
-    def __init__(self) -> None:
-        self.loads: dict[str, ChildLoad] = {}
-        self.saves: defaultdict[str, set[int]] = defaultdict(set)
-        """The connectors that hold a request's blocks."""
-        self._new_saves: dict[str, tuple[int, ...]] = {}
+    loads: dict[str, ChildLoad] = field(default_factory=dict)
+    saves: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The connectors that hold a request's blocks."""
+    _new_saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def finished(self, request_id: str) -> bool:
         """The request ended; whether some connector holds its blocks."""

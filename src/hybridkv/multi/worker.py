@@ -1,5 +1,6 @@
 """MultiConnector's worker role: each child's hooks, and each load and save reported once."""
 
+from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
 
@@ -12,19 +13,19 @@ from hybridkv.multi.stats import MultiKVConnectorStats
 from hybridkv.multi.transfers import NOBODY, TransferLedger
 
 
+@dataclass(eq=False)
 class MultiWorker:
     """One rank; its public methods are vLLM's hooks. None raises, whatever a child does."""
 
-    def __init__(self, children: ChildConnectors, groups: int) -> None:
-        """`groups` is the number of the engine's KV cache groups."""
-        self._children = children
-        self._groups = groups
-        self._ledger = TransferLedger()
-        self._bound: set[int] = set()
-        """Children that have their plan of this step."""
-        self._sync_blocks: dict[int, tuple[int, ...]] = {}
-        self._bad_blocks: set[int] = set()
-        self._told_dead: frozenset[int] = frozenset()
+    _children: ChildConnectors
+    _groups: int
+    """How many KV cache groups the engine has."""
+    _ledger: TransferLedger = field(default_factory=TransferLedger)
+    _bound: set[int] = field(default_factory=set)
+    """Children that have their plan of this step."""
+    _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _bad_blocks: set[int] = field(default_factory=set)
+    _told_dead: frozenset[int] = frozenset()
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         """Take this step's plan: each child's own, and which child owes what from now on."""

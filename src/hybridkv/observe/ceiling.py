@@ -14,6 +14,7 @@ then on the ceiling is that of a cache of so many chunks. Events are queued; `wo
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -30,40 +31,35 @@ NAME_BYTES = 16
 """Bytes kept of a chunk's hash; chunks that are confused only make the statistics less exact."""
 
 
+@dataclass(eq=False)
 class HitRateCeiling:
     """The chunks of an unlimited cache, and three sums of tokens over the same lookups."""
 
-    def __init__(
-        self,
-        remembered_max: int = REMEMBERED_CHUNKS_MAX,
-        queued_max: int = QUEUED_CHUNKS_MAX,
-        step: int = STEP_CHUNKS,
-    ) -> None:
-        """All three arguments are in chunks; `remembered_max` is the most that are remembered."""
-        self.remembered_max = remembered_max
-        self._queued_max = queued_max
-        self._step = step
-        self._remembered: OrderedDict[bytes, int] = OrderedDict()
-        """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
-        self._numbers: OrderedDict[bytes, bytes] = OrderedDict()
-        """By identity: the number that begins its chunks' keys."""
-        self._last_number = 0
-        self._first_number = 1
-        """Keys with an earlier number were cleared, and wait to be the oldest."""
-        self._queue: deque[tuple[int, bool, Iterator[None]]] = deque()
-        """Each event's chunks, whether it is a lookup, and what counts it step by step."""
-        self._queued = 0
-        """Chunks of all events in the queue."""
-        self.asked_tokens = 0
-        self.hit_tokens = 0
-        self.ceiling_tokens = 0
-        """Tokens that the unlimited cache would have hit."""
-        self.lookups = 0
-        """Lookups in the three sums."""
-        self.lookups_left_out = 0
-        """Lookups in none of the three, because too much was queued."""
-        self.forgotten = 0
-        """Chunks of the unlimited cache that are not remembered any more."""
+    remembered_max: int = REMEMBERED_CHUNKS_MAX
+    """The most chunks that are remembered."""
+    queued_max: int = QUEUED_CHUNKS_MAX
+    step: int = STEP_CHUNKS
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    ceiling_tokens: int = 0
+    """Tokens that the unlimited cache would have hit."""
+    lookups: int = 0
+    """Lookups in the three sums."""
+    lookups_left_out: int = 0
+    """Lookups in none of the three, because too much was queued."""
+    forgotten: int = 0
+    """Chunks of the unlimited cache that are not remembered any more."""
+    _remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
+    _numbers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    """By identity: the number that begins its chunks' keys."""
+    _last_number: int = 0
+    _first_number: int = 1
+    """Keys with an earlier number were cleared, and wait to be the oldest."""
+    _queue: deque[tuple[int, bool, Iterator[None]]] = field(default_factory=deque)
+    """Each event's chunks, whether it is a lookup, and what counts it step by step."""
+    _queued: int = 0
+    """Chunks of all events in the queue."""
 
     def __len__(self) -> int:
         """The number of chunks that are remembered."""
@@ -114,7 +110,7 @@ class HitRateCeiling:
         return self.has_work
 
     def _put(self, chunks: int, steps: Iterator[None], is_lookup: bool = False) -> bool:
-        if self._queued + chunks > self._queued_max:
+        if self._queued + chunks > self.queued_max:
             return False
         self._queued += chunks
         self._queue.append((chunks, is_lookup, steps))
@@ -131,7 +127,7 @@ class HitRateCeiling:
                 self._put_bits(key, self._remembered.get(key, 0) | 1 << group)
             elif key in self._remembered:
                 self._remembered[key] &= ~(1 << group)
-            if at % self._step == 0:
+            if at % self.step == 0:
                 yield
 
     def _number(self, identity: bytes) -> bytes:
@@ -169,9 +165,9 @@ class HitRateCeiling:
         bits_of: dict[tuple[int, ...], int] = {}
         reach = len(hashes) // HASH_BYTES
         for chunk, present in enumerate(zip(*masks, strict=True)):
-            found = bits_of.get(present)
-            if found is None:
-                found = bits_of[present] = sum(1 << index for index in groups if present[index])
+            if present not in bits_of:
+                bits_of[present] = sum(1 << index for index in groups if present[index])
+            found = bits_of[present]
             key = number + hashes[chunk * HASH_BYTES : chunk * HASH_BYTES + NAME_BYTES]
             bits = found | self._remembered.get(key, 0)
             if prefixes & ~bits:
@@ -183,7 +179,7 @@ class HitRateCeiling:
             if bits != found:
                 for index in groups:
                     there[index][chunk] = bits >> index & 1
-            if chunk % self._step == self._step - 1:
+            if chunk % self.step == self.step - 1:
                 yield
         ceiling = largest_hit(geometry, [bytes(mask) for mask in there], reach)
         self.lookups += 1
