@@ -39,7 +39,6 @@ class MultiConnector(multi_connector.MultiConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         settings = parse_multi(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        check_hma(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         specs = child_specs(vllm_config)
         self._children = ChildConnectors(role.name.lower(), specs, self._connectors)
@@ -61,15 +60,9 @@ class MultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[type, Any]]:
-        """The children as vLLM's own code wants them."""
-        return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The children's common layout. vLLM asks first here, so misconfiguration raises here."""
+        """The children for vLLM's own code, which asks first for the layout that it needs."""
         check_hma(vllm_config)
-        layout: str | None = super().get_required_kvcache_layout(vllm_config)
-        return layout
+        return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
 
     @property
     def counters(self) -> Mapping[str, int]:

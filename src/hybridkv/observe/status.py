@@ -7,7 +7,7 @@ import msgspec
 
 from hybridkv import __version__
 from hybridkv.observe.explanations import limit_of, outcome_of, sentences_of
-from hybridkv.observe.history import RequestOutcome, Snapshot
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.series import Past, Sample
 from hybridkv.wire import status as wire
 
@@ -54,11 +54,23 @@ class StatusReport:
 
     def make(self, snapshot: Snapshot) -> wire.Status:
         """Everything that is shown of the snapshot."""
-        decisions = snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
+        now = snapshot.now
+        decisions = [
+            wire.DecisionStatus(
+                one.request_id,
+                one.identity.hex()[:12],
+                _short(max(0.0, now - one.told_at)),
+                f"{one.explanation.prompt_tokens} tokens",
+                *outcome_of(one.explanation),
+                limit_of(one.explanation),
+                sentences_of(one.explanation),
+            )
+            for one in snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
+        ]
         hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
         return wire.Status(
             __version__,
-            _short(snapshot.now - snapshot.started_at),
+            _short(now - snapshot.started_at),
             snapshot.values.named(),
             _window(snapshot, MINUTE_SECONDS),
             _window(snapshot, HOUR_SECONDS),
@@ -67,7 +79,7 @@ class StatusReport:
             [*snapshot.tiers],
             [*snapshot.groups],
             [*snapshot.sessions],
-            [_decision(decision, snapshot.now) for decision in decisions],
+            decisions,
             self._past("hour", snapshot, hour),
             None if self._is_brief else self._past("day", snapshot, snapshot.day),
         )
@@ -177,19 +189,6 @@ def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
     elif values.of("slots_short"):
         text += " The ceiling does not count what engines found no room to store."
     return wire.MemoryVerdict(hit, ceiling, text)
-
-
-def _decision(decision: RequestOutcome, now: float) -> wire.DecisionStatus:
-    told = decision.explanation
-    return wire.DecisionStatus(
-        decision.request_id,
-        decision.identity.hex()[:12],
-        _short(max(0.0, now - decision.told_at)),
-        f"{told.prompt_tokens} tokens",
-        *outcome_of(told),
-        limit_of(told),
-        sentences_of(told),
-    )
 
 
 def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
