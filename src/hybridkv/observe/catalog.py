@@ -4,9 +4,9 @@ A value is a number of one metric, and of one value of the metric's label where 
 and units follow Prometheus' conventions as far as names that exist allow.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 
 PREFIX = "hybridkv_daemon_"
 
@@ -37,19 +37,22 @@ class Values(dict[tuple[str, str], float]):
 
     def named(self) -> dict[str, float]:
         """Every number by one name, as `hybridkv stats` prints it."""
-        named: dict[str, float] = {}
-        for (metric, label), value in self.items():
-            if label and metric in LABELLED:
-                metric = f"{_STARTS.get(metric, metric)}_{label}"
-            elif label:
-                metric = f"{TIER_PREFIX}{label}_{metric.removeprefix(TIER_PREFIX)}"
-            named[metric] = value
-        return named
+        return {_name_of(*key): value for key, value in self.items()}
 
 
-_counter, _gauge, _histogram = (partial(MetricDescription, kind) for kind in MetricType)
+def _counter(text: str, *labels: str) -> MetricDescription:
+    return MetricDescription(MetricType.COUNTER, text, labels)
 
-PLAIN = {
+
+def _gauge(text: str, *labels: str) -> MetricDescription:
+    return MetricDescription(MetricType.GAUGE, text, labels)
+
+
+def _histogram(text: str) -> MetricDescription:
+    return MetricDescription(MetricType.HISTOGRAM, text)
+
+
+PLAIN: Mapping[str, MetricDescription] = {
     "lookups": _counter("Lookups that were answered or began to wait."),
     "lookups_hit": _counter("Lookups whose answer was a hit of at least one chunk."),
     "lookups_waited": _counter("Lookups that waited for tiers below RAM and were answered."),
@@ -101,12 +104,11 @@ PLAIN = {
 }
 """Metrics without a label."""
 
-_CUT = "Lookups that tiers gave less than they had, or nothing."
-LABELLED = {
-    "requests": _counter("Messages of clients.", ("message",)),
-    "refused": _counter("Messages and connections that were refused.", ("code",)),
-    "promotions_cut": _counter(_CUT, ("reason",)),
-    "tier_chunks_hit": _counter("Chunks of hits that came up from a tier.", ("tier",)),
+LABELLED: Mapping[str, MetricDescription] = {
+    "requests": _counter("Messages of clients.", "message"),
+    "refused": _counter("Messages and connections that were refused.", "code"),
+    "promotions_cut": _counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
+    "tier_chunks_hit": _counter("Chunks of hits that came up from a tier.", "tier"),
 }
 _STARTS = {"promotions_cut": "promotions", "tier_chunks_hit": "chunks_hit"}
 """How the single names of their values begin, where it is not with the metric's name."""
@@ -137,33 +139,30 @@ _TIER = {
     "objects_not_admitted": _counter("Objects not written for the hourly bound."),
     "failures": _counter("Calls and objects that failed."),
 }
-TIER = {name: replace(described, labels=("tier",)) for name, described in _TIER.items()}
+TIER: Mapping[str, MetricDescription] = {
+    name: replace(described, labels=("tier",)) for name, described in _TIER.items()
+}
 """By the names of TierState.values; the metric's name begins with TIER_PREFIX."""
 
 _GROUP = ("identity", "model", "gid", "kind")
 _ENGINE = ("engine", "model", "identity")
-MADE = {
+MADE: Mapping[str, MetricDescription] = {
     "answering": _gauge("1 if the daemon's loop answered this scrape, else 0."),
-    "info": _gauge("Always 1; which release runs.", ("version",)),
+    "info": _gauge("Always 1; which release runs.", "version"),
     "uptime_seconds": _gauge("Seconds since the daemon serves."),
     "pages_failed": _counter("Pages that failed and were answered with status 500."),
     "lookup_wait_seconds": _histogram("Seconds that answered lookups had waited for tiers."),
-    "group_objects": _gauge("Objects in RAM of a group; the 65th row has all others.", _GROUP),
-    "group_bytes": _gauge("Bytes in RAM of the same.", _GROUP),
-    "session_leases": _gauge("Read leases of an engine, of the first 256 sessions.", _ENGINE),
-    "session_writing_bytes": _gauge("Bytes in slots that an engine is writing.", _ENGINE),
-    "session_connected": _gauge("Connected schedulers of an engine; 0: only workers.", _ENGINE),
+    "group_objects": _gauge("Objects in RAM of a group; the 65th row has all others.", *_GROUP),
+    "group_bytes": _gauge("Bytes in RAM of the same.", *_GROUP),
+    "session_leases": _gauge("Read leases of an engine, of the first 256 sessions.", *_ENGINE),
+    "session_writing_bytes": _gauge("Bytes in slots that an engine is writing.", *_ENGINE),
+    "session_connected": _gauge("Connected schedulers of an engine; 0: only workers.", *_ENGINE),
 }
 """Metrics that /metrics makes of a snapshot, beside the values."""
 
 VALUES = {**PLAIN, **LABELLED} | {TIER_PREFIX + name: one for name, one in TIER.items()}
 """Metrics whose numbers are in Values."""
 
-_ENDINGS = {
-    MetricType.COUNTER: ("_total",),
-    MetricType.GAUGE: ("",),
-    MetricType.HISTOGRAM: ("_bucket", "_sum", "_count"),
-}
 NOT_ALONE = frozenset(("lookup_wait_seconds",))
 """Values that are part of a metric of another type."""
 
@@ -175,8 +174,21 @@ def known() -> dict[str, MetricDescription]:
 
 def exposed() -> dict[str, MetricDescription]:
     """Every name that a query may contain."""
-    return {
-        name + ending: described
-        for name, described in known().items()
-        for ending in _ENDINGS[described.kind]
-    }
+    names: dict[str, MetricDescription] = {}
+    for name, described in known().items():
+        match described.kind:
+            case MetricType.COUNTER:
+                names[f"{name}_total"] = described
+            case MetricType.GAUGE:
+                names[name] = described
+            case MetricType.HISTOGRAM:
+                names.update((f"{name}_{part}", described) for part in ("bucket", "sum", "count"))
+    return names
+
+
+def _name_of(metric: str, label: str) -> str:
+    if not label:
+        return metric
+    if metric in LABELLED:
+        return f"{_STARTS.get(metric, metric)}_{label}"
+    return f"{TIER_PREFIX}{label}_{metric.removeprefix(TIER_PREFIX)}"

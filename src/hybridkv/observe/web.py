@@ -24,7 +24,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from hybridkv import __version__
-from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES, MetricDescription, MetricType
+from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.status import StatusReport
 
@@ -166,7 +166,7 @@ def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
         numbers = values.pop(name, {})
         # A counter that appears with its first event would hide that event from rates.
         points = [((label,), numbers[label]) for label in sorted(numbers)]
-        yield _family(name, described, points if described.labels else [((), numbers.get("", 0.0))])
+        yield _family(name, points if described.labels else [((), numbers.get("", 0.0))])
     for name in sorted(values.keys() - NOT_ALONE):
         # Only tiers have labelled values that the catalog may not know.
         labels = ("tier",) if any(values[name]) else ()
@@ -181,11 +181,12 @@ def _made(name: str, points: Points) -> families.Metric:
     sums: dict[tuple[str, ...], float] = defaultdict(float)
     for labels, number in points:
         sums[labels] += number
-    return _family(name, MADE[name], sums.items())
+    return _family(name, sums.items())
 
 
-def _family(name: str, described: MetricDescription, points: Points) -> families.Metric:
-    is_counter = described.kind is MetricType.COUNTER
+def _family(name: str, points: Points) -> families.Metric:
+    described = MADE.get(name) or VALUES[name]
+    is_counter = described.kind == "counter"
     kind = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
     family = kind(f"{PREFIX}{name}", described.help, labels=described.labels)
     for labels, number in points:
