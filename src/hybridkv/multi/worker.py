@@ -25,7 +25,6 @@ class MultiWorker:
     """Children that have their plan of this step."""
     _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _bad_blocks: set[int] = field(default_factory=set)
-    _told_dead: frozenset[int] = frozenset()
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         """Take this step's plan: each child's own, and which child owes what from now on."""
@@ -96,9 +95,8 @@ class MultiWorker:
         messages = self._said("build_connector_worker_meta", fatal=True)
         dead = frozenset(child.index for child in self._children.all if not child.alive)
         counters = self._children.take_counts()
-        if dead == self._told_dead and not (counters or messages or events):
+        if not (messages or events or dead or counters):
             return None
-        self._told_dead = dead
         return MultiReport(messages, events, dead, counters)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
