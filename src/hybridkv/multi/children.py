@@ -6,9 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, count
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 from vllm.config.kv_transfer import KVTransferConfig
@@ -104,8 +102,9 @@ class ChildConnector:
 
     def call(self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, **kw: Any) -> Any:
         """What the connector's own hook answers, or `otherwise` (see Supervisor.run)."""
-        work = partial(methodcaller(hook, *args, **kw), self.connector)
-        return self.supervisor.run(hook, work, lambda: otherwise, fatal)
+        return self.supervisor.run(
+            hook, lambda: getattr(self.connector, hook)(*args, **kw), lambda: otherwise, fatal
+        )
 
 
 class ChildConnectors:
