@@ -51,7 +51,7 @@ FAULTS: tuple[Mutation, ...] = (
         "one-undecided-holds-up-all",
         "while any connector looks, nobody's hit is taken",
         "decide",
-        "if hit_seconds < limits.grace_seconds and could_win:",
+        "if hit_seconds < grace_seconds and could_win:",
         "if late:",
         ("B21", "D19"),
         (
@@ -63,7 +63,7 @@ FAULTS: tuple[Mutation, ...] = (
         "grace-without-end",
         "a hit in hand waits for a better one for as long as it takes",
         "decide",
-        "hit_seconds < limits.grace_seconds and",
+        "hit_seconds < grace_seconds and",
         "",
         ("B21",),
         (f"{MULTI}::test_the_choice_is_that_of_a_brute_force_scorer",),
@@ -72,7 +72,7 @@ FAULTS: tuple[Mutation, ...] = (
         "undecided-is-a-miss",
         "nobody waits where there is no hit yet",
         "decide",
-        "wait=bool(late) and asked_seconds < limits.patience_seconds",
+        "wait=bool(late) and asked_seconds < patience_seconds",
         "wait=False",
         ("B21",),
         (
@@ -145,7 +145,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "another-weight-by-default",
         "a child without a weight has half of one",
-        "_child_spec",
+        "child_specs",
         'extra.get("load_weight", 1.0)',
         'extra.get("load_weight", 0.5)',
         ("B20",),

@@ -72,28 +72,10 @@ HANDLERS = (
     ),
     # MultiConnector
     Listed(
-        "MultiWorker.get_transfer_results",
+        "ChildConnector.attempt",
         "except Exception",
-        "A connector that cannot report its transfers is switched off; the others' are reported.",
-        "fault_get_transfer_results",
-    ),
-    Listed(
-        "MultiConnector.shutdown",
-        "except Exception",
-        "One connector's failure must not keep the others from being shut down.",
-        NO + "the engine's process ends, so no one could read the counter",
-    ),
-    Listed(
-        "_merge",
-        "except Exception",
-        "Messages or KV events that a connector cannot merge are lost for this step.",
-        "fault_aggregate",
-    ),
-    Listed(
-        "_last_events",
-        "except Exception",
-        "The connector is switched off already, and has no later chance to withdraw its events.",
-        "fault_withdraw",
+        "A connector that cannot report, merge, withdraw or shut down ends nothing of the others.",
+        "fault_*",
     ),
     # The daemon
     Listed(

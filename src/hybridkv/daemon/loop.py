@@ -25,7 +25,7 @@ from hybridkv.daemon.background import ArenaReserver, Waker, make_tiers
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import serve_web
 from hybridkv.store.store import Store
 from hybridkv.tiers.jobs import JobOutcome, TierJob

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from hybridkv.daemon.sessions import Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
-from hybridkv.observe.histogram import Histogram
 from hybridkv.observe.history import RequestHistory
+from hybridkv.observe.series import Histogram
 from hybridkv.observe.spans import SpanSink
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion

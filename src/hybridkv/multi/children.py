@@ -1,11 +1,13 @@
 """The connectors inside a MultiConnector: their configuration, each one's supervisor, counters."""
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -16,7 +18,7 @@ from hybridkv.core.speed import Speed
 from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
 from hybridkv.vllm.supervise import Supervisor
 
-Result = TypeVar("Result")
+logger = logging.getLogger("vllm.hybridkv")
 
 LIMITS = {
     "grace_ms": (1000.0, "10"),
@@ -84,25 +86,34 @@ class ChildConnector:
         """Whether its hooks are called."""
         return self.supervisor.healthy
 
-    def run(
-        self, hook: str, work: Callable[[], Result], otherwise: Result, fatal: bool = False
-    ) -> Result:
-        """`work()`, or `otherwise` where it raises or the child is switched off."""
-        return self.supervisor.run(hook, work, lambda: otherwise, fatal)
+    def attempt(
+        self, fault: str, says: str, otherwise: Any, work: Callable[..., Any], *args: Any
+    ) -> Any:
+        """`work(*args)`, also of a child that is switched off, or `otherwise` where it raises.
+
+        Then `fault` is counted, and the log has what it `says` of the child.
+        """
+        try:
+            return work(*args)
+        except Exception:  # the supervised boundary of a child that may be switched off already
+            self.supervisor.counters[fault] += 1
+            logger.exception(f"hybridkv: {says}", self.name)
+            return otherwise
 
     def call(self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, **kw: Any) -> Any:
-        """The connector's own hook, as `run` does it."""
-        return self.run(hook, lambda: getattr(self.connector, hook)(*args, **kw), otherwise, fatal)
+        """What the connector's own hook answers, or `otherwise` (see Supervisor.run)."""
+        return self.supervisor.run(
+            hook, lambda: getattr(self.connector, hook)(*args, **kw), lambda: otherwise, fatal
+        )
 
 
 class ChildConnectors:
     """All children of one role, and what the role counts."""
 
     def __init__(self, role: str, specs: Sequence[ChildSpec], connectors: Sequence[Any]) -> None:
-        supervisors = [Supervisor(f"{spec.name} ({role})") for spec in specs]
         self.all = [
-            ChildConnector(index, spec.name, connectors[index], supervisors[index], spec.weight)
-            for index, spec in enumerate(specs)
+            ChildConnector(index, spec.name, one, Supervisor(f"{spec.name} ({role})"), spec.weight)
+            for index, (spec, one) in enumerate(zip(specs, connectors, strict=True))
         ]
         self.counters: Counter[str] = Counter()
         """MultiConnector's own; the others are in the children's supervisors."""
@@ -123,8 +134,8 @@ class ChildConnectors:
         """All counts, MultiConnector's by name and each child's as "child: name"."""
         totals = Counter(self.counters)
         for child in self.all:
-            for name, count in child.supervisor.counters.items():
-                totals[f"{child.name}: {name}"] += count
+            counters = child.supervisor.counters
+            totals.update({f"{child.name}: {name}": many for name, many in counters.items()})
         return totals
 
     def take_counts(self) -> Counter[str]:
@@ -158,7 +169,8 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
     without OWN_KEYS. No two of one class have the same id: whoever they talk to takes their workers
     for those of one engine.
     """
-    entries = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors")
+    transfer = vllm_config.kv_transfer_config
+    entries = transfer.kv_connector_extra_config.get("connectors")
     is_list = isinstance(entries, Sequence) and all(isinstance(one, Mapping) for one in entries)
     if not is_list or not entries:
         works = (
@@ -166,10 +178,25 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
             '"kv_role":"kv_both"}] works'
         )
         raise ConfigError(f"{_EXTRA}.connectors must be a list of connectors", works)
+    shared = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
     specs: list[ChildSpec] = []
     for number, entry in enumerate(entries):
         where = f"{_EXTRA}.connectors[{number}].{_EXTRA}"
-        specs.append(_child_spec(vllm_config, entry, where, specs))
+        extra = dict(entry.get(_EXTRA) or {})
+        weight = parse_weight(extra.get("load_weight", 1.0), f"{where}.load_weight")
+        name = extra.get("name", entry.get("kv_connector"))
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            what = f'{where}.name={name!r} must be letters, digits and ".:-_"'
+            raise ConfigError(what, '"fast" works')
+        seen = {key: value for key, value in extra.items() if key not in OWN_KEYS}
+        config = copy.copy(vllm_config)
+        config.kv_transfer_config = own = KVTransferConfig(**{**shared, **entry, _EXTRA: seen})
+        connector = KVConnectorFactory.get_connector_class(own)
+        alike = [spec.config.kv_transfer_config for spec in specs if spec.connector is connector]
+        taken = [config.engine_id for config in alike]
+        own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)
+        name = _unique(name, [spec.name for spec in specs])
+        specs.append(ChildSpec(name, connector, config, weight))
     return specs
 
 
@@ -190,29 +217,6 @@ def check_hma(vllm_config: Any) -> None:
         )
 
 
-def _child_spec(
-    vllm_config: Any, entry: Mapping[str, Any], where: str, others: Sequence[ChildSpec]
-) -> ChildSpec:
-    """The child of one entry; `others` are those before it, and errors call its extra `where`."""
-    transfer = vllm_config.kv_transfer_config
-    extra = dict(entry.get(_EXTRA) or {})
-    weight = parse_weight(extra.get("load_weight", 1.0), f"{where}.load_weight")
-    name = extra.get("name", entry.get("kv_connector"))
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        what = f'{where}.name={name!r} must be letters, digits and ".:-_"'
-        raise ConfigError(what, '"fast" works')
-    seen = {key: value for key, value in extra.items() if key not in OWN_KEYS}
-    shared = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
-    own = KVTransferConfig(**{**shared, **entry, _EXTRA: seen})
-    connector = KVConnectorFactory.get_connector_class(own)
-    alike = [spec.config.kv_transfer_config for spec in others if spec.connector is connector]
-    taken = [config.engine_id for config in alike]
-    own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)
-    config = copy.copy(vllm_config)
-    config.kv_transfer_config = own
-    return ChildSpec(_unique(name, [spec.name for spec in others]), connector, config, weight)
-
-
 def _engine_id(engine: str, own: object, taken: Sequence[str]) -> str:
     """A child's engine id, which data-parallel engines tell apart as vLLM does its own."""
     if own is None:
@@ -227,8 +231,5 @@ def _engine_id(engine: str, own: object, taken: Sequence[str]) -> str:
 
 def _unique(name: str, taken: Sequence[str]) -> str:
     """The name, or name-2, name-3, ... where others have it."""
-    number, unique = 1, name
-    while unique in taken:
-        number += 1
-        unique = f"{name}-{number}"
-    return unique
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(one for one in names if one not in taken)

@@ -5,7 +5,6 @@ kept (children, memory pool, registration, layouts, counts): a mistake there rai
 vLLM calls afterwards is here, and each child is called under a supervisor of its own.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import partialmethod
 from typing import Any
@@ -25,11 +24,7 @@ from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
 from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.layout import group_keeping
-
-logger = logging.getLogger("vllm.hybridkv")
-
-Handshakes = Mapping[Any, KVConnectorHandshakeMetadata]
-"""By rank, or by (pp rank, tp rank)."""
+from hybridkv.vllm.supervise import logger
 
 
 class MultiConnector(multi_connector.MultiConnector):
@@ -44,19 +39,16 @@ class MultiConnector(multi_connector.MultiConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         settings = parse_multi(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        check_hma(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         specs = child_specs(vllm_config)
         self._children = ChildConnectors(role.name.lower(), specs, self._connectors)
-        self._scheduler: MultiScheduler | None = None
-        self._worker: MultiWorker | None = None
         groups = kv_cache_config.kv_cache_groups
         if role == KVConnectorRole.WORKER:
-            self._worker = MultiWorker(self._children, len(groups))
+            self._part: MultiScheduler | MultiWorker = MultiWorker(self._children, len(groups))
             return
         kept = [group_keeping(gid, group.kv_cache_spec) for gid, group in enumerate(groups)]
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._scheduler = MultiScheduler(
+        self._part = MultiScheduler(
             self._children,
             settings,
             tuple(kv_cache_config.prefix_cacheable_group_ids),
@@ -68,103 +60,55 @@ class MultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[type, Any]]:
-        """The children as vLLM's own code wants them."""
-        return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The children's common layout. vLLM asks first here, so misconfiguration raises here."""
+        """The children for vLLM's own code, which asks first for the layout that it needs."""
         check_hma(vllm_config)
-        layout: str | None = super().get_required_kvcache_layout(vllm_config)
-        return layout
+        return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
 
     @property
     def counters(self) -> Mapping[str, int]:
         """The counts of this role: its own by name, each child's as "child: name"."""
         return dict(self._children.totals())
 
-    # Hooks that one role does under the same name
+    def _forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._part, hook)(*args, **kwargs)
 
-    def _schedule(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._scheduler, hook)(*args, **kwargs)
+    def _shake(self, hook: str, metadata: Mapping[Any, Any]) -> None:
+        """Give each child its own handshakes by rank, as if it were the only connector."""
+        said = {rank: one for rank, one in metadata.items() if isinstance(one, MultiHandshake)}
+        for child in self._children.all:
+            parts = {rank: one.metadata[child.index] for rank, one in said.items()}
+            own = {rank: part for rank, part in parts.items() if part is not None}
+            getattr(child.connector, hook)(own)
 
-    def _work(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._worker, hook)(*args, **kwargs)
+    set_xfer_handshake_metadata = partialmethod(_shake, "set_xfer_handshake_metadata")
+    set_xfer_handshake_metadata_pp_aware = partialmethod(
+        _shake, "set_xfer_handshake_metadata_pp_aware"
+    )
 
-    on_new_request = partialmethod(_schedule, "on_new_request")
-    get_num_new_matched_tokens = partialmethod(_schedule, "get_num_new_matched_tokens")
-    update_state_after_alloc = partialmethod(_schedule, "update_state_after_alloc")
-    get_loaded_kv_cache_group_ids = partialmethod(_schedule, "get_loaded_kv_cache_group_ids")
-    get_external_cache_hit_sources = partialmethod(_schedule, "get_external_cache_hit_sources")
-    build_connector_meta = partialmethod(_schedule, "build_connector_meta")
-    update_connector_output = partialmethod(_schedule, "update_connector_output")
-    request_finished_all_groups = partialmethod(_schedule, "request_finished_all_groups")
-    register_finished_partial_tail = partialmethod(_schedule, "register_finished_partial_tail")
-    take_events = partialmethod(_schedule, "take_events")
-    has_pending_block_frees = partialmethod(_schedule, "has_pending_block_frees")
-    has_pending_push_work = partialmethod(_schedule, "has_pending_push_work")
-    reset_cache = partialmethod(_schedule, "reset_cache")
-    handle_preemptions = partialmethod(_work, "handle_preemptions")
-    start_load_kv = partialmethod(_work, "start_load_kv")
-    wait_for_layer_load = partialmethod(_work, "wait_for_layer_load")
-    save_kv_layer = partialmethod(_work, "save_kv_layer")
-    wait_for_save = partialmethod(_work, "wait_for_save")
-    finish_forward = partialmethod(_work, "finish_forward")
-    reset_capture_state = partialmethod(_work, "reset_capture_state")
-    get_transfer_results = partialmethod(_work, "get_transfer_results")
-    get_block_ids_with_load_errors = partialmethod(_work, "get_block_ids_with_load_errors")
-    build_connector_worker_meta = partialmethod(_work, "build_connector_worker_meta")
-    get_kv_connector_kv_cache_events = partialmethod(_work, "get_kv_connector_kv_cache_events")
-
-    # Other hooks
-
-    def request_finished(
-        self, request: Any, blocks: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, blocks: list[int]) -> Any:
         """As `request_finished_all_groups`, of an engine with one group."""
-        finished: tuple[bool, dict[str, Any] | None]
-        finished = self.request_finished_all_groups(request, (blocks,))
-        return finished
+        return self.request_finished_all_groups(request, (blocks,))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Give each child its own part, and keep the whole for vLLM's base."""
         self._connector_metadata = connector_metadata
-        self._work("bind_connector_metadata", connector_metadata)
+        self._forward("bind_connector_metadata", connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         """Undo `bind_connector_metadata`."""
         self._connector_metadata = None
-        self._work("clear_connector_metadata")
+        self._forward("clear_connector_metadata")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The children's handshakes, at start-up."""
         parts = tuple(child.connector.get_handshake_metadata() for child in self._children.all)
         return MultiHandshake(parts) if any(part is not None for part in parts) else None
 
-    def set_xfer_handshake_metadata(self, metadata: Handshakes) -> None:
-        """Give each child its own handshakes, at start-up."""
-        for child in self._children.all:
-            child.connector.set_xfer_handshake_metadata(_part(metadata, child.index))
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Handshakes) -> None:
-        """Give each child its own handshakes by (pp rank, tp rank), at start-up."""
-        for child in self._children.all:
-            child.connector.set_xfer_handshake_metadata_pp_aware(_part(metadata, child.index))
-
     def shutdown(self) -> None:
         """Shut down all children, those that are switched off too."""
+        says = "%s failed to shut down"
         for child in self._children.all:
-            try:
-                child.connector.shutdown()
-            except Exception:  # the supervised boundary of a child that may be switched off already
-                logger.exception("hybridkv: %s failed to shut down", child.name)
-
-    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """The children's own statistics, and the scheduler's of the choices."""
-        part = self._worker or self._scheduler
-        assert part is not None
-        stats = part.get_kv_connector_stats()
-        return stats if stats.data else None
+            child.attempt("fault_shutdown", says, None, child.connector.shutdown)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:
@@ -177,8 +121,7 @@ class MultiConnector(multi_connector.MultiConnector):
         return MultiPromMetrics(child_specs(vllm_config), vllm_config, *vllm_arguments)
 
 
-def _part(metadata: Handshakes, index: int) -> dict[Any, KVConnectorHandshakeMetadata]:
-    """One child's part of the handshakes, as if it were the engine's only connector."""
-    said = {rank: one for rank, one in metadata.items() if isinstance(one, MultiHandshake)}
-    parts = {rank: one.metadata[index] for rank, one in said.items()}
-    return {rank: part for rank, part in parts.items() if part is not None}
+# Each other hook of the role's part is a hook of MultiConnector.
+for _hook in {*vars(MultiScheduler), *vars(MultiWorker)} - vars(MultiConnector).keys():
+    if not _hook.startswith("_"):
+        setattr(MultiConnector, _hook, partialmethod(MultiConnector._forward, _hook))

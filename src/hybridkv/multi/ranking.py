@@ -8,7 +8,6 @@ ones the first (requirements B19, B20). A request waits (B21):
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
@@ -36,14 +35,6 @@ class ChildAnswer(NamedTuple):
 MISS = ChildAnswer(0)
 
 
-@dataclass(frozen=True, slots=True)
-class WaitLimits:
-    """How long requests wait."""
-
-    grace_seconds: float
-    patience_seconds: float
-
-
 class LoadDecision(NamedTuple):
     """What to tell the engine."""
 
@@ -61,7 +52,8 @@ def decide(
     most_tokens: int,
     asked_seconds: float,
     hit_seconds: float,
-    limits: WaitLimits,
+    grace_seconds: float,
+    patience_seconds: float,
 ) -> LoadDecision:
     """The decision `asked_seconds` after the first question and `hit_seconds` after the first hit.
 
@@ -75,9 +67,9 @@ def decide(
             best, best_score = index, answer.tokens * weight
     late = [weight for answer, weight in pairs if answer.tokens is None and answer.awaited]
     if best is None:
-        return LoadDecision(None, wait=bool(late) and asked_seconds < limits.patience_seconds)
+        return LoadDecision(None, wait=bool(late) and asked_seconds < patience_seconds)
     could_win = any(most_tokens * weight > best_score for weight in late)
-    if hit_seconds < limits.grace_seconds and could_win:
+    if hit_seconds < grace_seconds and could_win:
         return LoadDecision(None, wait=True)
     chosen = answers[best]
     return LoadDecision(best, chosen.tokens or 0, chosen.is_async)
@@ -104,19 +96,18 @@ def parse_weight(value: object, where: str) -> float:
     return weight
 
 
-def effective_weights(weights: Sequence[float], speeds: Sequence[Speed], now: float) -> list[float]:
-    """Each connector's weight, with measured weights in place of WEIGHT_AUTO.
+def effective_weights(children: Sequence[tuple[float, Speed]], now: float) -> list[float]:
+    """The weight of each (weight, speed), with measured weights in place of WEIGHT_AUTO.
 
     The fastest measured connector has 1.0, and the others their part of its speed. One that was not
     measured has 1.0, and a speed counts for more the older it is. Otherwise a connector that was
     slow once would never be chosen, and so never be measured again.
     """
-    pairs = list(zip(weights, speeds, strict=True))
-    measured = [speed.per_second for weight, speed in pairs if weight == WEIGHT_AUTO]
+    measured = [speed.per_second for weight, speed in children if weight == WEIGHT_AUTO]
     fastest = max(measured, default=0.0)
-
-    def of(speed: Speed) -> float:
+    effective = []
+    for weight, speed in children:
         seconds = speed.seconds(1.0, now)
-        return min(1.0, 1.0 / seconds / fastest) if seconds else 1.0
-
-    return [of(speed) if weight == WEIGHT_AUTO else weight for weight, speed in pairs]
+        relative = min(1.0, 1.0 / seconds / fastest) if seconds and fastest else 1.0
+        effective.append(relative if weight == WEIGHT_AUTO else weight)
+    return effective

@@ -1,9 +1,8 @@
 """MultiConnector's scheduler role: it asks all connectors, decides, and tells those not chosen."""
 
 import dataclasses
-import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,23 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hybridkv.core.coverage import Retention
+from hybridkv.multi import ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
-from hybridkv.multi.counts import PENDING, ConnectorCounts
-from hybridkv.multi.messages import MultiEvents, MultiPlan, MultiReport
-from hybridkv.multi.ranking import (
-    MISS,
-    ChildAnswer,
-    LoadDecision,
-    WaitLimits,
-    decide,
-    effective_weights,
-    patience,
-)
-from hybridkv.multi.stats import EVENTS, SELECTION, MultiKVConnectorStats
+from hybridkv.multi.messages import MultiPlan, MultiReport
+from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
+from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
 from hybridkv.multi.transfers import NOBODY, ChildLoad, PendingTransfers
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom
-
-logger = logging.getLogger("vllm.hybridkv")
+from hybridkv.vllm.supervise import logger
 
 
 @dataclass(eq=False, slots=True)
@@ -55,31 +45,24 @@ class MultiLookup:
     """The blocks that it loaded into, of an engine with a single group."""
 
 
+@dataclass(eq=False)
 class MultiScheduler:
-    """One engine's scheduler; its hooks have vLLM's names. None raises, whatever a child does."""
+    """One engine's; its public methods are vLLM's hooks. None raises, whatever a child does."""
 
-    def __init__(
-        self,
-        children: ChildConnectors,
-        settings: MultiSettings,
-        group_ids: tuple[int, ...],
-        groups: Sequence[Retention],
-        room: BlockRoom,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`group_ids` are those that a load restores by default, `groups` all of the engine's."""
-        self._children = children
-        self._settings = settings
-        self._group_ids = group_ids
-        self._groups = groups
-        self._room = room
-        self._clock = clock
-        self._requests: dict[str, MultiLookup] = {}
-        self._transfers = PendingTransfers()
-        self._sync_blocks: dict[int, set[int]] = {}
-        self._bad_blocks: set[int] = set()
-        self._choices = ConnectorCounts()
-        self._pending_told: Counter[str] = Counter()
+    _children: ChildConnectors
+    _settings: MultiSettings
+    _group_ids: tuple[int, ...]
+    """The groups that a load restores by default."""
+    _groups: Sequence[Retention]
+    """All groups of the engine."""
+    _room: BlockRoom
+    _clock: Callable[[], float] = time.monotonic
+    _requests: dict[str, MultiLookup] = field(default_factory=dict)
+    _transfers: PendingTransfers = field(default_factory=PendingTransfers)
+    _sync_blocks: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _bad_blocks: set[int] = field(default_factory=set)
+    _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
+    _pending_told: Counter[str] = field(default_factory=Counter)
 
     # Requests
 
@@ -97,17 +80,18 @@ class MultiScheduler:
         """
         now = self._clock()
         lookup = self._requests.setdefault(request.request_id, MultiLookup())
-        asked_seconds, answers = self._ask_all(lookup, request, local_tokens, now)
+        asked_seconds = self._ask_all(lookup, request, local_tokens, now)
         hit_seconds = now - lookup.hit_at if lookup.hit_at is not None else 0.0
-        patience_seconds = patience(request.num_tokens, self._settings.patience_seconds)
+        patience_seconds = ranking.patience(request.num_tokens, self._settings.patience_seconds)
         children = self._children.all
-        decision = decide(
-            answers,
-            effective_weights([c.weight for c in children], [c.speed for c in children], now),
+        decision = ranking.decide(
+            [lookup.answers.get(child.index, MISS) for child in children],
+            ranking.effective_weights([(one.weight, one.speed) for one in children], now),
             most_tokens(request, local_tokens),
             asked_seconds,
             hit_seconds,
-            WaitLimits(self._settings.grace_ms / 1e3, patience_seconds),
+            self._settings.grace_ms / 1e3,
+            patience_seconds,
         )
         if not decision.wait:
             self._note_late(lookup, now if asked_seconds >= patience_seconds else None)
@@ -141,7 +125,7 @@ class MultiScheduler:
             self._transfers.loads[request.request_id] = load
             self._room.hold(*_room_of(request))
         elif chosen is not None and self._children.all[chosen].alive:
-            self._sync_blocks.setdefault(chosen, set()).update(loaded)
+            self._sync_blocks[chosen].update(loaded)
         else:
             self._bad_blocks.update(loaded)
 
@@ -176,7 +160,7 @@ class MultiScheduler:
                 return unknown
             return sources
 
-        return child.run("get_external_cache_hit_sources", ask, unknown)
+        return child.supervisor.run("get_external_cache_hit_sources", ask, lambda: unknown)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -193,7 +177,7 @@ class MultiScheduler:
             blocks = block_ids if is_hma else block_ids[0]
             holds, more = child.call(hook, (False, None), request, blocks, fatal=True)
             if holds:
-                self._transfers.hold(request.request_id, child.index)
+                self._transfers.saves[request.request_id].add(child.index)
             params = {**(more or {}), **params}
         self._requests.pop(request.request_id, None)
         self._room.ran((request.request_id,))
@@ -203,33 +187,38 @@ class MultiScheduler:
         """Just before a request is finished: whether some child holds its last, partial blocks."""
         said = self._children.call("register_finished_partial_tail", False, *args, fatal=True)
         holders = [child.index for child, holds in said if holds]
-        for index in holders:
-            self._transfers.hold(args[0].request_id, index)
+        if holders:
+            self._transfers.saves[args[0].request_id].update(holders)
         return bool(holders)
 
     # Steps
 
     def build_connector_meta(self, output: Any) -> MultiPlan:
         """This step's message to the workers."""
-        children = self._children.all
-        metadata = tuple(self._child_plan(child, output) for child in children)
-        self._give_up(self._clock())
-        living = {index: ids for index, ids in self._sync_blocks.items() if children[index].alive}
+        plans: list[KVConnectorMetadata | None] = []
+        for child in self._children.all:
+            plan = None
+            if child.alive:
+                plan = child.call("build_connector_meta", None, output, fatal=True)
+            if plan is None:
+                self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
+            plans.append(plan)
         plan = MultiPlan(
-            metadata=metadata,
-            sync_blocks={index: tuple(ids) for index, ids in living.items()},
+            metadata=tuple(plans),
+            settled=self._give_up(self._clock()),
+            sync_blocks={index: tuple(ids) for index, ids in self._sync_blocks.items()},
             bad_blocks=tuple(self._bad_blocks),
             **self._transfers.announce(),
         )
-        self._sync_blocks, self._bad_blocks = {}, set()
+        self._sync_blocks.clear()
+        self._bad_blocks.clear()
         self._room.ran(output.num_scheduled_tokens)
         return plan
 
     def update_connector_output(self, output: Any) -> None:
         """Each child hears of its own loads, saves and messages, the engine of each once."""
-        report, events = output.kv_connector_worker_meta, output.kv_cache_events
+        report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
-        events = events if isinstance(events, MultiEvents) else MultiEvents([])
         self._children.counters.update(report.counters)
         for child in self._children.alive:
             if child.index in report.dead:
@@ -237,22 +226,28 @@ class MultiScheduler:
         ended = self._transfers.end(output)
         if ended.absorbed:
             self._children.counters["reports_absorbed"] += ended.absorbed
+        now = self._clock()
         for request_id, load in ended.loads.items():
-            self._load_ended(request_id, load, request_id in ended.failed)
+            if request_id in ended.failed:
+                self._children.counters["loads_failed"] += 1
+                if request_id in self._requests:
+                    self._requests[request_id].refused.add(load.child)
+            elif load.child != NOBODY:
+                child = self._children.all[load.child]
+                child.speed = child.speed.measured(load.tokens, now - load.started, now)
         # Whoever loaded into invalid blocks is not asked again for that request.
         for lookup in self._requests.values() if output.invalid_block_ids else ():
             if lookup.loader is not None and not lookup.blocks.isdisjoint(output.invalid_block_ids):
                 lookup.refused.add(lookup.loader)
         for child in self._children.alive:
-            view = dataclasses.replace(
-                output,
-                **ended.of(child.index),
-                kv_connector_worker_meta=_merge(child, "fault_aggregate", report.of),
-                kv_cache_events=_merge(child, "fault_kv_events", events.of),
-            )
+            index, lost = child.index, "messages of several workers of %s are lost"
+            message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
+            events = child.attempt("fault_kv_events", lost, None, report.events_of, index)
+            merged = {"kv_connector_worker_meta": message, "kv_cache_events": events}
+            view = dataclasses.replace(output, **ended.of(index), **merged)
             child.call("update_connector_output", None, view, fatal=True)
 
-    def get_kv_connector_stats(self) -> MultiKVConnectorStats:
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """The choices and other counts since the last call, and the children's own statistics."""
         stats = MultiKVConnectorStats.taken_from(self._children)
         loading = Counter(load.child for load in self._transfers.loads.values())
@@ -267,17 +262,21 @@ class MultiScheduler:
             for counter, count in added.items():
                 child_name, _, name = counter.rpartition(": ")
                 counts.add(child_name, name, count)
-        return stats
+        return stats if stats.data else None
 
     def take_events(self) -> list[Any]:
         """Every child's KV events, and the last ones of a child that was switched off."""
         taken: list[Any] = []
+        says = "%s failed to withdraw what it announced"
         for child in self._children.all:
+            connector = child.connector
             if child.alive:
-                taken += child.run("take_events", partial(_events, child.connector), [])
+                events = partial(_listed, connector, "take_events")
+                taken += child.supervisor.run("take_events", events, list[Any])
             elif not child.withdrawn:
+                # With these it withdraws what it announced, so that routers forget it.
                 child.withdrawn = True
-                taken += _last_events(child)
+                taken += child.attempt("fault_withdraw", says, [], _listed, connector, "withdraw")
         return taken
 
     def has_pending_block_frees(self) -> bool:
@@ -295,10 +294,8 @@ class MultiScheduler:
 
     # Parts of the hooks
 
-    def _ask_all(
-        self, lookup: MultiLookup, request: Any, local_tokens: int, now: float
-    ) -> tuple[float, list[ChildAnswer]]:
-        """(seconds since the lookup's first question, what each child answers)."""
+    def _ask_all(self, lookup: MultiLookup, request: Any, local_tokens: int, now: float) -> float:
+        """Ask each child; returns the seconds since the lookup's first question."""
         if lookup.asked_at is None:
             lookup.asked_at, lookup.hit_at = now, None
             lookup.late.clear()
@@ -313,8 +310,7 @@ class MultiScheduler:
         }
         if lookup.hit_at is None and any(answer.tokens for answer in lookup.answers.values()):
             lookup.hit_at = now
-        answers = [lookup.answers.get(child.index, MISS) for child in self._children.all]
-        return now - lookup.asked_at, answers
+        return now - lookup.asked_at
 
     def _ask(
         self, child: ChildConnector, request: Any, local_tokens: int, is_awaited: bool
@@ -339,7 +335,7 @@ class MultiScheduler:
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
-        answer = child.run("get_num_new_matched_tokens", ask, MISS)
+        answer = child.supervisor.run("get_num_new_matched_tokens", ask, lambda: MISS)
         if answer.tokens is not None:
             child.breaker = child.breaker.succeeded()
         return answer
@@ -373,16 +369,8 @@ class MultiScheduler:
         table = blocks.blocks[0][local_tokens // tokens_per_block : end]
         return [block.block_id for block in table if not block.is_null]
 
-    def _child_plan(self, child: ChildConnector, output: Any) -> KVConnectorMetadata | None:
-        plan: KVConnectorMetadata | None = None
-        if child.alive:
-            plan = child.call("build_connector_meta", None, output, fatal=True)
-        if plan is None:
-            self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
-        return plan
-
-    def _give_up(self, now: float) -> None:
-        """End what dead children will not end, once their copies have had time to."""
+    def _give_up(self, now: float) -> frozenset[int]:
+        """End what dead children will not end; returns those whose copies have had time to."""
         dead, settled = set(), set()
         for child in self._children.all:
             if not child.alive:
@@ -395,16 +383,7 @@ class MultiScheduler:
             logger.warning(
                 "hybridkv: the load of %s is given up: its connector is switched off", request_id
             )
-
-    def _load_ended(self, request_id: str, load: ChildLoad, is_failed: bool) -> None:
-        now, lookup = self._clock(), self._requests.get(request_id)
-        if is_failed:
-            self._children.counters["loads_failed"] += 1
-            if lookup is not None:
-                lookup.refused.add(load.child)
-        elif load.child != NOBODY:
-            child = self._children.all[load.child]
-            child.speed = child.speed.measured(load.tokens, now - load.started, now)
+        return frozenset(settled)
 
 
 def most_tokens(request: Any, local_tokens: int) -> int:
@@ -420,28 +399,5 @@ def _room_of(request: Any) -> tuple[str, int]:
     return request.request_id, request.num_tokens + 1
 
 
-def _merge(child: ChildConnector, fault: str, work: Callable[[int], Any]) -> Any:
-    """What a child makes of its messages of several workers, or None where it raises."""
-    try:
-        return work(child.index)
-    except Exception:  # only the messages are lost
-        child.supervisor.counters[fault] += 1
-        logger.exception("hybridkv: messages of several workers of %s are lost", child.name)
-        return None
-
-
-def _events(connector: Any) -> list[Any]:
-    return list(connector.take_events() or ())
-
-
-def _last_events(child: ChildConnector) -> list[Any]:
-    """The events with which a dead child withdraws what it announced, so that routers forget it."""
-    withdraw = getattr(child.connector, "withdraw", None)
-    if withdraw is None:
-        return []
-    try:
-        return list(withdraw())
-    except Exception:  # the supervised boundary of a child that is switched off already
-        child.supervisor.counters["fault_withdraw"] += 1
-        logger.exception("hybridkv: %s failed to withdraw what it announced", child.name)
-        return []
+def _listed(connector: Any, hook: str) -> list[Any]:
+    return list(getattr(connector, hook, list)() or ())

@@ -9,26 +9,27 @@ child, and children loaded by module path stand in no registry. A child's fault 
 among its events as FAULT, and nothing raises.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
+from operator import methodcaller
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiKVConnectorStats as VllmStats,
-)
 
 from hybridkv.multi.children import ChildConnectors, ChildSpec
-from hybridkv.multi.counts import PENDING, ConnectorCounts
+from hybridkv.multi.ranking import ChildAnswer
 from hybridkv.vllm.metrics import EngineMetrics, attempt, counter, gauge
 
+PENDING = "pending_loads"
+"""The one count that is a level."""
 SELECTION = "__selection__"
 EVENTS = "__events__"
 CLASSES = "__classes__"
@@ -51,8 +52,73 @@ FAMILIES = {
 """The metrics; PREFIX stands before their names."""
 
 
+class ConnectorCounts(KVConnectorStats):
+    """Counts since the last time as {connector: {name: count}}; of PENDING the later value stands.
+
+    MultiConnector itself is the connector "".
+    """
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> "ConnectorCounts":
+        """The counts of a payload without those below 0: counters never go down (B30)."""
+        made = cls()
+        for connector, counts in data.items():
+            for name, value in counts.items():
+                if (count := max(0, int(value))) or name == PENDING:
+                    made.add(str(connector), str(name), count)
+        return made
+
+    def add(self, connector: str, name: str, count: int = 1) -> None:
+        """Add to one count, or replace a level."""
+        counts = self.data.setdefault(connector, {})
+        counts[name] = count if name == PENDING else counts.get(name, 0) + count
+
+    def admitted(
+        self,
+        names: Sequence[str],
+        answers: Mapping[int, ChildAnswer],
+        chosen: int | None,
+        tokens: int,
+    ) -> None:
+        """The engine admitted a request; `chosen` loads `tokens`; `answers` has those asked.
+
+        Each that was asked has a query, the one that loads a hit with its tokens, each that had
+        nothing a miss. One that had less, or did not answer in time, has a query alone.
+        """
+        for index, answer in answers.items():
+            self.add(names[index], "queries")
+            if index == chosen and tokens:
+                self.add(names[index], "hits")
+                self.add(names[index], "hit_tokens", tokens)
+            elif answer.tokens == 0:
+                self.add(names[index], "misses")
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, dict[str, int]] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "ConnectorCounts":
+        """Add `other`, which is later, to this object."""
+        for connector, counts in other.data.items():
+            for name, count in counts.items():
+                self.add(connector, name, count)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One interval for vLLM's log line."""
+        return {
+            f"{connector} {name}".strip(): count
+            for connector, counts in self.data.items()
+            for name, count in counts.items()
+        }
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
 @dataclass
-class MultiKVConnectorStats(VllmStats):
+class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
     """Each child's own statistics by its name, the choices at SELECTION, other counts at EVENTS."""
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -87,8 +153,8 @@ class MultiKVConnectorStats(VllmStats):
 
     def to_dict(self) -> dict[str, Any]:
         """The payload, of plain values."""
-        plain = {name: self._call(name, "to_dict") for name in list(self.data)}
-        if EVENTS in self.data:
+        plain = self._call_all("to_dict")
+        if EVENTS in self.data:  # once more, because the others' faults are among them
             plain[EVENTS] = self._call(EVENTS, "to_dict")
         plain = {name: value for name, value in plain.items() if value is not None}
         classes = {name: known for name, known in self.classes.items() if name in plain}
@@ -97,44 +163,39 @@ class MultiKVConnectorStats(VllmStats):
     def aggregate(self, other: KVConnectorStats) -> "MultiKVConnectorStats":
         """Add `other`; where a child's own statistics cannot be merged, the later ones are lost."""
         for name, stats in other.data.items():
-            if name not in self.data:
-                self.data[name] = stats
-            elif (both := self._call(name, "aggregate", stats)) is not None:
+            both = self._call(name, "aggregate", stats) if name in self.data else stats
+            if both is not None:
                 self.data[name] = both
         self.classes.update(getattr(other, "classes", {}))
         return self
 
     def reset(self) -> None:
         """Forget everything."""
-        for name in list(self.data):
-            self._call(name, "reset")
+        self._call_all("reset")
 
     def reduce(self) -> dict[str, Any]:
         """One interval for vLLM's log line."""
-        reduced = {name: self._call(name, "reduce") for name in list(self.data)}
+        reduced = self._call_all("reduce")
         return {name.strip("_"): values for name, values in reduced.items() if values}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return all(self._call(name, "is_empty") is not False for name in list(self.data))
+        return all(said is not False for said in self._call_all("is_empty").values())
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
-        work = partial(getattr(self.data[name], method), *arguments)
+        work = partial(methodcaller(method, *arguments), self.data[name])
         return attempt(name, method, work, partial(self.failed, name))
+
+    def _call_all(self, method: str) -> dict[str, Any]:
+        return {name: self._call(name, method) for name in list(self.data)}
 
 
 class MultiPromMetrics(EngineMetrics):
     """FAMILIES and the children's own metrics, all with the label `connector`."""
 
-    def __init__(
-        self,
-        specs: Sequence[ChildSpec],
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        values: Mapping[int, list[object]],
-    ) -> None:
-        super().__init__(PREFIX, FAMILIES, vllm_config, metric_types, labelnames, values)
+    def __init__(self, specs: Sequence[ChildSpec], *vllm_arguments: Any) -> None:
+        super().__init__(PREFIX, FAMILIES, *vllm_arguments)
+        _, metric_types, labelnames, values = vllm_arguments
         self._names = {spec.name for spec in specs}
         self._children: dict[str, KVConnectorPromMetrics] = {}
         shared = _shared_types(metric_types)
@@ -161,10 +222,9 @@ class MultiPromMetrics(EngineMetrics):
             attempt(name, "observe", work, partial(self._failed, name, engine_idx))
 
     def _add(self, data: Mapping[str, Any], engine: int, is_event: bool) -> None:
-        if engine not in self.per_engine_labelvalues:
-            return
+        known = {*self._names, ""} if is_event else self._names
         for connector, counts in ConnectorCounts.from_dict(data).data.items():
-            if connector not in self._names and not (is_event and connector == ""):
+            if engine not in self.per_engine_labelvalues or connector not in known:
                 continue
             for name, count in counts.items():
                 if is_event:
@@ -185,14 +245,12 @@ def _shared_types(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
     families: dict[str, tuple[Any, tuple[str, ...], Any]] = {}
 
     def make(
-        kind: Any, name: str, documentation: str = "", labelnames: Any = (), **options: Any
+        kind: Any, name: str, documentation: str = "", labelnames: Any = (), **more: Any
     ) -> Any:
         labels = tuple(labelnames or ())
         if name not in families:
-            made = metric_types[kind](
-                name=name, documentation=documentation, labelnames=labels, **options
-            )
-            families[name] = kind, labels, made
+            about = {"name": name, "documentation": documentation, "labelnames": labels}
+            families[name] = kind, labels, metric_types[kind](**about, **more)
         *known, family = families[name]
         if known != [kind, labels]:
             raise ValueError(f"{name} is another connector's, of another kind or with other labels")
@@ -208,10 +266,7 @@ def _restored(name: str, value: Any, classes: Mapping[str, str]) -> MultiKVConne
     if name in (SELECTION, EVENTS):
         return MultiKVConnectorStats({name: ConnectorCounts.from_dict(value)})
     path = str(classes.get(name, ""))
-    module, _, qualname = path.partition(":")
-    connector: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        connector = getattr(connector, part)
+    connector: Any = pkgutil.resolve_name(path)
     if not issubclass(connector, KVConnectorBase_V1):
         raise TypeError(f"{path} is no connector")
     made = connector.build_kv_connector_stats(data=value)

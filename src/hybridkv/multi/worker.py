@@ -1,6 +1,6 @@
 """MultiConnector's worker role: each child's hooks, and each load and save reported once."""
 
-import logging
+from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
 
@@ -8,26 +8,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
 from hybridkv.multi.children import ChildConnector, ChildConnectors
-from hybridkv.multi.messages import MultiEvents, MultiPlan, MultiReport
+from hybridkv.multi.messages import MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
-from hybridkv.multi.transfer_ledger import TransferLedger
-
-logger = logging.getLogger("vllm.hybridkv")
+from hybridkv.multi.transfers import NOBODY, TransferLedger
 
 
+@dataclass(eq=False)
 class MultiWorker:
-    """One rank; its hooks have vLLM's names. None raises, whatever a child does."""
+    """One rank; its public methods are vLLM's hooks. None raises, whatever a child does."""
 
-    def __init__(self, children: ChildConnectors, groups: int) -> None:
-        """`groups` is the number of the engine's KV cache groups."""
-        self._children = children
-        self._groups = groups
-        self._ledger = TransferLedger()
-        self._bound: set[int] = set()
-        """Children that have their plan of this step."""
-        self._sync_blocks: dict[int, tuple[int, ...]] = {}
-        self._bad_blocks: set[int] = set()
-        self._told_dead: frozenset[int] = frozenset()
+    _children: ChildConnectors
+    _groups: int
+    """How many KV cache groups the engine has."""
+    _ledger: TransferLedger = field(default_factory=TransferLedger)
+    _bound: set[int] = field(default_factory=set)
+    """Children that have their plan of this step."""
+    _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _bad_blocks: set[int] = field(default_factory=set)
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         """Take this step's plan: each child's own, and which child owes what from now on."""
@@ -35,9 +32,7 @@ class MultiWorker:
         self._sync_blocks = {}
         if isinstance(metadata, MultiPlan):
             self._ledger.announce(metadata.loads, metadata.saves)
-            self._ledger.give_up(metadata.failed)
-            for index, request_id in metadata.let_go:
-                self._ledger.let_go(index, [request_id])
+            self._ledger.give_up({NOBODY, *metadata.settled})
             self._sync_blocks = metadata.sync_blocks
             self._bad_blocks.update(metadata.bad_blocks)
         for child, plan in self._plans(metadata):
@@ -74,16 +69,12 @@ class MultiWorker:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Every load and save that ended, once, whichever children report it."""
+        fault, says = "fault_get_transfer_results", "%s cannot say what became of its transfers"
         for child in self._children.all:
-            if not child.alive and (child.mute or not self._ledger.is_owed_by(child.index)):
-                continue
-            try:
-                self._collect(child, finished_req_ids)
-            except Exception:  # the supervised boundary of a child that may be switched off already
-                child.mute = True
-                logger.exception("hybridkv: %s cannot say what became of its transfers", child.name)
-                child.supervisor.counters["fault_get_transfer_results"] += 1
-                if child.alive:
+            if child.alive or (self._ledger.is_owed_by(child.index) and not child.mute):
+                told = child.attempt(fault, says, False, self._collect, child, finished_req_ids)
+                child.mute = not told
+                if child.mute and child.alive:
                     child.supervisor.switch_off("a fault in get_transfer_results")
         finished, failed, saved = self._ledger.take()
         if self._ledger.absorbed:
@@ -99,23 +90,19 @@ class MultiWorker:
         return taken if self._groups == 1 else set()
 
     def build_connector_worker_meta(self) -> MultiReport | None:
-        """Each child's own message, what was counted, and which children are switched off."""
+        """What each child says, what was counted, and which children are switched off."""
+        events = self._said("get_kv_connector_kv_cache_events")
         messages = self._said("build_connector_worker_meta", fatal=True)
         dead = frozenset(child.index for child in self._children.all if not child.alive)
-        counters = dict(self._children.take_counts())
-        if not counters and dead == self._told_dead and not messages:
+        counters = self._children.take_counts()
+        if not (messages or events or dead or counters):
             return None
-        self._told_dead = dead
-        return MultiReport(messages, dead, counters)
+        return MultiReport(messages, events, dead, counters)
 
-    def get_kv_connector_stats(self) -> MultiKVConnectorStats:
+    def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """The children's own statistics since the last call."""
-        return MultiKVConnectorStats.taken_from(self._children)
-
-    def get_kv_connector_kv_cache_events(self) -> MultiEvents | None:
-        """The children's own KV events."""
-        events = self._said("get_kv_connector_kv_cache_events")
-        return MultiEvents(events) if events else None
+        stats = MultiKVConnectorStats.taken_from(self._children)
+        return stats if stats.data else None
 
     def _said(self, hook: str, fatal: bool = False) -> list[tuple[int, Any]]:
         """(child, its answer) of the living children that have one."""
@@ -135,18 +122,19 @@ class MultiWorker:
             if loads:
                 self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
 
-    def _collect(self, child: ChildConnector, finished_req_ids: set[str]) -> None:
+    def _collect(self, child: ChildConnector, finished_req_ids: set[str]) -> bool:
         results = child.connector.get_transfer_results(finished_req_ids)
         blocks = child.connector.get_block_ids_with_load_errors()
+        finished, failed = results.finished_recving or (), results.failed_recving or ()
         if blocks and self._groups > 1:
             # vLLM would end, since block ids are not unique there. All loads of this child fail.
-            self._ledger.taint(child.index)
+            failed = self._ledger.loads
             self._children.counters["block_errors_of_several_groups"] += 1
         elif blocks:
             self._bad_blocks.update(blocks)
-        finished, failed = results.finished_recving or (), results.failed_recving or ()
         self._ledger.loaded(child.index, finished, failed)
         self._ledger.sent(child.index, results.finished_sending or ())
+        return True
 
     def _plans(self, metadata: Any) -> list[tuple[ChildConnector, Any]]:
         plans = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else ()

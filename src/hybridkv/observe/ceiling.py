@@ -14,7 +14,7 @@ then on the ceiling is that of a cache of so many chunks. Events are queued; `wo
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -31,79 +31,48 @@ NAME_BYTES = 16
 """Bytes kept of a chunk's hash; chunks that are confused only make the statistics less exact."""
 
 
-class _Stored(NamedTuple):
-    identity: bytes
-    groups: Sequence[int]
-    hashes: bytes
-
-
-class _Answered(NamedTuple):
-    identity: bytes
-    geometry: Geometry
-    hashes: bytes
-    masks: Sequence[bytes]
-    chunks: int
-
-
-class _Lost(NamedTuple):
-    identity: bytes
-    group: int
-    chunk_hash: bytes
-
-
+@dataclass(eq=False)
 class HitRateCeiling:
     """The chunks of an unlimited cache, and three sums of tokens over the same lookups."""
 
-    def __init__(
-        self,
-        remembered_max: int = REMEMBERED_CHUNKS_MAX,
-        queued_max: int = QUEUED_CHUNKS_MAX,
-        step: int = STEP_CHUNKS,
-    ) -> None:
-        """All three arguments are in chunks."""
-        self._remembered_max = remembered_max
-        self._queued_max = queued_max
-        self._step = step
-        self._remembered: OrderedDict[bytes, int] = OrderedDict()
-        """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
-        self._numbers: OrderedDict[bytes, bytes] = OrderedDict()
-        """By identity: the number that begins its chunks' keys."""
-        self._last_number = 0
-        self._first_number = 1
-        """Keys with an earlier number were cleared, and wait to be the oldest."""
-        self._queue: deque[_Stored | _Answered | _Lost] = deque()
-        self._queued = 0
-        self._running: Iterator[None] | None = None
-        self.asked_tokens = 0
-        self.hit_tokens = 0
-        self.ceiling_tokens = 0
-        """Tokens that the unlimited cache would have hit."""
-        self.lookups = 0
-        """Lookups in the three sums."""
-        self.lookups_left_out = 0
-        """Lookups in none of the three, because too much was queued."""
-        self.forgotten = 0
-        """Chunks of the unlimited cache that are not remembered any more."""
+    remembered_max: int = REMEMBERED_CHUNKS_MAX
+    """The most chunks that are remembered."""
+    queued_max: int = QUEUED_CHUNKS_MAX
+    step: int = STEP_CHUNKS
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    ceiling_tokens: int = 0
+    """Tokens that the unlimited cache would have hit."""
+    lookups: int = 0
+    """Lookups in the three sums."""
+    lookups_left_out: int = 0
+    """Lookups in none of the three, because too much was queued."""
+    forgotten: int = 0
+    """Chunks of the unlimited cache that are not remembered any more."""
+    _remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
+    _numbers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    """By identity: the number that begins its chunks' keys."""
+    _last_number: int = 0
+    _first_number: int = 1
+    """Keys with an earlier number were cleared, and wait to be the oldest."""
+    _queue: deque[tuple[int, bool, Iterator[None]]] = field(default_factory=deque)
+    """Each event's chunks, whether it is a lookup, and what counts it step by step."""
+    _queued: int = 0
+    """Chunks of all events in the queue."""
 
     def __len__(self) -> int:
         """The number of chunks that are remembered."""
         return len(self._remembered)
 
     @property
-    def remembered_max(self) -> int:
-        """The most chunks that are remembered."""
-        return self._remembered_max
-
-    @property
     def has_work(self) -> bool:
         """Whether there is something for `work`."""
-        return self._running is not None or bool(self._queue)
-
-    # Events
+        return bool(self._queue)
 
     def stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
         """Objects were written; the i-th has the group index `groups[i]` and the i-th hash."""
-        if not self._put(_Stored(identity, groups, hashes), len(groups)):
+        if not self._put(len(groups), self._change(identity, groups, hashes, True)):
             self.forgotten += len(set(_cut(hashes)))
 
     def answered(
@@ -115,51 +84,51 @@ class HitRateCeiling:
         chunks: int,
     ) -> None:
         """A lookup was answered by a hit of `chunks`; `masks` has each group's presence mask."""
-        event = _Answered(identity, geometry, hashes, masks, chunks)
-        if not self._put(event, len(hashes) // HASH_BYTES):
+        steps = self._look_up(identity, geometry, hashes, masks, chunks)
+        if not self._put(len(hashes) // HASH_BYTES, steps, is_lookup=True):
             self.lookups_left_out += 1
 
     def lost(self, identity: bytes, group: int, chunk_hash: bytes) -> None:
         """An object's bytes were wrong, and no cache would have hit it."""
-        self._put(_Lost(identity, group, chunk_hash), 1)
+        self._put(1, self._change(identity, [group], chunk_hash, False))
 
     def cleared(self) -> None:
         """The cache was cleared on purpose, and the unlimited cache would be empty as well."""
-        queued = sum(isinstance(event, _Answered) for event in self._queue)
-        self.lookups_left_out += queued + bool(self._running)
+        self.lookups_left_out += sum(is_lookup for _, is_lookup, _ in self._queue)
         self._queue.clear()
         self._queued = 0
-        self._running = None
         self._numbers.clear()
         self._first_number = self._last_number + 1
 
     def work(self) -> bool:
         """Do one step; whether there is more to do."""
-        if self._running is None and self._queue:
-            event = self._queue.popleft()
-            match event:
-                case _Stored():
-                    self._queued -= len(event.groups)
-                    self._remember(event)
-                case _Lost():
-                    self._queued -= 1
-                    key = self._number(event.identity) + event.chunk_hash[:NAME_BYTES]
-                    if key in self._remembered:
-                        self._remembered[key] &= ~(1 << event.group)
-                case _Answered():
-                    self._running = self._look_up(event)
-        if self._running is not None and next(self._running, self) is self:
-            self._running = None
+        if self._queue:
+            chunks, _, steps = self._queue[0]
+            if next(steps, self) is self:
+                self._queue.popleft()
+                self._queued -= chunks
         return self.has_work
 
-    # Inside
-
-    def _put(self, event: _Stored | _Answered | _Lost, chunks: int) -> bool:
-        if self._queued + chunks > self._queued_max:
+    def _put(self, chunks: int, steps: Iterator[None], is_lookup: bool = False) -> bool:
+        if self._queued + chunks > self.queued_max:
             return False
         self._queued += chunks
-        self._queue.append(event)
+        self._queue.append((chunks, is_lookup, steps))
         return True
+
+    def _change(
+        self, identity: bytes, groups: Sequence[int], hashes: bytes, is_there: bool
+    ) -> Iterator[None]:
+        """Objects came into the unlimited cache, or left it."""
+        number = self._number(identity)
+        for at, (group, chunk_hash) in enumerate(zip(groups, _cut(hashes), strict=True), 1):
+            key = number + chunk_hash[:NAME_BYTES]
+            if is_there:
+                self._put_bits(key, self._remembered.get(key, 0) | 1 << group)
+            elif key in self._remembered:
+                self._remembered[key] &= ~(1 << group)
+            if at % self.step == 0:
+                yield
 
     def _number(self, identity: bytes) -> bytes:
         number = self._numbers.get(identity)
@@ -171,34 +140,34 @@ class HitRateCeiling:
         self._numbers.move_to_end(identity)
         return number
 
-    def _remember(self, event: _Stored) -> None:
-        number = self._number(event.identity)
-        for group, chunk_hash in zip(event.groups, _cut(event.hashes), strict=True):
-            key = number + chunk_hash[:NAME_BYTES]
-            self._put_bits(key, self._remembered.get(key, 0) | 1 << group)
-
     def _put_bits(self, key: bytes, bits: int) -> None:
         self._remembered[key] = bits
         self._remembered.move_to_end(key)
-        if len(self._remembered) > self._remembered_max:
+        if len(self._remembered) > self.remembered_max:
             oldest, _ = self._remembered.popitem(last=False)
             self.forgotten += int.from_bytes(oldest[:8], "little") >= self._first_number
 
-    def _look_up(self, event: _Answered) -> Iterator[None]:
-        """Add one lookup to the sums, a step at a time."""
-        geometry, hashes = event.geometry, event.hashes
-        number = self._number(event.identity)
-        groups = range(len(event.masks))
+    def _look_up(
+        self,
+        identity: bytes,
+        geometry: Geometry,
+        hashes: bytes,
+        masks: Sequence[bytes],
+        chunks: int,
+    ) -> Iterator[None]:
+        """Add one lookup to the sums."""
+        number = self._number(identity)
+        groups = range(len(masks))
         prefixes = sum(
             1 << index for index in groups if geometry.groups[index].kind is GroupKind.FULL
         )
-        there = [bytearray(mask) for mask in event.masks]
+        there = [bytearray(mask) for mask in masks]
         bits_of: dict[tuple[int, ...], int] = {}
         reach = len(hashes) // HASH_BYTES
-        for chunk, present in enumerate(zip(*event.masks, strict=True)):
-            found = bits_of.get(present)
-            if found is None:
-                found = bits_of[present] = sum(1 << index for index in groups if present[index])
+        for chunk, present in enumerate(zip(*masks, strict=True)):
+            if present not in bits_of:
+                bits_of[present] = sum(1 << index for index in groups if present[index])
+            found = bits_of[present]
             key = number + hashes[chunk * HASH_BYTES : chunk * HASH_BYTES + NAME_BYTES]
             bits = found | self._remembered.get(key, 0)
             if prefixes & ~bits:
@@ -210,13 +179,12 @@ class HitRateCeiling:
             if bits != found:
                 for index in groups:
                     there[index][chunk] = bits >> index & 1
-            if chunk % self._step == self._step - 1:
+            if chunk % self.step == self.step - 1:
                 yield
         ceiling = largest_hit(geometry, [bytes(mask) for mask in there], reach)
-        self._queued -= len(hashes) // HASH_BYTES
         self.lookups += 1
         self.asked_tokens += len(hashes) // HASH_BYTES * geometry.chunk_tokens
-        self.hit_tokens += event.chunks * geometry.chunk_tokens
+        self.hit_tokens += chunks * geometry.chunk_tokens
         self.ceiling_tokens += ceiling * geometry.chunk_tokens
 
 

@@ -34,8 +34,7 @@ def outcome_of(told: RequestExplanation) -> tuple[Outcome, str]:
     if told.declined is not None:
         return Outcome.COMPUTED, told.detail or DECLINES[told.declined]
     if told.hit_chunks is not None:
-        text = "the engine's own cache reached as far, or nothing was found"
-        return Outcome.COMPUTED, text
+        return Outcome.COMPUTED, "the engine's own cache reached as far, or nothing was found"
     return Outcome.COMPUTED, "nothing was said"
 
 

@@ -8,10 +8,13 @@ happened between any two samples is their difference::
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Sample(NamedTuple):
@@ -20,6 +23,51 @@ class Sample(NamedTuple):
     at: float
     """Seconds of any one clock."""
     values: tuple[float, ...]
+
+
+class Past(NamedTuple):
+    """Samples, the oldest first; `columns` has the (metric, label) of each of their values."""
+
+    columns: Sequence[tuple[str, str]]
+    samples: Sequence[Sample]
+
+    def levels(self, metric: str, label: str = "") -> list[float]:
+        """The value in each sample."""
+        column = self.columns.index((metric, label))
+        return [sample.values[column] for sample in self.samples]
+
+    def rates(self, metric: str, label: str = "") -> list[float]:
+        """The growth of a counter per second, for each interval."""
+        points = zip((one.at for one in self.samples), self.levels(metric, label), strict=True)
+        return [
+            max(0.0, new - old) / (end - begin) for (begin, old), (end, new) in pairwise(points)
+        ]
+
+    def growth(self, metric: str) -> float:
+        """How much a counter grew over all intervals."""
+        levels = self.levels(metric)
+        return levels[-1] - levels[0]
+
+    def share(self, part: str, whole: str) -> float | None:
+        """The growth of `part` / that of `whole`; None where the whole did not grow."""
+        return _ratio(self.growth(part), self.growth(whole))
+
+    def shares(self, part: str, whole: str, window_seconds: float) -> list[float | None]:
+        """As `share`, over the window that ends with each interval, and has at least it."""
+        parts, wholes = self.levels(part), self.levels(whole)
+        told: list[float | None] = []
+        first = 0
+        for last in range(1, len(self.samples)):
+            begin = self.samples[last].at - window_seconds
+            while first < last - 1 and self.samples[first + 1].at <= begin:
+                first += 1
+            told.append(_ratio(parts[last] - parts[first], wholes[last] - wholes[first]))
+        return told
+
+    def since(self, at: float) -> "Past":
+        """The last sample that is not later than `at`, or else the first; and the last of all."""
+        begun = (sample for sample in reversed(self.samples) if sample.at <= at)
+        return Past(self.columns, (next(begun, self.samples[0]), self.samples[-1]))
 
 
 class Series:
@@ -45,36 +93,24 @@ class Series:
             self._samples.append(sample)
 
 
-def rates(samples: Sequence[Sample], column: int) -> list[float]:
-    """The growth of a counter per second, for each interval."""
-    return [
-        max(0.0, after.values[column] - before.values[column]) / (after.at - before.at)
-        for before, after in pairwise(samples)
-    ]
+class Histogram:
+    """Counts of durations by upper bound in seconds, as Prometheus' histograms need them."""
+
+    def __init__(self, bounds: Sequence[float] = WAIT_SECONDS) -> None:
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.total += max(0.0, seconds)
+
+    @property
+    def cumulative(self) -> list[tuple[float, int]]:
+        """(bound, count of durations not above it); the last bound is infinite."""
+        return list(zip(self._bounds, accumulate(self._counts), strict=True))
 
 
-def shares(
-    samples: Sequence[Sample], part: int, whole: int, window_seconds: float
-) -> list[float | None]:
-    """The growth of `part` / that of `whole`, over the window that ends with each interval.
-
-    It is None where the whole did not grow. A window has at least the interval itself.
-    """
-    told: list[float | None] = []
-    first = 0
-    for last in range(1, len(samples)):
-        while first < last - 1 and samples[first + 1].at <= samples[last].at - window_seconds:
-            first += 1
-        told.append(share_of(samples[first], samples[last], part, whole))
-    return told
-
-
-def share_of(before: Sample, after: Sample, part: int, whole: int) -> float | None:
-    """As `shares`, between two samples."""
-    grown = after.values[whole] - before.values[whole]
-    return (after.values[part] - before.values[part]) / grown if grown > 0 else None
-
-
-def since(samples: Sequence[Sample], at: float) -> Sample:
-    """The last sample that is not later than `at`, or else the first; there must be one."""
-    return next((sample for sample in reversed(samples) if sample.at <= at), samples[0])
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 
 from hybridkv import __version__
 from hybridkv.observe.explanations import limit_of, outcome_of, sentences_of
-from hybridkv.observe.history import RequestOutcome
-from hybridkv.observe.series import Sample, rates, share_of, shares, since
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.history import Snapshot
+from hybridkv.observe.series import Past, Sample
 from hybridkv.wire import status as wire
 
 MINUTE_SECONDS = 60.0
@@ -19,6 +17,10 @@ RECENT_SECONDS = 600.0
 HOUR_SECONDS = 3600.0
 SMOOTH_STEPS = 6
 """Shares are those of so many steps, because a single step may have next to nothing."""
+GROUPS_SHOWN_MAX = 64
+"""Groups of all identities; the smaller ones are summed up."""
+SESSIONS_SHOWN_MAX = 256
+DECISIONS_SHOWN_MAX = 50
 BRIEF_DECISIONS = 20
 BRIEF_SAMPLES = 91
 """Samples of the hour in a brief status."""
@@ -52,21 +54,32 @@ class StatusReport:
 
     def make(self, snapshot: Snapshot) -> wire.Status:
         """Everything that is shown of the snapshot."""
-        now, samples = snapshot.now, _with_now(snapshot)
-        decisions = snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
+        now = snapshot.now
+        decisions = [
+            wire.DecisionStatus(
+                one.request_id,
+                one.identity.hex()[:12],
+                _short(max(0.0, now - one.told_at)),
+                f"{one.explanation.prompt_tokens} tokens",
+                *outcome_of(one.explanation),
+                limit_of(one.explanation),
+                sentences_of(one.explanation),
+            )
+            for one in snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
+        ]
         hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
         return wire.Status(
             __version__,
             _short(now - snapshot.started_at),
             snapshot.values.named(),
-            _window(snapshot, samples, MINUTE_SECONDS),
-            _window(snapshot, samples, HOUR_SECONDS),
+            _window(snapshot, MINUTE_SECONDS),
+            _window(snapshot, HOUR_SECONDS),
             health(snapshot),
             verdict(snapshot),
             [*snapshot.tiers],
             [*snapshot.groups],
             [*snapshot.sessions],
-            [_decision(decision, now) for decision in decisions],
+            decisions,
             self._past("hour", snapshot, hour),
             None if self._is_brief else self._past("day", snapshot, snapshot.day),
         )
@@ -82,50 +95,41 @@ class StatusReport:
         return self._histories[span][1]
 
 
-class _Past(NamedTuple):
-    """Samples, whose columns go by metric and label."""
-
-    columns: Sequence[tuple[str, str]]
-    samples: Sequence[Sample]
-    step_seconds: float
-
-    def rate(self, metric: str, label: str = "") -> list[float]:
-        return [_short(one) for one in rates(self.samples, self.columns.index((metric, label)))]
-
-    def level(self, metric: str, label: str = "") -> list[float]:
-        column = self.columns.index((metric, label))
-        return [_short(sample.values[column]) for sample in self.samples[1:]]
-
-    def share(self, part: str, whole: str) -> list[float | None]:
-        columns = self.columns.index((part, "")), self.columns.index((whole, ""))
-        told = shares(self.samples, *columns, SMOOTH_STEPS * self.step_seconds)
-        return [None if share is None else _short(share) for share in told]
-
-
 def history(snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
     """The past, from samples of the snapshot's columns."""
     step = min((after.at - before.at for before, after in pairwise(samples)), default=0.0)
-    past = _Past(snapshot.columns, samples, step)
-    waits, waited = past.rate("lookup_wait_seconds"), past.rate("lookups_waited")
+    past = Past(snapshot.columns, samples)
     names = [tier.name for tier in snapshot.tiers]
-    held = {name: past.level("tier_bytes", name) for name in names}
+
+    def share(part: str) -> list[float | None]:
+        told = past.shares(part, "ceiling_asked_tokens", SMOOTH_STEPS * step)
+        return [None if share is None else _short(share) for share in told]
+
+    def rates(metric: str, label: str = "") -> list[float]:
+        return [_short(rate) for rate in past.rates(metric, label)]
+
+    def levels(metric: str, label: str = "") -> list[float]:
+        return [_short(level) for level in past.levels(metric, label)[1:]]
+
+    held = {name: levels("tier_bytes", name) for name in names}
+    waits, waited = rates("lookup_wait_seconds"), rates("lookups_waited")
     return wire.StatusHistory(
         step_seconds=_short(step),
         ages=[_short(samples[-1].at - sample.at) for sample in samples[1:]],
-        hit=past.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
-        ceiling=past.share("ceiling_tokens", "ceiling_asked_tokens"),
-        lookups=past.rate("lookups"),
+        hit=share("ceiling_hit_tokens"),
+        ceiling=share("ceiling_tokens"),
+        lookups=rates("lookups"),
         wait_seconds=[
             _short(wait / count) if count else None
             for wait, count in zip(waits, waited, strict=True)
         ],
-        evicted=past.rate("evicted"),
-        loaded=past.rate("bytes_loaded"),
-        stored=past.rate("bytes_stored"),
-        sessions=past.level("sessions"),
-        bytes={"ram": past.level("bytes_committed"), **held},
-        read={name: past.rate("tier_bytes_read", name) for name in names},
-        written={name: past.rate("tier_bytes_written", name) for name in names},
+        evicted=rates("evicted"),
+        loaded=rates("bytes_loaded"),
+        stored=rates("bytes_stored"),
+        sessions=levels("sessions"),
+        bytes={"ram": levels("bytes_committed")} | held,
+        read={name: rates("tier_bytes_read", name) for name in names},
+        written={name: rates("tier_bytes_written", name) for name in names},
     )
 
 
@@ -147,11 +151,11 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
             for name, what in TIER_NOTES.items()
             if (count := tier.values.get(name, 0.0))
         ]
-    grown = _Growth(snapshot, _with_now(snapshot), RECENT_SECONDS)
+    recent = snapshot.since(RECENT_SECONDS)
     found += [
         wire.Problem(level, f"in the last 10 minutes {count:,.0f} {what}")
         for name, (level, what) in NEWS.items()
-        if (count := grown.of(name))
+        if (count := recent.growth(name))
     ]
     if count := snapshot.values.of("objects_condemned"):
         text = f"{count:,.0f} objects had wrong bytes in RAM and were dropped"
@@ -163,7 +167,7 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
 
 def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
     """Whether more memory would help, by the last hour."""
-    window = _window(snapshot, _with_now(snapshot), HOUR_SECONDS)
+    window = _window(snapshot, HOUR_SECONDS)
     hit, ceiling, values = window.hit, window.ceiling, snapshot.values
     if hit is None or ceiling is None:
         return wire.MemoryVerdict(None, None, "Nothing was looked up in the last hour.")
@@ -187,56 +191,20 @@ def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
     return wire.MemoryVerdict(hit, ceiling, text)
 
 
-def _decision(decision: RequestOutcome, now: float) -> wire.DecisionStatus:
-    told = decision.explanation
-    return wire.DecisionStatus(
-        decision.request_id,
-        decision.identity.hex()[:12],
-        _short(max(0.0, now - decision.told_at)),
-        f"{told.prompt_tokens} tokens",
-        *outcome_of(told),
-        limit_of(told),
-        sentences_of(told),
-    )
-
-
-def _with_now(snapshot: Snapshot) -> Sequence[Sample]:
-    """The samples of the last hour, and one of this moment."""
-    if snapshot.hour and snapshot.hour[-1].at >= snapshot.now:
-        return snapshot.hour
-    values = tuple(snapshot.values.of(*column) for column in snapshot.columns)
-    return (*snapshot.hour, Sample(snapshot.now, values))
-
-
-class _Growth:
+def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
     """How counters grew in the last `seconds`, or since the daemon began."""
-
-    def __init__(self, snapshot: Snapshot, samples: Sequence[Sample], seconds: float) -> None:
-        self._columns = snapshot.columns
-        self.before, self.after = since(samples, snapshot.now - seconds), samples[-1]
-
-    def of(self, metric: str) -> float:
-        column = self._columns.index((metric, ""))
-        return self.after.values[column] - self.before.values[column]
-
-    def share(self, part: str, whole: str) -> float | None:
-        columns = self._columns.index((part, "")), self._columns.index((whole, ""))
-        return share_of(self.before, self.after, *columns)
-
-
-def _window(snapshot: Snapshot, samples: Sequence[Sample], seconds: float) -> wire.WindowStatus:
-    grown = _Growth(snapshot, samples, seconds)
-    length = grown.after.at - grown.before.at
-    waited = grown.of("lookups_waited")
+    past = snapshot.since(seconds)
+    length = past.samples[-1].at - past.samples[0].at
+    waited = past.growth("lookups_waited")
     return wire.WindowStatus(
         _short(length),
-        grown.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
-        grown.share("ceiling_tokens", "ceiling_asked_tokens"),
-        grown.of("tokens_hit"),
-        grown.of("tokens_asked"),
-        _short(grown.of("lookup_wait_seconds") / waited) if waited else None,
+        past.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
+        past.share("ceiling_tokens", "ceiling_asked_tokens"),
+        past.growth("tokens_hit"),
+        past.growth("tokens_asked"),
+        _short(past.growth("lookup_wait_seconds") / waited) if waited else None,
         {
-            name: _short(grown.of(name) / length) if length else 0.0
+            name: _short(past.growth(name) / length) if length else 0.0
             for name in ("lookups", "bytes_loaded", "bytes_stored", "evicted")
         },
     )

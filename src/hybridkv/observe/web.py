@@ -10,19 +10,22 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import resources
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import metrics_core as families
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
-from hybridkv.observe.metrics import DaemonCollector
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv import __version__
+from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.status import StatusReport
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -63,18 +66,21 @@ HEADERS = (
 )
 
 Start = Callable[..., Any]
+Points = Iterable[tuple[tuple[str, ...], float]]
+"""(values of the labels, number)."""
 
 
-class WebPages:
-    """The WSGI application."""
+class WebPages(Collector):
+    """The WSGI application, and what its /metrics collects."""
 
     def __init__(self, ask: Callable[[], Future[Snapshot]]) -> None:
         """`ask` has the loop make a snapshot."""
         self._ask = ask
         self._report = StatusReport()
-        self._collector = DaemonCollector(self._snapshot)
+        self._lock = threading.Lock()
+        self._pages_failed = 0
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self._collector)
+        registry.register(self)
         ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
         self._room = threading.BoundedSemaphore(REQUESTS_MAX)
@@ -97,12 +103,37 @@ class WebPages:
         try:
             return self._page(environ, start)
         except Exception:  # the supervised boundary: a page that fails ends nothing
-            self._collector.count_failed_page()
+            with self._lock:
+                self._pages_failed += 1
             logger.exception("a page failed")
             failed = "the page failed; the daemon's log says why"
             return _say(start, "500 Internal Server Error", failed)
         finally:
             self._room.release()
+
+    def collect(self) -> Iterator[families.Metric]:
+        """Every metric of the catalog, named hybridkv_daemon_*."""
+        snapshot = self._snapshot()
+        yield _made("answering", [((), float(snapshot is not None))])
+        if snapshot is None:
+            return
+        yield from _values(snapshot)
+        yield _made("info", [((__version__,), 1.0)])
+        yield _made("uptime_seconds", [((), snapshot.now - snapshot.started_at)])
+        yield _made("pages_failed", [((), self._pages_failed)])
+        name = "lookup_wait_seconds"
+        waits = families.HistogramMetricFamily(f"{PREFIX}{name}", MADE[name].help)
+        buckets = [(str(bound).replace("inf", "+Inf"), count) for bound, count in snapshot.waits]
+        waits.add_metric((), buckets, snapshot.values.of(name))
+        yield waits
+        groups = [((g.identity, g.model, str(g.gid), g.kind), g) for g in snapshot.groups]
+        yield _made("group_objects", ((key, one.objects) for key, one in groups))
+        yield _made("group_bytes", ((key, one.held_bytes) for key, one in groups))
+        # An engine that greeted anew has two sessions while its workers copy for the first one.
+        sessions = [((s.engine_id, s.model, s.identity), s) for s in snapshot.sessions]
+        yield _made("session_leases", ((key, one.leases) for key, one in sessions))
+        yield _made("session_writing_bytes", ((key, one.writing_bytes) for key, one in sessions))
+        yield _made("session_connected", ((key, one.is_connected) for key, one in sessions))
 
     def _page(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -123,8 +154,44 @@ class WebPages:
     def _snapshot(self) -> Snapshot | None:
         try:
             return self._ask().result(ANSWER_SECONDS)
-        except FutureTimeoutError:
+        except TimeoutError:
             return None
+
+
+def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    for (name, label), number in snapshot.values.items():
+        values[name][label] = number
+    for name, described in VALUES.items():
+        numbers = values.pop(name, {})
+        # A counter that appears with its first event would hide that event from rates.
+        points = [((label,), numbers[label]) for label in sorted(numbers)]
+        yield _family(name, points if described.labels else [((), numbers.get("", 0.0))])
+    for name in sorted(values.keys() - NOT_ALONE):
+        # Only tiers have labelled values that the catalog may not know.
+        labels = ("tier",) if any(values[name]) else ()
+        unknown = families.UnknownMetricFamily(f"{PREFIX}{name}", "Not described.", labels=labels)
+        for label, number in values[name].items():
+            unknown.add_metric([label] if labels else [], number)
+        yield unknown
+
+
+def _made(name: str, points: Points) -> families.Metric:
+    """One of MADE, with the sum of the points that have the same labels."""
+    sums: dict[tuple[str, ...], float] = defaultdict(float)
+    for labels, number in points:
+        sums[labels] += number
+    return _family(name, sums.items())
+
+
+def _family(name: str, points: Points) -> families.Metric:
+    described = MADE.get(name) or VALUES[name]
+    is_counter = described.kind == "counter"
+    kind = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
+    family = kind(f"{PREFIX}{name}", described.help, labels=described.labels)
+    for labels, number in points:
+        family.add_metric(labels, number)
+    return family
 
 
 def serve_web(ask: Callable[[], Future[Snapshot]], port: int) -> str:

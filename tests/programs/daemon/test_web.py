@@ -21,7 +21,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import web
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
 from tests.unit.daemon.harness import make_daemon
 from tests.unit.daemon.tierclient import until

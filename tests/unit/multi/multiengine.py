@@ -110,7 +110,7 @@ class MultiEngine:
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
         self.now = 1000.0
-        self.connector._scheduler._clock = lambda: self.now
+        self.connector._part._clock = lambda: self.now
         self._hasher = _hasher(groups.hash_block_size)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._names = 0

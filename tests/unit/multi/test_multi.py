@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as PromCounter
@@ -26,8 +26,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 
 from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import child_specs  # noqa: E402
-from hybridkv.multi.messages import MultiEvents, MultiReport  # noqa: E402
+from hybridkv.multi.messages import MultiReport  # noqa: E402
 from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
+from tests.unit.multi import scripted  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
     ENGINE_ID,
@@ -38,7 +39,7 @@ from tests.unit.multi.multiengine import (  # noqa: E402
     multi_config,
     single,
 )
-from tests.unit.multi.scripted import SCRIPTS, Note, Plan, Script, ScriptedError, ScriptedStats  # noqa: E402
+from tests.unit.multi.scripted import Note, Plan, Script, ScriptedError, ScriptedStats  # noqa: E402
 
 HIT = 96
 MOST = 512
@@ -46,7 +47,7 @@ MOST = 512
 
 @pytest.fixture(autouse=True)
 def forget_scripts() -> None:
-    SCRIPTS.clear()
+    scripted.SCRIPTS.clear()
 
 
 def upto(end: int) -> Any:
@@ -75,14 +76,18 @@ def scored(
     since_hit: float | None,
     grace: float,
     end: float,
+    awaited: list[bool],
 ) -> tuple[str, int | None, int]:
-    """The same by brute force: ("wait" or "load" or "compute", child, tokens)."""
+    """The same by brute force: ("wait" or "load" or "compute", child, tokens).
+
+    `awaited`: which children were not late so often that their breakers are open.
+    """
     offers = [
         (-tokens * weights[i], i, tokens)
         for i, tokens in enumerate(answers)
         if isinstance(tokens, int) and tokens
     ]
-    looking = [i for i, tokens in enumerate(answers) if tokens is None]
+    looking = [i for i, tokens in enumerate(answers) if tokens is None and awaited[i]]
     if not offers:
         return ("wait" if looking and waited < end else "compute"), None, 0
     score, chosen, tokens = min(offers)
@@ -117,6 +122,7 @@ CASES = st.integers(1, 4).flatmap(
 
 
 @settings(max_examples=150)
+@example(([1.0, 1.0], [(0.0, [None, None], True)] * 3 + [(0.0, [None, 16], True)], 10.0, 0.0))
 @given(CASES)
 def test_the_choice_is_that_of_a_brute_force_scorer(
     case: tuple[list[float], list[tuple[float, list[Any], bool]], float, float],
@@ -133,17 +139,18 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
     config = multi_config(entries, hybrid(), grace_ms=grace_ms, patience_seconds=patience)
     multi = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
     now = 50.0
-    multi._scheduler._clock = lambda: now
+    multi._part._clock = lambda: now
     request = SimpleNamespace(
         request_id="r", num_tokens=MOST + BLOCK, num_prompt_tokens=MOST + BLOCK, num_preemptions=0
     )
     multi.on_new_request(request)
     assert all(script.calls["on_new_request"] == 1 for script in scripts)
-    first, hit, is_new = now, None, True
+    first, hit, is_new, awaited = now, None, True, [True] * len(weights)
     for pause, answers, has_blocks in asks:
         now += pause
-        first, hit = (now, None) if is_new else (first, hit)
-        is_new = False
+        if is_new:
+            first, hit, is_new = now, None, False
+            awaited = [one.breaker.allows(now) for one in multi._children.all]
         for script, answer in zip(scripts, answers, strict=True):
             script.raises = {"get_num_new_matched_tokens"} if answer == "raise" else set()
             script.tokens = partial(said, answer)
@@ -152,7 +159,7 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
         hit = now if hit is None and any(clean) else hit
         since_hit = None if hit is None else now - hit
         kind, chosen, tokens = scored(
-            clean, weights, MOST + BLOCK, now - first, since_hit, grace_ms / 1e3, patience
+            clean, weights, MOST + BLOCK, now - first, since_hit, grace_ms / 1e3, patience, awaited
         )
         assert (
             result == {"wait": (None, False), "compute": (0, False), "load": (tokens, True)}[kind]
@@ -169,7 +176,7 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
                 "losers let go, undecided ones too"
             )
     multi.request_finished_all_groups(request, ([], [], []))
-    assert not multi._scheduler._requests
+    assert not multi._part._requests
 
 
 def test_a_late_child_is_waited_for_while_nobody_has_a_hit(rng: random.Random) -> None:
@@ -465,7 +472,7 @@ def test_aborted_while_loading(load_steps: int, hold_steps: int, rng: random.Ran
     engine.run()
     for _ in range(10):
         engine.step()
-    state, transfers = engine.connector._scheduler, engine.connector._scheduler._transfers
+    state, transfers = engine.connector._part, engine.connector._part._transfers
     assert not any([transfers.loads, transfers.saves, state._requests, len(state._room)])
 
 
@@ -910,13 +917,11 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     engine = MultiEngine([child(bad, name="bad"), child(good, name="good")], hybrid())
     output = of_two_ranks(
         lambda rank: KVConnectorOutput(
-            kv_cache_events=MultiEvents(
-                [(0, WorkerEvents([f"bad{rank}"], hook)), (1, WorkerEvents([f"good{rank}"]))]
-            ),
-            kv_connector_worker_meta=MultiReport(),
+            kv_connector_worker_meta=MultiReport(
+                events=[(0, WorkerEvents([f"bad{rank}"], hook)), (1, WorkerEvents([f"good{rank}"]))]
+            )
         )
     )
-    assert output.kv_cache_events.aggregate().get_number_of_workers() == 2
     engine.connector.update_connector_output(output)
     assert [events.names for events in good.events] == [["good0", "good1"]]
     assert [events.workers for events in good.events] == [2]
@@ -926,8 +931,6 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
     assert "good: fault_kv_events" not in engine.connector.counters
     assert engine.connector._children.all[0].alive
-    output.kv_cache_events.clear_events()
-    assert not output.kv_cache_events.get_all_events()
 
 
 def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
@@ -938,7 +941,7 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
         lambda rank: KVConnectorOutput(
             kv_connector_worker_meta=MultiReport(
                 [(0, Note(1) if rank else OtherNote()), (1, Note(1))],
-                counters={"reports_absorbed": 2, f"only{rank}": 1},
+                counters=Counter({"reports_absorbed": 2, f"only{rank}": 1}),
             )
         )
     )

@@ -5,28 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.speed import DOUBLING_SECONDS, Speed
-from hybridkv.multi.counts import ConnectorCounts
 from hybridkv.multi.ranking import (
     PATIENCE_SECONDS_MAX,
     WEIGHT_AUTO,
     ChildAnswer,
     LoadDecision,
-    WaitLimits,
     decide,
     effective_weights,
     patience,
 )
-from hybridkv.multi.transfer_ledger import TransferLedger
+from hybridkv.multi.stats import ConnectorCounts
+from hybridkv.multi.transfers import TransferLedger
 
-LIMITS = WaitLimits(0.01, 2.0)
+LIMITS = 0.01, 2.0
+"""The grace and the patience in seconds."""
 
 
 def test_a_faster_child_wins_unless_the_other_has_much_more() -> None:
     """Requirements B20."""
     disk, memory = ChildAnswer(1000, True), ChildAnswer(600, True)
-    assert decide([disk, memory], [0.5, 1.0], 2000, 0, 0, LIMITS) == LoadDecision(1, 600, True)
+    assert decide([disk, memory], [0.5, 1.0], 2000, 0, 0, *LIMITS) == LoadDecision(1, 600, True)
     assert decide(
-        [ChildAnswer(1300, True), memory], [0.5, 1.0], 2000, 0, 0, LIMITS
+        [ChildAnswer(1300, True), memory], [0.5, 1.0], 2000, 0, 0, *LIMITS
     ) == LoadDecision(0, 1300, True)
 
 
@@ -38,7 +38,7 @@ def test_ties_go_by_order() -> None:
             500,
             0,
             0,
-            LIMITS,
+            *LIMITS,
         ).child
         == 0
     )
@@ -46,10 +46,10 @@ def test_ties_go_by_order() -> None:
 
 def test_who_could_not_win_is_not_waited_for() -> None:
     late, has = ChildAnswer(None), ChildAnswer(400)
-    assert decide([late, has], [1.0, 1.0], 500, 0, 0, LIMITS).wait
-    assert decide([late, has], [0.8, 1.0], 500, 0, 0, LIMITS) == LoadDecision(1, 400)
+    assert decide([late, has], [1.0, 1.0], 500, 0, 0, *LIMITS).wait
+    assert decide([late, has], [0.8, 1.0], 500, 0, 0, *LIMITS) == LoadDecision(1, 400)
     assert decide(
-        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, 0, 0, LIMITS
+        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, 0, 0, *LIMITS
     ) == LoadDecision(1, 400)
 
 
@@ -62,14 +62,16 @@ def test_patience_grows_with_the_prompt() -> None:
 def test_measured_weights() -> None:
     auto = [WEIGHT_AUTO] * 3
     speeds = [Speed(1000.0, 5.0), Speed(250.0, 5.0), Speed()]
-    assert effective_weights(auto, speeds, 5.0) == [1.0, 0.25, 1.0], "who was not measured is tried"
-    assert effective_weights([3.0, WEIGHT_AUTO, 0.5], speeds, 5.0) == [3.0, 1.0, 0.5], (
+
+    def weighed(weights: list[float], now: float) -> list[float]:
+        return effective_weights(list(zip(weights, speeds, strict=True)), now)
+
+    assert weighed(auto, 5.0) == [1.0, 0.25, 1.0], "who was not measured is tried"
+    assert weighed([3.0, WEIGHT_AUTO, 0.5], 5.0) == [3.0, 1.0, 0.5], (
         "the fastest measured one has 1"
     )
     later = 5.0 + 2 * DOUBLING_SECONDS
-    assert effective_weights(auto, speeds, later) == [1.0, 1.0, 1.0], (
-        "who was slow once is tried again"
-    )
+    assert weighed(auto, later) == [1.0, 1.0, 1.0], "who was slow once is tried again"
 
 
 COUNTS = st.lists(
@@ -140,9 +142,9 @@ def test_every_announced_load_ends_once(events: list[tuple[str, int, str]]) -> N
             case "fail":
                 ledger.loaded(child, [name], [name])
             case "give up":
-                ledger.give_up([name])
+                ledger.give_up([child])
             case "taint":
-                ledger.taint(child)
+                ledger.loaded(child, [], ledger.loads)
         finished, failed, _ = ledger.take()
         assert failed <= finished
         ended += finished
@@ -158,7 +160,7 @@ def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
     for _ in range(3):
         ledger.sent(order[0], ["x"])
     assert not ledger.take()[2]
-    ledger.let_go(order[1], ["x", "unknown"])
+    ledger.give_up([order[1]])
     ledger.sent(order[1], ["x"])
     assert ledger.take()[2] == {"x"}
     assert ledger.absorbed == 3

@@ -20,8 +20,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.daemon import view as showing
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import catalog
-from hybridkv.observe.metrics import DaemonCollector
-from hybridkv.observe.snapshot import Snapshot
+from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
 from hybridkv.tiers.lookups import ShortfallKind
 from hybridkv.tiers.state import ERROR_COUNTERS
@@ -54,8 +53,13 @@ HOSTILE = 'a"b\\c\n<img src=x onerror=alert(1)> \u202e{}'
 
 
 def text_of(snapshot: Snapshot | None) -> str:
+    answer: Future[Snapshot] = Future()
+    if snapshot is None:
+        answer.set_exception(TimeoutError())
+    else:
+        answer.set_result(snapshot)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(DaemonCollector(lambda: snapshot))
+    registry.register(WebPages(lambda: answer))
     return generate_latest(registry).decode()
 
 

@@ -5,12 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.observe.histogram import Histogram
-from hybridkv.observe.series import Sample, Series, rates, share_of, shares, since
+from hybridkv.observe.series import Histogram, Past, Sample, Series
 
-
-def samples(*told: tuple[float, float, float]) -> list[Sample]:
-    return [Sample(at, (part, whole)) for at, part, whole in told]
+COLUMNS = (("part", ""), ("whole", ""))
 
 
 STEPS = st.lists(
@@ -29,7 +26,7 @@ def test_rates_times_their_intervals_are_what_was_counted(
     for seconds, more, _ in steps:
         at, count = at + seconds, count + more
         told.append(Sample(at, (float(count),)))
-    per_second = rates(told, 0)
+    per_second = Past([("count", "")], told).rates("count")
     assert len(per_second) == len(steps)
     total = sum(
         rate * (after.at - before.at)
@@ -47,7 +44,7 @@ def test_a_share_is_that_of_all_that_its_window_has(
     for seconds, hit, missed in steps:
         at, part, whole = at + seconds, part + hit, whole + hit + missed
         told.append(Sample(at, (float(part), float(whole))))
-    for last, share in enumerate(shares(told, 0, 1, window), 1):
+    for last, share in enumerate(Past(COLUMNS, told).shares("part", "whole", window), 1):
         # By hand: the latest sample that is not within the window, except for the last interval.
         first = max([0, *(i for i in range(last) if told[i].at <= told[last].at - window)])
         first = min(first, last - 1)
@@ -60,10 +57,10 @@ def test_a_share_is_that_of_all_that_its_window_has(
 
 
 def test_a_gap_is_one_long_interval() -> None:
-    told = samples((0, 0, 0), (10, 5, 10), (110, 15, 30))
-    assert rates(told, 0) == [0.5, 0.1]
-    assert shares(told, 0, 1, 60) == [0.5, 0.5]
-    assert share_of(told[0], told[0], 0, 1) is None
+    told = Past(COLUMNS, [Sample(0, (0, 0)), Sample(10, (5, 10)), Sample(110, (15, 30))])
+    assert told.rates("part") == [0.5, 0.1]
+    assert told.shares("part", "whole", 60) == [0.5, 0.5]
+    assert Past(COLUMNS, told.samples[:1]).share("part", "whole") is None
 
 
 def test_a_ring_keeps_the_latest() -> None:
@@ -73,8 +70,9 @@ def test_a_ring_keeps_the_latest() -> None:
         series.add(Sample(at, (at,)))
     assert [sample.at for sample in series.samples] == [10, 20, 35]
     assert series.due_at == 45
-    assert since(series.samples, 34).at == 20
-    assert since(series.samples, 0).at == 10, "the first of all, where none is that old"
+    past = Past([("at", "")], series.samples)
+    assert [sample.at for sample in past.since(34).samples] == [20, 35]
+    assert past.since(0).samples[0].at == 10, "the first of all, where none is that old"
 
 
 @given(st.lists(st.floats(0, 100), max_size=50))
