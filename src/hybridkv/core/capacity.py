@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
-from hybridkv.core.coverage import SlotShape, part_bytes
+from hybridkv.core.coverage import SlotShape, stored_counts
 from hybridkv.core.findings import Finding, fail, ok, warn
 from hybridkv.core.geometry import (
     Geometry,
@@ -119,18 +119,10 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
     return CapacityPlan(*named, tuple(rows), totals, period)
 
 
-def period_chunks(geometry: Geometry, group: Group) -> int:
-    """Chunks after which the pattern of what is stored of a group repeats."""
-    if group.kind is not GroupKind.CHUNKED_LOCAL:
-        return 1
-    return math.lcm(group.window_tokens, geometry.chunk_tokens) // geometry.chunk_tokens
-
-
 def stored_token_bytes(geometry: Geometry, group: Group) -> Fraction:
     """Bytes per token that one rank stores of a group, over one period."""
-    chunks = period_chunks(geometry, group)
-    stored = sum(part_bytes(geometry, group, chunk) for chunk in range(chunks))
-    return Fraction(stored, chunks * geometry.chunk_tokens)
+    counts = stored_counts(geometry, group)
+    return Fraction(sum(counts) * group.block_bytes, len(counts) * geometry.chunk_tokens)
 
 
 def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Counter[SlotShape]:
@@ -138,15 +130,14 @@ def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Co
     shapes: Counter[SlotShape] = Counter()
     chunks = geometry.whole_chunks(prompt_tokens)
     for group in geometry.groups:
+        counts, parts = stored_counts(geometry, group), geometry.parts(group)
         if group.kind is GroupKind.RECURRENT:
-            shapes[group.block_bytes, geometry.parts(group)] += len(
-                state_ends(geometry, group, rule, prompt_tokens)
-            )
+            ends = state_ends(geometry, group, rule, prompt_tokens)
+            shapes[group.block_bytes, parts] += len(ends)
             continue
-        period = period_chunks(geometry, group)
-        for chunk in range(min(period, chunks)):
-            if size := part_bytes(geometry, group, chunk):
-                shapes[size, geometry.parts(group)] += -(-(chunks - chunk) // period)
+        for chunk, count in enumerate(counts[:chunks]):
+            if count:
+                shapes[count * group.block_bytes, parts] += -(-(chunks - chunk) // len(counts))
     return +shapes
 
 

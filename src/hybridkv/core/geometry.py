@@ -55,22 +55,18 @@ class Group:
     """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
 
     def __post_init__(self) -> None:
-        if self.tokens_per_block <= 0:
-            raise GeometryError(
-                f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)"
-            )
-        if not self.layer_bytes or min(self.layer_bytes) <= 0:
-            raise GeometryError(
-                f"group {self.gid}: every layer needs a positive block size in bytes"
-            )
         windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
-        if windowed != (self.window_tokens > 0):
-            raise GeometryError(
-                f"group {self.gid}: kind {self.kind} with window_tokens={self.window_tokens}"
-            )
-        extra = self.extra_retained_tokens
-        if extra < 0 or (extra and self.kind is not GroupKind.SLIDING):
-            raise GeometryError(f"group {self.gid}: extra_retained_tokens={extra}")
+        extra, what = self.extra_retained_tokens, ""
+        if self.tokens_per_block <= 0:
+            what = f"tokens_per_block={self.tokens_per_block} must be positive (B5)"
+        elif not self.layer_bytes or min(self.layer_bytes) <= 0:
+            what = "every layer needs a positive block size in bytes"
+        elif windowed != (self.window_tokens > 0):
+            what = f"kind {self.kind} with window_tokens={self.window_tokens}"
+        elif extra < 0 or (extra and self.kind is not GroupKind.SLIDING):
+            what = f"extra_retained_tokens={extra}"
+        if what:
+            raise GeometryError(f"group {self.gid}: {what}")
 
     def __hash__(self) -> int:
         """Cheap, because rules are cached by group; equality compares all fields."""
@@ -151,11 +147,6 @@ class Geometry:
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""
         return self.chunk_tokens // group.tokens_per_block
-
-    def chunk_blocks(self, group: Group, chunk: int) -> range:
-        """Block positions of `group` that cover chunk number `chunk`."""
-        per_chunk = self.blocks_per_chunk(group)
-        return range(chunk * per_chunk, (chunk + 1) * per_chunk)
 
     def whole_chunks(self, tokens: int) -> int:
         """Chunks wholly inside the first `tokens` tokens."""

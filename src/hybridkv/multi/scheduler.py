@@ -12,7 +12,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hybridkv.core.coverage import Retention
 from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
 from hybridkv.multi.counts import PENDING, ConnectorCounts
 from hybridkv.multi.messages import MultiEvents, MultiPlan, MultiReport
@@ -27,7 +26,7 @@ from hybridkv.multi.ranking import (
 )
 from hybridkv.multi.stats import EVENTS, SELECTION, MultiKVConnectorStats
 from hybridkv.multi.transfers import NOBODY, ChildLoad, PendingTransfers
-from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom
+from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 
 logger = logging.getLogger("vllm.hybridkv")
 

@@ -19,9 +19,9 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from hybridkv.core.coverage import Retention, retention_of
 from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
+from hybridkv.vllm.block_room import Retention, retention_of
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
 
