@@ -60,11 +60,9 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     yield judge("KV scales", is_good, good, what, "serving without --calculate-kv-scales works")
     yield _hashes(cache)
     is_good = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    setting, remedy = (
-        "disable_hybrid_kv_cache_manager",
-        "--no-disable-hybrid-kv-cache-manager works",
-    )
-    what = f"{setting} is on, so sliding window layers keep and store every token"
+    off = "disable_hybrid_kv_cache_manager is on"
+    what = f"{off}, so sliding window layers keep and store every token"
+    remedy = "--no-disable-hybrid-kv-cache-manager works"
     yield judge("hybrid KV cache manager", is_good, "on", what, remedy, Verdict.WARN)
     policy = transfer.kv_load_failure_policy
     what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
