@@ -10,15 +10,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from hybridkv.vllm.metrics import (
-    Deltas,
-    EngineMetrics,
-    FamilyType,
-    MetricFamily,
-    attempt,
-    counter,
-    gauge,
-)
+from hybridkv.core.metrics import MetricFamily, counter, gauge
+from hybridkv.vllm.metrics import Deltas, EngineMetrics, attempt
 
 PREFIX = "vllm:hybridkv_"
 OBSERVATIONS_MAX = 1024
@@ -38,7 +31,7 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 
 def _seconds(about: str) -> MetricFamily:
-    return MetricFamily(FamilyType.HISTOGRAM, about, (), SECONDS)
+    return MetricFamily("histogram", about, (), SECONDS)
 
 
 FAMILIES: Mapping[str, MetricFamily] = {
@@ -237,12 +230,12 @@ class HybridKVPromMetrics(EngineMetrics):
             self.cell(engine, *cell_of(name)).inc(added)
         unknown = 0
         for name, value in data["gauges"].items():
-            if _is(name, FamilyType.GAUGE):
+            if _is(name, "gauge"):
                 self.cell(engine, name).set(value)
             else:
                 unknown += 1
         for name, values in data["observed"].items():
-            if not _is(name, FamilyType.HISTOGRAM):
+            if not _is(name, "histogram"):
                 unknown += 1
                 continue
             observe: Callable[[float], None] = self.cell(engine, name).observe
@@ -252,8 +245,8 @@ class HybridKVPromMetrics(EngineMetrics):
             self._malformed[engine].inc(unknown)
 
 
-def _is(name: str, what: FamilyType) -> bool:
-    return name in FAMILIES and FAMILIES[name].what is what
+def _is(name: str, kind: str) -> bool:
+    return name in FAMILIES and FAMILIES[name].kind == kind
 
 
 def _sound(given: object) -> dict[str, Any]:

@@ -147,8 +147,8 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
             what = f"{_WHERE}.{key} is for a child of MultiConnector"
             raise ConfigError(what, "leaving it out works")
         if key not in _KEYS:
-            remedy = options.did_you_mean(key.removesuffix("_bytes"), _KEYS)
-            raise ConfigError(f"{_WHERE}: unknown key {key!r}", remedy)
+            what = f"kv_connector_extra_config: unknown key {key!r}"
+            raise ConfigError(what, options.did_you_mean(key.removesuffix("_bytes"), _KEYS))
     parsed = {}
     for key, value in extra.items():
         name = _KEYS[key].name

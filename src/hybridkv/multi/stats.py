@@ -25,9 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorStats as VllmStats,
 )
 
+from hybridkv.core.metrics import counter, gauge
 from hybridkv.multi.children import ChildConnectors, ChildSpec
 from hybridkv.multi.counts import PENDING, ConnectorCounts
-from hybridkv.vllm.metrics import EngineMetrics, attempt, counter, gauge
+from hybridkv.vllm.metrics import EngineMetrics, attempt
 
 SELECTION = "__selection__"
 EVENTS = "__events__"

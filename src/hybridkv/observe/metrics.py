@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from hybridkv import __version__
-from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES, MetricDescription, MetricType
+from hybridkv.core.metrics import MetricFamily
+from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
 from hybridkv.observe.snapshot import Snapshot
 from hybridkv.wire.status import GroupStatus, SessionStatus
 
@@ -109,8 +110,8 @@ def _made(name: str, points: _Points) -> Metric:
     return _family(name, MADE[name], points)
 
 
-def _family(name: str, described: MetricDescription, points: _Points) -> Metric:
-    is_counter = described.kind is MetricType.COUNTER
+def _family(name: str, described: MetricFamily, points: _Points) -> Metric:
+    is_counter = described.kind == "counter"
     kind = CounterMetricFamily if is_counter else GaugeMetricFamily
     family = kind(f"{PREFIX}{name}", described.help, labels=described.labels)
     for labels, number in points:

@@ -60,8 +60,9 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     yield judge("KV scales", is_good, good, what, "serving without --calculate-kv-scales works")
     yield _hashes(cache)
     is_good = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    off = "disable_hybrid_kv_cache_manager is on"
-    what = f"{off}, so sliding window layers keep and store every token"
+    what = (
+        "disable_hybrid_kv_cache_manager is on, so sliding window layers keep and store every token"
+    )
     remedy = "--no-disable-hybrid-kv-cache-manager works"
     yield judge("hybrid KV cache manager", is_good, "on", what, remedy, Verdict.WARN)
     policy = transfer.kv_load_failure_policy
@@ -104,9 +105,11 @@ def group_findings(kv_cache_config: Any, speculative: Any = None) -> Iterator[Fi
         is_proven = group.kind is not GroupKind.RECURRENT or speculative is None
         window = f", window {group.window_tokens}" if group.window_tokens else ""
         good = f"{group.kind}, {group.tokens_per_block} tokens per block{window}"
-        state = f"restoring the recurrent state of {check} under speculation is not proven yet"
-        remedy = "serving without --speculative-config works"
-        yield judge(check, is_proven, good, f"speculative_config: {state}", remedy)
+        what = (
+            f"speculative_config: restoring the recurrent state of group {gid} "
+            "under speculation is not proven yet"
+        )
+        yield judge(check, is_proven, good, what, "serving without --speculative-config works")
 
 
 def state_rule(vllm_config: Any) -> StateRule:
@@ -124,13 +127,15 @@ def settings_of(vllm_config: Any) -> Settings:
 
 def _parallel(parallel: Any) -> Iterator[Finding]:
     kinds = ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
-    wrong = {f"{kind}_size": " is not supported yet" for kind in kinds}
-    wrong["nnodes"] = ": workers on other nodes cannot map this node's memory"
-    several = [name for name in wrong if getattr(parallel, name, 1) > 1]
-    for name in several:
-        what = f"{name}={getattr(parallel, name)}{wrong[name]}"
-        yield fail("parallelism", what, f"--{name.replace('_', '-')} 1 works")
-    if not several:
+    several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
+    several = {size: ranks for size, ranks in several.items() if ranks > 1}
+    for size, ranks in several.items():
+        what = f"{size}={ranks} is not supported yet"
+        yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
+    if (nodes := getattr(parallel, "nnodes", 1)) > 1:
+        what = f"nnodes={nodes}: workers on other nodes cannot map this node's memory"
+        yield fail("parallelism", what, "--nnodes 1 works")
+    elif not several:
         yield ok("parallelism", f"tensor_parallel_size {parallel.tensor_parallel_size}, one node")
 
 
