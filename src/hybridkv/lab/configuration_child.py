@@ -30,6 +30,7 @@ from hybridkv.lab.child import answering
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm.identity import identity_facts
+from hybridkv.vllm.layout import build_geometry
 from hybridkv.vllm.preflight import (
     CONNECTOR,
     SEVERAL,
@@ -39,7 +40,7 @@ from hybridkv.vllm.preflight import (
     state_rule,
     transfer_findings,
 )
-from hybridkv.vllm.preview import EnginePreview, describe, geometry_of, preview_engine
+from hybridkv.vllm.preview import EnginePreview, describe, preview_engine
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -156,7 +157,8 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     geometry: Geometry | None = None
     if not any(finding.verdict is Verdict.FAIL for finding in groups):
         try:
-            geometry = geometry_of(engine, report.settings.hybrid_chunk_size)
+            asked = report.settings.hybrid_chunk_size
+            geometry = build_geometry(engine.kv_cache_config, engine.layouts, asked)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     report.preview = describe(config, engine, geometry)

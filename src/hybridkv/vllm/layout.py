@@ -1,23 +1,14 @@
 """From vLLM's KV cache groups and tensors to a Geometry; unknown layouts are refused by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    group_kernel_blocks,
-    iter_layer_specs,
-)
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVQuantMode, iter_layer_specs
 
 from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
@@ -46,14 +37,19 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
 
+    @property
+    def sizes(self) -> dict[int, tuple[int, ...]]:
+        """Bytes of one block in each layer, by gid."""
+        return {gid: tuple(one.block_bytes for one in some) for gid, some in self.layers.items()}
+
 
 _KINDS = {
-    FullAttentionSpec: GroupKind.FULL,
-    MLAAttentionSpec: GroupKind.FULL,
-    SlidingWindowSpec: GroupKind.SLIDING,
-    SlidingWindowMLASpec: GroupKind.SLIDING,
-    ChunkedLocalAttentionSpec: GroupKind.CHUNKED_LOCAL,
-    MambaSpec: GroupKind.RECURRENT,
+    kv.FullAttentionSpec: GroupKind.FULL,
+    kv.MLAAttentionSpec: GroupKind.FULL,
+    kv.SlidingWindowSpec: GroupKind.SLIDING,
+    kv.SlidingWindowMLASpec: GroupKind.SLIDING,
+    kv.ChunkedLocalAttentionSpec: GroupKind.CHUNKED_LOCAL,
+    kv.MambaSpec: GroupKind.RECURRENT,
 }
 """By exact class: a subclass of a spec may keep its blocks by another rule."""
 RUNS_MAX = 1024
@@ -114,16 +110,25 @@ def build_geometry(
             "swa_bounded_replay computes a part of every hit again and is not proven yet",
             "--no-swa-bounded-replay works",
         )
-    sizes = _sizes(layouts[0])
+    sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
     for rank, layout in layouts.items():
-        if _sizes(layout) != sizes:
+        if layout.sizes != sizes:
             raise GeometryError(
                 f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
             )
-    groups = tuple(
-        group_geometry(gid, specs[gid], sizes[gid]) for gid in config.prefix_cacheable_group_ids
-    )
-    _check_states(groups)
+    groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
+    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
+    for group in groups:
+        recurrent, tokens = group.kind is GroupKind.RECURRENT, group.tokens_per_block
+        if recurrent and smallest and tokens > smallest.tokens_per_block:
+            # vLLM 0.32 cuts prefill at the smallest block, so that the states that it caches are
+            # not those that it names.
+            raise GeometryError(
+                f"KV cache group {group.gid} keeps a recurrent state every {tokens} tokens and "
+                f"group {smallest.gid} has blocks of {smallest.tokens_per_block}: "
+                "vLLM 0.32 caches wrong states for these",
+                "serving without the connector and with --no-enable-prefix-caching works",
+            )
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
         raise GeometryError(
@@ -133,75 +138,49 @@ def build_geometry(
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
 
 
-def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
-    """The physical layout of the registered tensors (`views` from `block_views`)."""
-    layers = {
-        gid: tuple(
-            _layer_layout(name, views[name]) for name in config.kv_cache_groups[gid].layer_names
-        )
-        for gid in config.prefix_cacheable_group_ids
-    }
-    return WorkerLayout(layers, next(iter(views.values())).device.type)
-
-
 def block_views(
     config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Each cacheable layer's tensor, of which `view[block_id]` is a block in any layout."""
     views: dict[str, torch.Tensor] = {}
-    for gid in config.prefix_cacheable_group_ids:
-        for name in config.kv_cache_groups[gid].layer_names:
-            tensor = kv_caches.get(name)
-            if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
-                raise GeometryError(
-                    f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
-                )
-            view = group_kernel_blocks(tensor, config.num_blocks)
-            if sum(1 for _ in block_runs(view)) > RUNS_MAX:
-                raise GeometryError(
-                    f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
-                )
-            views[name] = view
+    groups = (config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids)
+    for name in chain.from_iterable(group.layer_names for group in groups):
+        tensor = kv_caches.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
+            raise GeometryError(
+                f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
+            )
+        views[name] = kv.group_kernel_blocks(tensor, config.num_blocks)
+        if sum(1 for _ in block_runs(views[name])) > RUNS_MAX:
+            raise GeometryError(
+                f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
+            )
     return views
 
 
-def _check_states(groups: Sequence[Group]) -> None:
-    """Refuse recurrent groups with larger blocks than another group: vLLM 0.32 cuts prefill at the
-    smallest block, so that the states it caches are not those it names.
-    """
-    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
-    for group in groups:
-        recurrent, tokens = group.kind is GroupKind.RECURRENT, group.tokens_per_block
-        if recurrent and smallest and tokens > smallest.tokens_per_block:
-            raise GeometryError(
-                f"KV cache group {group.gid} keeps a recurrent state every {tokens} tokens and "
-                f"group {smallest.gid} has blocks of {smallest.tokens_per_block}: "
-                "vLLM 0.32 caches wrong states for these",
-                "serving without the connector and with --no-enable-prefix-caching works",
+def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
+    """The physical layout of the registered tensors (`views` from `block_views`)."""
+    layers = {}
+    for gid in config.prefix_cacheable_group_ids:
+        named = [(name, views[name]) for name in config.kv_cache_groups[gid].layer_names]
+        layers[gid] = tuple(
+            LayerLayout(
+                name,
+                block_bytes(view),
+                str(view.dtype),
+                tuple(view.shape[1:]),
+                tuple(view.stride()[1:]),
+                view.stride(0) * view.element_size(),
             )
-
-
-def _layer_layout(name: str, view: torch.Tensor) -> LayerLayout:
-    return LayerLayout(
-        name,
-        block_bytes(view),
-        str(view.dtype),
-        tuple(view.shape[1:]),
-        tuple(view.stride()[1:]),
-        view.stride(0) * view.element_size(),
-    )
-
-
-def _sizes(layout: WorkerLayout) -> dict[int, tuple[int, ...]]:
-    return {
-        gid: tuple(layer.block_bytes for layer in layers) for gid, layers in layout.layers.items()
-    }
+            for name, view in named
+        )
+    return WorkerLayout(layers, next(iter(views.values())).device.type)
 
 
 def kv_dtype(vllm_config: Any, layout: WorkerLayout) -> str:
     """The cache's dtype as configured, and what vLLM made of "auto"."""
     asked = str(vllm_config.cache_config.cache_dtype)
-    layers = [layer for layers in layout.layers.values() for layer in layers]
+    layers = chain.from_iterable(layout.layers.values())
     # Recurrent states are registered as plain bytes.
     made = {layer.dtype.removeprefix("torch.") for layer in layers} - {"int8"}
     return f"auto ({', '.join(sorted(made))})" if asked == "auto" and made else asked
