@@ -1,6 +1,6 @@
 """From vLLM's KV cache groups and tensors to a Geometry; unknown layouts are refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -117,18 +117,7 @@ def build_geometry(
                 f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
             )
     groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
-    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
-    for group in groups:
-        recurrent, tokens = group.kind is GroupKind.RECURRENT, group.tokens_per_block
-        if recurrent and smallest and tokens > smallest.tokens_per_block:
-            # vLLM 0.32 cuts prefill at the smallest block, so that the states that it caches are
-            # not those that it names.
-            raise GeometryError(
-                f"KV cache group {group.gid} keeps a recurrent state every {tokens} tokens and "
-                f"group {smallest.gid} has blocks of {smallest.tokens_per_block}: "
-                "vLLM 0.32 caches wrong states for these",
-                "serving without the connector and with --no-enable-prefix-caching works",
-            )
+    _check_states(groups)
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
         raise GeometryError(
@@ -136,6 +125,22 @@ def build_geometry(
         )
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
+
+
+def _check_states(groups: Sequence[Group]) -> None:
+    """Refuse recurrent groups with larger blocks than another group: vLLM 0.32 cuts prefill at the
+    smallest block, so that the states it caches are not those it names.
+    """
+    smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
+    for group in groups:
+        recurrent, tokens = group.kind is GroupKind.RECURRENT, group.tokens_per_block
+        if recurrent and smallest and tokens > smallest.tokens_per_block:
+            raise GeometryError(
+                f"KV cache group {group.gid} keeps a recurrent state every {tokens} tokens and "
+                f"group {smallest.gid} has blocks of {smallest.tokens_per_block}: "
+                "vLLM 0.32 caches wrong states for these",
+                "serving without the connector and with --no-enable-prefix-caching works",
+            )
 
 
 def block_views(
