@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from hybridkv.core.coverage import SlotShape, stored_counts
-from hybridkv.core.findings import Finding, fail, ok, warn
+from hybridkv.core.findings import Finding, Verdict, fail, judge, warn
 from hybridkv.core.geometry import (
     Geometry,
     Group,
@@ -168,37 +168,30 @@ def _totals(
 
 def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
     """Whether prompts can be long enough for a hit, and which group decides (B8, B9)."""
-    chunk = geometry.chunk_tokens
-    largest = max(geometry.groups, key=lambda group: group.tokens_per_block)
+    chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
+    largest = max(groups, key=lambda group: group.tokens_per_block)
     why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
-    derived = derive_chunk_tokens(geometry.groups, geometry.alignment_tokens, geometry.hash_tokens)
-    common = common_block_tokens(geometry.groups, geometry.alignment_tokens, geometry.hash_tokens)
+    units = groups, geometry.alignment_tokens, geometry.hash_tokens
+    derived = derive_chunk_tokens(*units)
     if chunk > derived:
         why = f"hybrid_chunk_size asks for more than the groups' {derived}"
-    elif common > largest.tokens_per_block:
-        blocks = ", ".join(map(str, sorted({one.tokens_per_block for one in geometry.groups})))
-        why = (
-            f"the groups' blocks of {blocks} tokens and the engine's {geometry.alignment_tokens} "
-            "share no smaller one"
-        )
+    elif common_block_tokens(*units) > largest.tokens_per_block:
+        blocks = ", ".join(map(str, sorted({group.tokens_per_block for group in groups})))
+        engine = f"the engine's {geometry.alignment_tokens}"
+        why = f"the groups' blocks of {blocks} tokens and {engine} share no smaller one"
     fits = derived < chunk and derived + 1 < max_model_len
-    remedy = f"hybrid_chunk_size {derived} works" if fits else ""
+    times = 2 if chunk + 1 >= max_model_len else 4
+    remedy = f"hybrid_chunk_size {derived}" if fits else f"--max-model-len {times * chunk}"
     if chunk + 1 >= max_model_len:
-        return fail(
-            "first hit",
+        what = (
             f"a chunk has {chunk} tokens ({why}) and max_model_len is {max_model_len}, so nothing "
-            "can ever be stored and hit",
-            remedy or f"--max-model-len {2 * chunk} works",
+            "can ever be stored and hit"
         )
+        return fail(check, what, f"{remedy} works")
     text = f"prompts of {chunk + 1} tokens or more can hit; a chunk has {chunk} tokens: {why}"
-    if 4 * chunk > max_model_len:
-        fitting = (max_model_len - 1) // chunk
-        return warn(
-            "first hit",
-            f"{text}; only {fitting} of them fit into max_model_len {max_model_len}",
-            remedy or f"--max-model-len {4 * chunk} works",
-        )
-    return ok("first hit", text)
+    few = f"only {(max_model_len - 1) // chunk} of them fit into max_model_len {max_model_len}"
+    is_good = 4 * chunk <= max_model_len
+    return judge(check, is_good, text, f"{text}; {few}", f"{remedy} works", Verdict.WARN)
 
 
 def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
@@ -213,22 +206,21 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
     gids = ", ".join(str(group.gid) for group in groups)
     period = rule.period_tokens(groups[0])
     dense = StateRule(chunk, chunk).period_tokens(groups[0])
-    text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
     if period == 0:
         what = (
             f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
             "the first prompt that shares a shorter prefix has no hit"
         )
         found = [warn(check, what, _denser(rule, chunk, groups[0]))]
-    elif math.lcm(period, chunk) > dense:
+    else:
+        text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
         settings = f"steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens}"
         remedy = (
             f"--prefix-cache-retention-interval {chunk} with --max-num-batched-tokens {chunk} "
             f"gives one every {dense}, at the price of shorter steps"
         )
-        found = [warn(check, f"{text} ({settings})", remedy)]
-    else:
-        found = [ok(check, text)]
+        is_good = math.lcm(period, chunk) <= dense
+        found = [judge(check, is_good, text, f"{text} ({settings})", remedy, Verdict.WARN)]
     if chunk > (common := math.lcm(block, geometry.alignment_tokens)):
         what = (
             f"a prompt's last boundary is a multiple of {block} tokens, and its state is stored "
@@ -244,20 +236,13 @@ def _denser(rule: StateRule, chunk: int, group: Group) -> str:
     dense = StateRule(chunk, rule.step_tokens).period_tokens(group)
     if rule.step_tokens == 0:
         return f"--enable-chunked-prefill with {remedy}"
-    if dense > chunk:
-        remedy += (
-            f" (a state every {dense} tokens; with --max-num-batched-tokens {chunk}, slower, one "
-            f"every {chunk})"
-        )
-    return remedy
+    with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
+    return f"{remedy} (a state every {dense} tokens; {with_steps})" if dense > chunk else remedy
 
 
 def room_finding(totals: CapacityTotals) -> Finding:
     """Whether the cache holds at least one prompt of full length."""
-    text = (
-        f"{format_size(totals.ram_bytes)} hold {totals.ram_tokens:,} tokens, "
-        f"{totals.ram_prompts:.1f} prompts of {totals.prompt_tokens:,}"
-    )
-    if totals.ram_prompts < 1:
-        return warn("room", text, f'ram "{format_size(totals.prompt_bytes * 2)}" works')
-    return ok("room", text)
+    prompts = f"{totals.ram_prompts:.1f} prompts of {totals.prompt_tokens:,}"
+    text = f"{format_size(totals.ram_bytes)} hold {totals.ram_tokens:,} tokens, {prompts}"
+    remedy = f'ram "{format_size(totals.prompt_bytes * 2)}" works'
+    return judge("room", totals.ram_prompts >= 1, text, text, remedy, Verdict.WARN)
