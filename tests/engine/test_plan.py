@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import stored_shapes
+from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, preview_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models

@@ -9,18 +9,12 @@ from rich.console import Console
 from hybridkv.cli.arguments import add_json, add_model, add_socket, socket_of
 from hybridkv.cli.terminal import STYLES, new_table, pairs, plain, plain_console, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import (
-    CapacityPlan,
-    CapacityTotals,
-    GroupPlan,
-    length_finding,
-    make_plan,
-    room_finding,
-    state_findings,
-)
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.findings import Finding, Verdict
+from hybridkv.core.geometry import length_finding
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.core.state_boundaries import state_findings
+from hybridkv.lab.capacity import CapacityPlan, CapacityTotals, GroupPlan, make_plan, room_finding
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.shm.arena import default_ram_bytes

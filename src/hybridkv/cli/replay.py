@@ -10,11 +10,11 @@ from typing import Any
 from hybridkv.cli.arguments import add_json, add_model, add_socket, socket_of
 from hybridkv.cli.terminal import new_table, plain, plain_console, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import ConfigPreview
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.findings import Verdict
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.lab.capacity import ConfigPreview
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import BLOCK_TOKENS, ReplayHits, ReplayReport, read_trace, replay_trace

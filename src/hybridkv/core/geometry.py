@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hybridkv.core.errors import ConfigError, GeometryError
+from hybridkv.core.findings import Finding, Verdict, fail, judge
 
 CHUNK_TOKENS_MIN = 128
 """The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
@@ -166,3 +167,31 @@ def derive_chunk_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_t
     """The smallest multiple of the common block that has at least CHUNK_TOKENS_MIN tokens."""
     lcm = common_block_tokens(groups, alignment_tokens, hash_tokens)
     return -(-CHUNK_TOKENS_MIN // lcm) * lcm
+
+
+def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
+    """Whether prompts can be long enough for a hit, and which group decides (B8, B9)."""
+    chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
+    largest = max(groups, key=lambda group: group.tokens_per_block)
+    why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
+    units = groups, geometry.alignment_tokens, geometry.hash_tokens
+    derived = derive_chunk_tokens(*units)
+    if chunk > derived:
+        why = f"hybrid_chunk_size asks for more than the groups' {derived}"
+    elif common_block_tokens(*units) > largest.tokens_per_block:
+        blocks = ", ".join(map(str, sorted({group.tokens_per_block for group in groups})))
+        engine = f"the engine's {geometry.alignment_tokens}"
+        why = f"the groups' blocks of {blocks} tokens and {engine} share no smaller one"
+    fits = derived < chunk and derived + 1 < max_model_len
+    times = 2 if chunk + 1 >= max_model_len else 4
+    remedy = f"hybrid_chunk_size {derived}" if fits else f"--max-model-len {times * chunk}"
+    if chunk + 1 >= max_model_len:
+        what = (
+            f"a chunk has {chunk} tokens ({why}) and max_model_len is {max_model_len}, so nothing "
+            "can ever be stored and hit"
+        )
+        return fail(check, what, f"{remedy} works")
+    text = f"prompts of {chunk + 1} tokens or more can hit; a chunk has {chunk} tokens: {why}"
+    few = f"only {(max_model_len - 1) // chunk} of them fit into max_model_len {max_model_len}"
+    is_good = 4 * chunk <= max_model_len
+    return judge(check, is_good, text, f"{text}; {few}", f"{remedy} works", Verdict.WARN)

@@ -10,6 +10,7 @@ With blocks of 256 tokens and steps of at most 600 (S: with retention, L: always
 import math
 from dataclasses import dataclass
 
+from hybridkv.core.findings import Finding, Verdict, judge, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
 
@@ -56,3 +57,49 @@ def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens:
         every = math.lcm(period, chunk)
         ends.update(range(every, prompt_tokens + 1, every))
     return sorted(end for end in ends if end > 0 and end % chunk == 0)
+
+
+def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
+    """At which boundaries recurrent states stand, and what makes them denser.
+
+    It is empty where no group is recurrent.
+    """
+    groups = recurrent_groups(geometry)
+    if not groups:
+        return []
+    check, block, chunk = "recurrent states", groups[0].tokens_per_block, geometry.chunk_tokens
+    gids = ", ".join(str(group.gid) for group in groups)
+    period = rule.period_tokens(groups[0])
+    dense = StateRule(chunk, chunk).period_tokens(groups[0])
+    if period == 0:
+        what = (
+            f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
+            "the first prompt that shares a shorter prefix has no hit"
+        )
+        found = [warn(check, what, _denser(rule, chunk, groups[0]))]
+    else:
+        text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
+        settings = f"steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens}"
+        remedy = (
+            f"--prefix-cache-retention-interval {chunk} with --max-num-batched-tokens {chunk} "
+            f"gives one every {dense}, at the price of shorter steps"
+        )
+        is_good = math.lcm(period, chunk) <= dense
+        found = [judge(check, is_good, text, f"{text} ({settings})", remedy, Verdict.WARN)]
+    if chunk > (common := math.lcm(block, geometry.alignment_tokens)):
+        what = (
+            f"a prompt's last boundary is a multiple of {block} tokens, and its state is stored "
+            f"only where it is also one of the chunk of {chunk}"
+        )
+        found.append(warn(check, what, f"hybrid_chunk_size {common} works"))
+    return found
+
+
+def _denser(rule: StateRule, chunk: int, group: Group) -> str:
+    """What makes the engine keep states within a prompt, where it keeps only the last."""
+    remedy = f"--prefix-cache-retention-interval {chunk} works"
+    dense = StateRule(chunk, rule.step_tokens).period_tokens(group)
+    if rule.step_tokens == 0:
+        return f"--enable-chunked-prefill with {remedy}"
+    with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
+    return f"{remedy} (a state every {dense} tokens; {with_steps})" if dense > chunk else remedy

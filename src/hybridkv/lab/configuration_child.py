@@ -21,13 +21,14 @@ from vllm.triton_utils import triton
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from hybridkv.core.capacity import length_finding, state_findings
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.child import answering
 from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.preview import EnginePreview, describe, preview_engine
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.layout import build_geometry
@@ -40,7 +41,6 @@ from hybridkv.vllm.preflight import (
     state_rule,
     transfer_findings,
 )
-from hybridkv.vllm.preview import EnginePreview, describe, preview_engine
 
 logger = logging.getLogger("vllm.hybridkv")
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
-from hybridkv.core.capacity import make_plan, room_finding
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, fail, failure, ok, warn
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.filesystem import check_private_directory
+from hybridkv.lab.capacity import make_plan, room_finding
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.shm.arena import (
     SHM_DIR,

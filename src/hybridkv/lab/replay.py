@@ -16,7 +16,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.capacity import ConfigPreview
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -24,6 +23,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, state_ends
+from hybridkv.lab.capacity import ConfigPreview
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.store.index import IndexEntry, Namespace
 from hybridkv.store.store import Store

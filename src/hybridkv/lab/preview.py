@@ -27,9 +27,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, iter_layer_sp
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
-from hybridkv.core.capacity import ConfigPreview, GroupPreview
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
+from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.vllm.layout import WorkerLayout, block_views, group_geometry, kv_dtype, worker_layout
 from hybridkv.vllm.preflight import state_rule
 

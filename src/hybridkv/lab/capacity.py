@@ -1,25 +1,18 @@
-"""What a model costs in the cache, and from which prompt on the cache can help.
+"""What a model costs in the cache.
 
 All blocks of a group are stored only where its kind needs them all; `core.coverage` says which. The
 pattern over the chunks repeats, so every figure per token is exact: the bytes of one period of
 chunks, divided by its tokens.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from hybridkv.core.coverage import SlotShape, stored_counts
-from hybridkv.core.findings import Finding, Verdict, fail, judge, warn
-from hybridkv.core.geometry import (
-    Geometry,
-    Group,
-    GroupKind,
-    common_block_tokens,
-    derive_chunk_tokens,
-)
+from hybridkv.core.findings import Finding, Verdict, judge
+from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
 
@@ -164,80 +157,6 @@ def _totals(
         ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
         ram_bytes / prompt_bytes if prompt_bytes else 0.0,
     )
-
-
-def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
-    """Whether prompts can be long enough for a hit, and which group decides (B8, B9)."""
-    chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
-    largest = max(groups, key=lambda group: group.tokens_per_block)
-    why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
-    units = groups, geometry.alignment_tokens, geometry.hash_tokens
-    derived = derive_chunk_tokens(*units)
-    if chunk > derived:
-        why = f"hybrid_chunk_size asks for more than the groups' {derived}"
-    elif common_block_tokens(*units) > largest.tokens_per_block:
-        blocks = ", ".join(map(str, sorted({group.tokens_per_block for group in groups})))
-        engine = f"the engine's {geometry.alignment_tokens}"
-        why = f"the groups' blocks of {blocks} tokens and {engine} share no smaller one"
-    fits = derived < chunk and derived + 1 < max_model_len
-    times = 2 if chunk + 1 >= max_model_len else 4
-    remedy = f"hybrid_chunk_size {derived}" if fits else f"--max-model-len {times * chunk}"
-    if chunk + 1 >= max_model_len:
-        what = (
-            f"a chunk has {chunk} tokens ({why}) and max_model_len is {max_model_len}, so nothing "
-            "can ever be stored and hit"
-        )
-        return fail(check, what, f"{remedy} works")
-    text = f"prompts of {chunk + 1} tokens or more can hit; a chunk has {chunk} tokens: {why}"
-    few = f"only {(max_model_len - 1) // chunk} of them fit into max_model_len {max_model_len}"
-    is_good = 4 * chunk <= max_model_len
-    return judge(check, is_good, text, f"{text}; {few}", f"{remedy} works", Verdict.WARN)
-
-
-def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
-    """At which boundaries recurrent states stand, and what makes them denser.
-
-    It is empty where no group is recurrent.
-    """
-    groups = recurrent_groups(geometry)
-    if not groups:
-        return []
-    check, block, chunk = "recurrent states", groups[0].tokens_per_block, geometry.chunk_tokens
-    gids = ", ".join(str(group.gid) for group in groups)
-    period = rule.period_tokens(groups[0])
-    dense = StateRule(chunk, chunk).period_tokens(groups[0])
-    if period == 0:
-        what = (
-            f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
-            "the first prompt that shares a shorter prefix has no hit"
-        )
-        found = [warn(check, what, _denser(rule, chunk, groups[0]))]
-    else:
-        text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
-        settings = f"steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens}"
-        remedy = (
-            f"--prefix-cache-retention-interval {chunk} with --max-num-batched-tokens {chunk} "
-            f"gives one every {dense}, at the price of shorter steps"
-        )
-        is_good = math.lcm(period, chunk) <= dense
-        found = [judge(check, is_good, text, f"{text} ({settings})", remedy, Verdict.WARN)]
-    if chunk > (common := math.lcm(block, geometry.alignment_tokens)):
-        what = (
-            f"a prompt's last boundary is a multiple of {block} tokens, and its state is stored "
-            f"only where it is also one of the chunk of {chunk}"
-        )
-        found.append(warn(check, what, f"hybrid_chunk_size {common} works"))
-    return found
-
-
-def _denser(rule: StateRule, chunk: int, group: Group) -> str:
-    """What makes the engine keep states within a prompt, where it keeps only the last."""
-    remedy = f"--prefix-cache-retention-interval {chunk} works"
-    dense = StateRule(chunk, rule.step_tokens).period_tokens(group)
-    if rule.step_tokens == 0:
-        return f"--enable-chunked-prefill with {remedy}"
-    with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
-    return f"{remedy} (a state every {dense} tokens; {with_steps})" if dense > chunk else remedy
 
 
 def room_finding(totals: CapacityTotals) -> Finding:
