@@ -112,9 +112,8 @@ class CopyRun:
     def ops(self) -> Iterator[CopyOp]:
         """The copies of the single objects; raises PlanError if any has a null block."""
         if NULL_BLOCK in self.span.blocks:
-            raise PlanError(
-                f"group number {self.span.group_index}: a null block among the engine's blocks"
-            )
+            where = f"group number {self.span.group_index}"
+            raise PlanError(f"{where}: a null block among the engine's blocks")
         yield from self.copies()
 
 
@@ -171,16 +170,15 @@ def plan_load(
     needs = [needed_chunks(geometry, group, hit_chunks) for group in geometry.groups]
     slots = sum(map(len, needs))
     if len(offsets) != slots * U64 or len(generations) != slots * U64:
-        raise PlanError(
-            f"{len(offsets) // U64} slots for the {slots} objects of a hit of {hit_chunks} chunks"
-        )
-    at = 0
+        given = len(offsets) // U64
+        raise PlanError(f"{given} slots for the {slots} objects of a hit of {hit_chunks} chunks")
+    at, lacks = 0, "the engine has no block for"
     for index, (group, chunks) in enumerate(zip(geometry.groups, needs, strict=True)):
         needed = needed_blocks(group, boundary)
         start = max(needed.start, local_tokens // group.tokens_per_block)
         first = max(chunks.start, start // geometry.blocks_per_chunk(group))
         if first < chunks.stop and len(tables[index]) < needed.stop:
-            raise PlanError(f"group {group.gid}: the engine has no block for the end of the hit")
+            raise PlanError(f"group {group.gid}: {lacks} the end of the hit")
         for span in _spans(geometry, index, range(first, chunks.stop), tables[index]):
             end = (span.first_chunk + 1) * geometry.blocks_per_chunk(group)
             skipped = max(0, start - (end - span.count))
@@ -190,9 +188,7 @@ def plan_load(
                 span = ObjectSpan(index, span.first_chunk, span.count, span.blocks[skipped:])
             if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
                 # Looking at every block would double the hook's cost. `ops` does, before any copy.
-                raise PlanError(
-                    f"group {group.gid}: the engine has no block for a chunk of the hit"
-                )
+                raise PlanError(f"group {group.gid}: {lacks} a chunk of the hit")
             runs.append(CopyRun(span, offsets[slot:stop], generations[slot:stop], skipped))
         at += len(chunks)
     return tuple(runs)

@@ -112,9 +112,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
-            raise GeometryError(
-                f"{len(self.groups)} cacheable groups on {self.ranks} ranks cannot be served"
-            )
+            what = f"{len(self.groups)} cacheable groups on {self.ranks} ranks"
+            raise GeometryError(f"{what} cannot be served")
         if sorted({group.gid for group in self.groups}) != [group.gid for group in self.groups]:
             raise GeometryError("groups must be in the order of their gids, each once")
         chunk = self.chunk_tokens

@@ -64,20 +64,17 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     kind = kinds.pop()
     if kind is None or kinds:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise GeometryError(
-            f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet",
-            "serve this model without the connector",
-        )
+        what = f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet"
+        raise GeometryError(what, "serve this model without the connector")
     modes = {getattr(layer, "kv_quant_mode", KVQuantMode.NONE) for layer in layers}
     if modes - {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}:
         names = ", ".join(mode.name for mode in modes)
         what = f"the cache dtype ({names}) keeps scales that hybridkv does not restore yet"
         raise GeometryError(f"KV cache group {gid}: {what}", "--kv-cache-dtype auto works")
     if kind is GroupKind.RECURRENT and first.mamba_cache_mode != "align":
-        raise ConfigError(
-            f"mamba_cache_mode={first.mamba_cache_mode!r} keeps no state that can be restored",
-            "--mamba-cache-mode align works (and needs --enable-prefix-caching)",
-        )
+        what = f"mamba_cache_mode={first.mamba_cache_mode!r} keeps no state that can be restored"
+        remedy = "--mamba-cache-mode align works (and needs --enable-prefix-caching)"
+        raise ConfigError(what, remedy)
     window, extra = 0, 0
     if kind is GroupKind.SLIDING:
         window, extra = first.sliding_window, first.extra_retained_tokens
@@ -106,23 +103,19 @@ def build_geometry(
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but the engine then takes other hits than it is offered.
     if any(layer.prefix_replay_tokens for spec in specs for layer in iter_layer_specs(spec)):
-        raise ConfigError(
-            "swa_bounded_replay computes a part of every hit again and is not proven yet",
-            "--no-swa-bounded-replay works",
-        )
+        what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
+        raise ConfigError(what, "--no-swa-bounded-replay works")
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
     for rank, layout in layouts.items():
         if layout.sizes != sizes:
-            raise GeometryError(
-                f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
-            )
+            what = f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
+            raise GeometryError(what)
     groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
     _check_states(groups)
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
-        raise GeometryError(
-            "vLLM names no cacheable KV cache group or no hit alignment", "is prefix caching on?"
-        )
+        what = "vLLM names no cacheable KV cache group or no hit alignment"
+        raise GeometryError(what, "is prefix caching on?")
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
 
@@ -152,14 +145,12 @@ def block_views(
     for name in chain.from_iterable(group.layer_names for group in groups):
         tensor = kv_caches.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
-            raise GeometryError(
-                f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
-            )
+            what = f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
+            raise GeometryError(what)
         views[name] = kv.group_kernel_blocks(tensor, config.num_blocks)
         if sum(1 for _ in block_runs(views[name])) > RUNS_MAX:
-            raise GeometryError(
-                f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
-            )
+            what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
+            raise GeometryError(what)
     return views
 
 
