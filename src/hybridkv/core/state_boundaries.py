@@ -26,12 +26,6 @@ class StateRule:
     step_tokens: int = 0
     """The most tokens of one prompt in one step; 0 = the whole prompt."""
 
-    def keeps(self, group: Group, boundary: int) -> bool:
-        """Whether the setting keeps a state at `boundary` for its position alone."""
-        if self.retention_tokens == 0 or boundary % group.tokens_per_block:
-            return False
-        return boundary % max(group.tokens_per_block, self.retention_tokens or 0) == 0
-
     def period_tokens(self, group: Group) -> int:
         """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""
         if self.retention_tokens == 0 or self.step_tokens == 0:
@@ -48,12 +42,13 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
     """The chunk ends at which a prompt leaves a state of `group` in the cache, ascending."""
-    unit, chunk = geometry.alignment_tokens, geometry.chunk_tokens
-    period = rule.period_tokens(group)
+    unit, chunk, block = geometry.alignment_tokens, geometry.chunk_tokens, group.tokens_per_block
     ends = {max(0, prompt_tokens - 1) // unit * unit}
-    if rule.keeps(group, prompt_tokens):
+    kept = max(block, rule.retention_tokens or 0)
+    if rule.retention_tokens != 0 and prompt_tokens % block == prompt_tokens % kept == 0:
+        # The setting keeps it for its position alone.
         ends.add(prompt_tokens)
-    if period:
+    if period := rule.period_tokens(group):
         every = math.lcm(period, chunk)
         ends.update(range(every, prompt_tokens + 1, every))
     return sorted(end for end in ends if end > 0 and end % chunk == 0)
