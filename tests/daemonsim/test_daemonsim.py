@@ -112,8 +112,3 @@ def test_a_seed_repeats_to_the_last_byte() -> None:
     assert len(set(once)) == 24
     assert digests(0, 2) == once
     assert digests(18, 3) == once[18:]
-
-
-@pytest.mark.slow
-def test_thousands_of_seeds() -> None:
-    simulate("--seeds", "fresh:4000", "--jobs", str(len(os.sched_getaffinity(0))))

@@ -51,13 +51,8 @@ def right(model: str, status: int, proof: dict[str, Any]) -> None:
     assert proof["distinct_tokens"] > 2, "equal tokens prove something"
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=[] if model == "deepseekv2" else [pytest.mark.slow])
-        for model in MODELS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_every_arm(model: str) -> None:
     status, proof = verify("--model", model)
     right(model, status, proof)

@@ -25,10 +25,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
             r'kv_connector_extra_config.ram=100TiB is larger than .*" works',
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("--no-enable-prefix-caching",),
             {},
             r"enable_prefix_caching is off.*--enable-prefix-caching works",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             (),

@@ -189,6 +189,7 @@ def by_connector(server: Server) -> dict[str, dict[str, float]]:
     return values
 
 
+@pytest.mark.slow
 def test_the_servers_metrics(tmp_path: Path) -> None:
     """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
     with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.core.capacity import stored_shapes
+from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, preview_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
@@ -102,7 +102,14 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
         yield pool.submit(ask)
 
 
-@pytest.mark.parametrize("model", [*list(MODELS)[:3], pytest.param("lfm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gemma4",
+        "qwen3next",
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama4", "lfm2")),
+    ],
+)
 def test_a_plan_is_what_the_engine_registers(
     model: str, promises: "Future[dict[str, ConfigReport]]", daemon: DaemonProcess, tmp_path: Path
 ) -> None:

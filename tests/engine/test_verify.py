@@ -51,6 +51,7 @@ def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     assert not arms["warm"]["same_logprobs"]
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
     status, proof = verify("--model", "llama4", flip="detect")
     arms = {arm["name"]: arm for arm in proof["arms"]}

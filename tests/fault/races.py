@@ -250,7 +250,7 @@ class Engine:
                 shape = span.count * group.block_bytes, GEOMETRY.parts(group)
                 offsets, generations = self.credits.take(shape, span.objects)
                 if offsets:
-                    runs.append(CopyRun(span.head(len(offsets) // U64), offsets, generations))
+                    runs.append(CopyRun(span.part(0, len(offsets) // U64), offsets, generations))
         ops = [op for run in runs for op in run.ops()]
         for op in ops:
             self._poison(op)

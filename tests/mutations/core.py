@@ -117,8 +117,14 @@ FAULTS: tuple[Mutation, ...] = (
         "lacks-the-wrong-chunk",
         "the explanation names the first chunk of the need and not the missing one",
         "lacking",
-        "lacks += [(group, missing)] if missing < need.stop else []",
-        "lacks += [(group, need.start)] if missing < need.stop else []",
+        "return [(group, missing) for group, missing in firsts if missing < chunks]",
+        """
+        return [
+            (group, needed_chunks(geometry, group, chunks).start)
+            for group, missing in firsts
+            if missing < chunks
+        ]
+        """,
         ("B35",),
         (f"{COVERAGE}::test_what_a_larger_hit_lacks_is_named",),
     ),
@@ -184,8 +190,8 @@ FAULTS: tuple[Mutation, ...] = (
         "stores-it-again",
         "what the lookup found is stored once more",
         "storable_spans",
-        "absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)",
-        "absences = [chunks]",
+        "if mask.find(1, chunks.start) >= 0:",
+        "if not chunks:",
         ("C20", "D3"),
         (
             f"{COPIES}::test_a_store_takes_all_that_is_whole_and_absent",

@@ -10,13 +10,13 @@ from pathlib import Path
 from hybridkv.cli.arguments import JSON, command, option
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
-from hybridkv.core.capacity import make_plan, room_finding
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, fail, failure, ok, warn
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.filesystem import check_private_directory
+from hybridkv.lab.capacity import make_plan, room_finding
 from hybridkv.lab.configuration import ConfigReport, inspect_arguments, serve_arguments
 from hybridkv.shm import arena
 from hybridkv.shm.slots import slot_bytes

@@ -12,13 +12,14 @@ from typing import Any
 from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
 from hybridkv.client.control import ControlClient
-from hybridkv.core import capacity
-from hybridkv.core.capacity import CapacityPlan, CapacityTotals, ConfigPreview
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict
+from hybridkv.core.geometry import length_finding
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size, parse_size
-from hybridkv.lab import replay
+from hybridkv.core.state_boundaries import state_findings
+from hybridkv.lab import capacity, replay
+from hybridkv.lab.capacity import CapacityPlan, CapacityTotals, ConfigPreview
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import ReplayHits, TraceReplay, UnlimitedCache
@@ -91,8 +92,8 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
         geometry, length = preview.geometry, preview.max_model_len
         assert geometry is not None
         plan = capacity.make_plan(preview, ram_bytes or arena_bytes, slot_bytes)
-        findings = [capacity.length_finding(geometry, length)] if length else []
-        findings += capacity.state_findings(geometry, preview.states) if engine.model else []
+        findings = [length_finding(geometry, length)] if length else []
+        findings += state_findings(geometry, preview.states) if engine.model else []
         findings += [capacity.room_finding(plan.totals)] if plan.totals and length else []
         yield plan, findings
 

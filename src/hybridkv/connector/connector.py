@@ -21,12 +21,13 @@ from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.worker.role import WorkerRole
-from hybridkv.core.capacity import length_finding, state_findings
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
+from hybridkv.core.geometry import length_finding
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
+from hybridkv.core.state_boundaries import state_findings
 from hybridkv.shm.arena import check_ram
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.identity import identity_facts

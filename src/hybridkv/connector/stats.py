@@ -11,15 +11,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from hybridkv.vllm.metrics import (
-    Deltas,
-    EngineMetrics,
-    FamilyType,
-    MetricFamily,
-    attempt,
-    counter,
-    gauge,
-)
+from hybridkv.core.metrics import MetricFamily, counter, gauge
+from hybridkv.vllm.metrics import Deltas, EngineMetrics, attempt
 
 PREFIX = "vllm:hybridkv_"
 OBSERVATIONS_MAX = 1024
@@ -36,7 +29,7 @@ Cell = tuple[str, tuple[str, ...]]
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Buckets of histograms."""
-_seconds = partial(MetricFamily, FamilyType.HISTOGRAM, buckets=SECONDS)
+_seconds = partial(MetricFamily, "histogram", labels=(), buckets=SECONDS)
 
 FAMILIES: Mapping[str, MetricFamily] = {
     "lookups": counter(
@@ -233,11 +226,11 @@ class HybridKVPromMetrics(EngineMetrics):
         for name, added in data["counters"].items():
             self.cell(engine, *cell_of(name)).inc(added)
         unknown = 0
-        for part, kind in (("gauges", FamilyType.GAUGE), ("observed", FamilyType.HISTOGRAM)):
+        for part, kind in (("gauges", "gauge"), ("observed", "histogram")):
             for name, values in data[part].items():
-                if name not in FAMILIES or FAMILIES[name].what is not kind:
+                if name not in FAMILIES or FAMILIES[name].kind != kind:
                     unknown += 1
-                elif kind is FamilyType.GAUGE:
+                elif kind == "gauge":
                     self.cell(engine, name).set(values)
                 else:
                     observe: Callable[[float], None] = self.cell(engine, name).observe

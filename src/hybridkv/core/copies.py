@@ -10,9 +10,10 @@ The scheduler plans *runs*, objects of consecutive chunks of one group, so that 
 grows with the length of the prompt. The workers divide them into the copies of single objects.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, groupby
+from itertools import groupby
 
 from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_counts
 from hybridkv.core.errors import HybridKVError
@@ -23,6 +24,7 @@ PAYLOAD_VERSION = 1
 """The layout's version, a part of the identity: the arena outlives an upgrade of the daemon."""
 NULL_BLOCK = 0
 """The engine's null block: never stored, never loaded into."""
+_ZEROS, _ONES = re.compile(b"\0+"), re.compile(b"\1+")
 
 
 # Values that a step makes by the hundred are not frozen, which would cost it six times as much.
@@ -72,12 +74,12 @@ class ObjectSpan:
         """The number of objects."""
         return len(self.blocks) // self.count
 
-    def head(self, objects: int) -> "ObjectSpan":
-        """The first `objects` objects."""
-        if objects == self.objects:
+    def part(self, start: int, stop: int) -> "ObjectSpan":
+        """The objects from number `start` on, before `stop`."""
+        if stop - start == self.objects:
             return self
-        blocks = self.blocks[: objects * self.count]
-        return ObjectSpan(self.group_index, self.first_chunk, self.count, blocks)
+        blocks = self.blocks[start * self.count : stop * self.count]
+        return ObjectSpan(self.group_index, self.first_chunk + start, self.count, blocks)
 
 
 @dataclass(slots=True)
@@ -110,9 +112,8 @@ class CopyRun:
     def ops(self) -> Iterator[CopyOp]:
         """The copies of the single objects; raises PlanError if any has a null block."""
         if NULL_BLOCK in self.span.blocks:
-            raise PlanError(
-                f"group number {self.span.group_index}: a null block among the engine's blocks"
-            )
+            where = f"group number {self.span.group_index}"
+            raise PlanError(f"{where}: a null block among the engine's blocks")
         yield from self.copies()
 
 
@@ -128,16 +129,20 @@ def storable_spans(
     """
     spans: list[ObjectSpan] = []
     holes = 0
-    absences = [chunks] if mask.find(1, chunks.start) < 0 else _absent(mask, chunks)
+    absences = [chunks]
+    if mask.find(1, chunks.start) >= 0:
+        known = mask.ljust(chunks.stop, b"\0")
+        found = _ZEROS.finditer(known, chunks.start, chunks.stop)
+        absences = [range(*absent.span()) for absent in found]
     for absent in absences:
         for span in _spans(geometry, group_index, absent, table):
             if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):
                 spans.append(span)
                 continue
-            span.blocks = [*span.blocks]
-            whole = list(_without_holes(span))
-            spans += whole
-            holes += span.objects - sum(part.objects for part in whole)
+            # NULL_BLOCK is 0, so that an object is whole where all its blocks are true.
+            whole = bytes(map(all, zip(*[iter(span.blocks)] * span.count, strict=False)))
+            spans += [span.part(*run.span()) for run in _ONES.finditer(whole)]
+            holes += whole.count(0)
     return spans, holes
 
 
@@ -165,29 +170,25 @@ def plan_load(
     needs = [needed_chunks(geometry, group, hit_chunks) for group in geometry.groups]
     slots = sum(map(len, needs))
     if len(offsets) != slots * U64 or len(generations) != slots * U64:
-        raise PlanError(
-            f"{len(offsets) // U64} slots for the {slots} objects of a hit of {hit_chunks} chunks"
-        )
-    at = 0
+        given = len(offsets) // U64
+        raise PlanError(f"{given} slots for the {slots} objects of a hit of {hit_chunks} chunks")
+    at, lacks = 0, "the engine has no block for"
     for index, (group, chunks) in enumerate(zip(geometry.groups, needs, strict=True)):
         needed = needed_blocks(group, boundary)
         start = max(needed.start, local_tokens // group.tokens_per_block)
         first = max(chunks.start, start // geometry.blocks_per_chunk(group))
         if first < chunks.stop and len(tables[index]) < needed.stop:
-            raise PlanError(f"group {group.gid}: the engine has no block for the end of the hit")
+            raise PlanError(f"group {group.gid}: {lacks} the end of the hit")
         for span in _spans(geometry, index, range(first, chunks.stop), tables[index]):
             end = (span.first_chunk + 1) * geometry.blocks_per_chunk(group)
             skipped = max(0, start - (end - span.count))
             slot = (at + span.first_chunk - chunks.start) * U64
-            size = span.objects * U64
+            stop = slot + span.objects * U64
             if skipped:
                 span = ObjectSpan(index, span.first_chunk, span.count, span.blocks[skipped:])
             if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
                 # Looking at every block would double the hook's cost. `ops` does, before any copy.
-                raise PlanError(
-                    f"group {group.gid}: the engine has no block for a chunk of the hit"
-                )
-            stop = slot + size
+                raise PlanError(f"group {group.gid}: {lacks} a chunk of the hit")
             runs.append(CopyRun(span, offsets[slot:stop], generations[slot:stop], skipped))
         at += len(chunks)
     return tuple(runs)
@@ -201,56 +202,16 @@ def _spans(
     per_chunk = geometry.blocks_per_chunk(group)
     counts = stored_counts(geometry, group)
     spans: list[ObjectSpan] = []
-    sizes = [(counts[0], chunks)] if len(counts) == 1 else _runs(counts, chunks)
-    for blocks_of_each, same in sizes:
-        start, stop = same.start * per_chunk, same.stop * per_chunk
-        if not blocks_of_each or start >= stop:
-            continue
-        if blocks_of_each == per_chunk:
-            blocks = table[start:stop]
-        else:
+    sizes: list[tuple[int, Sequence[int]]] = [(counts[0], chunks)] if chunks else []
+    if len(counts) > 1:
+        by_size = groupby(chunks, lambda chunk: counts[chunk % len(counts)])
+        sizes = [(size, list(same)) for size, same in by_size]
+    for size, same in sizes:
+        start, stop = same[0] * per_chunk, (same[-1] + 1) * per_chunk
+        if size == per_chunk:
+            spans.append(ObjectSpan(group_index, same[0], size, table[start:stop]))
+        elif size:
             ends = range(start + per_chunk, stop + 1, per_chunk)
-            blocks = [block for end in ends for block in table[end - blocks_of_each : end]]
-        spans.append(ObjectSpan(group_index, same.start, blocks_of_each, blocks))
+            blocks = [block for end in ends for block in table[end - size : end]]
+            spans.append(ObjectSpan(group_index, same[0], size, blocks))
     return spans
-
-
-def _runs(counts: Sequence[int], chunks: range) -> Iterator[tuple[int, range]]:
-    """(stored blocks, consecutive chunks that have so many), in order."""
-    start = chunks.start
-    for blocks, same in groupby(counts[chunk % len(counts)] for chunk in chunks):
-        stop = start + sum(1 for _ in same)
-        yield blocks, range(start, stop)
-        start = stop
-
-
-def _absent(mask: bytes, chunks: range) -> Iterator[range]:
-    """The parts of `chunks` where the mask has no 1."""
-    start = chunks.start
-    while start < chunks.stop:
-        if start < len(mask) and mask[start]:
-            absent = mask.find(0, start)
-            start = len(mask) if absent < 0 else absent
-            continue
-        present = mask.find(1, start)
-        stop = chunks.stop if present < 0 else min(present, chunks.stop)
-        yield range(start, stop)
-        start = stop
-
-
-def _without_holes(span: ObjectSpan) -> Iterator[ObjectSpan]:
-    """The parts of a span whose objects have all their blocks."""
-    blocks, size = span.blocks, span.count
-    at = 0
-    while at < span.objects:
-        try:
-            hole = blocks.index(NULL_BLOCK, at * size)
-        except ValueError:
-            hole = len(blocks)
-        whole = hole // size
-        if whole > at:
-            part = blocks[at * size : whole * size]
-            yield ObjectSpan(span.group_index, span.first_chunk + at, size, part)
-        # The next object that may be whole starts at or after the next block that is no hole.
-        block = next(compress(count(hole), blocks[hole:]), len(blocks))
-        at = max(whole + 1, -(-block // size))

@@ -13,9 +13,8 @@ no other.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
@@ -29,35 +28,10 @@ def needed_blocks(group: Group, boundary: int) -> range:
     return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
 
 
-class Retention(NamedTuple):
-    """What the engine keeps of a request in a group."""
-
-    tokens_per_block: int
-    window_tokens: int | None
-    """None = all tokens are kept."""
-
-
-def retention_of(group: Group) -> Retention:
-    """What the engine keeps of a request in `group`."""
-    window = group.window_tokens + group.extra_retained_tokens
-    return Retention(group.tokens_per_block, None if group.kind is GroupKind.FULL else window)
-
-
-def most_blocks(groups: Iterable[Retention], tokens: int, step_tokens: int) -> int:
-    """The most blocks, over all groups, that a request of `tokens` holds before it has run once.
-
-    A group with a window frees earlier blocks, but only after the step that leaves them.
-    """
-    total = 0
-    for group in groups:
-        read = tokens if group.window_tokens is None else group.window_tokens
-        total += -(-min(tokens, read + step_tokens) // group.tokens_per_block) + 1
-    return total
-
-
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
     """Block positions that make up the object of (`group`, `chunk`); empty if no hit needs it."""
-    inside = geometry.chunk_blocks(group, chunk)
+    per_chunk = geometry.blocks_per_chunk(group)
+    inside = range(chunk * per_chunk, (chunk + 1) * per_chunk)
     needed = needed_blocks(group, inside.stop * group.tokens_per_block)
     return range(max(inside.start, needed.start) if needed else inside.stop, inside.stop)
 
@@ -88,15 +62,10 @@ def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
     return tuple(len(stored_blocks(geometry, group, chunk)) for chunk in range(period))
 
 
-def part_sizes(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Every non-zero `part_bytes` of a group, ascending; only chunked local groups have several."""
-    counts = sorted({*stored_counts(geometry, group)} - {0})
-    return tuple(count * group.block_bytes for count in counts)
-
-
 def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
-    """The shape of every object that a group may have."""
-    return tuple((size, geometry.parts(group)) for size in part_sizes(geometry, group))
+    """The shapes that a group's objects may have, ascending; only chunked local has several."""
+    counts = sorted({*stored_counts(geometry, group)} - {0})
+    return tuple((count * group.block_bytes, geometry.parts(group)) for count in counts)
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
@@ -122,20 +91,21 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
 
 def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tuple[Group, int]]:
     """(group, its first missing chunk) of every group that lacks an object of such a hit."""
-    lacks: list[tuple[Group, int]] = []
-    for group, mask in zip(geometry.groups, masks, strict=True):
-        need = needed_chunks(geometry, group, chunks)
-        missing = mask.find(0, need.start, need.stop)
-        if missing < 0:
-            missing = max(need.start, len(mask))
-        lacks += [(group, missing)] if missing < need.stop else []
-    return lacks
+    pairs = zip(geometry.groups, masks, strict=True)
+    firsts = [(group, _missing(geometry, group, mask, chunks)) for group, mask in pairs]
+    return [(group, missing) for group, missing in firsts if missing < chunks]
+
+
+def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
+    """The first chunk that such a hit needs of `group` and lacks; `chunks` where it lacks none."""
+    start = needed_chunks(geometry, group, chunks).start
+    missing = mask.find(0, start, chunks)
+    return missing if missing >= 0 else min(chunks, max(start, len(mask)))
 
 
 def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
     """`chunks` if the group lacks nothing there, else the next lower number that is possible."""
-    need = needed_chunks(geometry, group, chunks)
-    missing = mask.find(0, need.start, need.stop)
-    if missing < 0:
-        return chunks
-    return mask.rfind(1, 0, chunks) + 1 if group.kind is GroupKind.RECURRENT else missing
+    missing = _missing(geometry, group, mask, chunks)
+    if missing < chunks and group.kind is GroupKind.RECURRENT:
+        return mask.rfind(1, 0, chunks) + 1
+    return missing

@@ -46,6 +46,13 @@ def fail(check: str, what: str, remedy: str = "") -> Finding:
     return Finding(check, Verdict.FAIL, what, remedy)
 
 
+def judge(
+    check: str, is_good: object, good: str, what: str, remedy: str, bad: Verdict = Verdict.FAIL
+) -> Finding:
+    """OK and `good`, or else `bad`, with `what` is wrong and the `remedy`."""
+    return ok(check, good) if is_good else Finding(check, bad, what, remedy)
+
+
 def failure(check: str, error: Exception) -> Finding:
     """A FAIL from an error; the remedy is empty where the error has none."""
     if isinstance(error, RemediedError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hybridkv.core.errors import ConfigError, GeometryError
+from hybridkv.core.findings import Finding, Verdict, fail, judge
 
 CHUNK_TOKENS_MIN = 128
 """The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
@@ -55,22 +56,18 @@ class Group:
     """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
 
     def __post_init__(self) -> None:
-        if self.tokens_per_block <= 0:
-            raise GeometryError(
-                f"group {self.gid}: tokens_per_block={self.tokens_per_block} must be positive (B5)"
-            )
-        if not self.layer_bytes or min(self.layer_bytes) <= 0:
-            raise GeometryError(
-                f"group {self.gid}: every layer needs a positive block size in bytes"
-            )
         windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
-        if windowed != (self.window_tokens > 0):
-            raise GeometryError(
-                f"group {self.gid}: kind {self.kind} with window_tokens={self.window_tokens}"
-            )
-        extra = self.extra_retained_tokens
-        if extra < 0 or (extra and self.kind is not GroupKind.SLIDING):
-            raise GeometryError(f"group {self.gid}: extra_retained_tokens={extra}")
+        extra, what = self.extra_retained_tokens, ""
+        if self.tokens_per_block <= 0:
+            what = f"tokens_per_block={self.tokens_per_block} must be positive (B5)"
+        elif not self.layer_bytes or min(self.layer_bytes) <= 0:
+            what = "every layer needs a positive block size in bytes"
+        elif windowed != (self.window_tokens > 0):
+            what = f"kind {self.kind} with window_tokens={self.window_tokens}"
+        elif extra < 0 or (extra and self.kind is not GroupKind.SLIDING):
+            what = f"extra_retained_tokens={extra}"
+        if what:
+            raise GeometryError(f"group {self.gid}: {what}")
 
     def __hash__(self) -> int:
         """Cheap, because rules are cached by group; equality compares all fields."""
@@ -115,9 +112,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
-            raise GeometryError(
-                f"{len(self.groups)} cacheable groups on {self.ranks} ranks cannot be served"
-            )
+            what = f"{len(self.groups)} cacheable groups on {self.ranks} ranks"
+            raise GeometryError(f"{what} cannot be served")
         if sorted({group.gid for group in self.groups}) != [group.gid for group in self.groups]:
             raise GeometryError("groups must be in the order of their gids, each once")
         chunk = self.chunk_tokens
@@ -152,11 +148,6 @@ class Geometry:
         """Blocks of `group` in one chunk."""
         return self.chunk_tokens // group.tokens_per_block
 
-    def chunk_blocks(self, group: Group, chunk: int) -> range:
-        """Block positions of `group` that cover chunk number `chunk`."""
-        per_chunk = self.blocks_per_chunk(group)
-        return range(chunk * per_chunk, (chunk + 1) * per_chunk)
-
     def whole_chunks(self, tokens: int) -> int:
         """Chunks wholly inside the first `tokens` tokens."""
         return max(0, tokens) // self.chunk_tokens
@@ -175,3 +166,31 @@ def derive_chunk_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_t
     """The smallest multiple of the common block that has at least CHUNK_TOKENS_MIN tokens."""
     lcm = common_block_tokens(groups, alignment_tokens, hash_tokens)
     return -(-CHUNK_TOKENS_MIN // lcm) * lcm
+
+
+def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
+    """Whether prompts can be long enough for a hit, and which group decides (B8, B9)."""
+    chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
+    largest = max(groups, key=lambda group: group.tokens_per_block)
+    why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
+    units = groups, geometry.alignment_tokens, geometry.hash_tokens
+    derived = derive_chunk_tokens(*units)
+    if chunk > derived:
+        why = f"hybrid_chunk_size asks for more than the groups' {derived}"
+    elif common_block_tokens(*units) > largest.tokens_per_block:
+        blocks = ", ".join(map(str, sorted({group.tokens_per_block for group in groups})))
+        engine = f"the engine's {geometry.alignment_tokens}"
+        why = f"the groups' blocks of {blocks} tokens and {engine} share no smaller one"
+    fits = derived < chunk and derived + 1 < max_model_len
+    times = 2 if chunk + 1 >= max_model_len else 4
+    remedy = f"hybrid_chunk_size {derived}" if fits else f"--max-model-len {times * chunk}"
+    if chunk + 1 >= max_model_len:
+        what = (
+            f"a chunk has {chunk} tokens ({why}) and max_model_len is {max_model_len}, so nothing "
+            "can ever be stored and hit"
+        )
+        return fail(check, what, f"{remedy} works")
+    text = f"prompts of {chunk + 1} tokens or more can hit; a chunk has {chunk} tokens: {why}"
+    few = f"only {(max_model_len - 1) // chunk} of them fit into max_model_len {max_model_len}"
+    is_good = 4 * chunk <= max_model_len
+    return judge(check, is_good, text, f"{text}; {few}", f"{remedy} works", Verdict.WARN)

@@ -3,32 +3,24 @@
 A parser takes a value and the words that name its place. Its ConfigError says what works.
 """
 
+import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.sizes import parse_size
 
 Parser = Callable[[Any, str], Any]
-
-
-def size(value: object, where: str) -> int:
-    """Bytes of a text like "1GiB" or of a whole number."""
-    if not isinstance(value, str | int) or isinstance(value, bool):
-        raise ConfigError(f"{where}={value!r} is not a size", 'write it like "1GiB"')
-    return parse_size(value, where)
 
 
 def choice(values: Iterable[str]) -> Parser:
     """A parser of one of these values; the first one is said to work."""
     known = tuple(values)
 
-    def parse(value: object, where: str) -> str:
-        for one in known:
-            if value == one:
-                return one
-        what = f"{where}={value!r} must be one of {', '.join(known)}"
-        raise ConfigError(what, f'"{known[0]}" works')
+    def parse(value: Any, where: str) -> str:
+        if value not in known:
+            what = f"{where}={value!r} must be one of {', '.join(known)}"
+            raise ConfigError(what, f'"{known[0]}" works')
+        return known[known.index(value)]
 
     return parse
 
@@ -63,3 +55,8 @@ def text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}={value!r} must be a non-empty text", '"my-model-v1" works')
     return value
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The remedy for a name that nobody knows."""
+    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]!r}?"

@@ -25,35 +25,22 @@ def socket_of_server(server: str, environ: Mapping[str, str], uid: int) -> str:
 
 def check_socket_path(path: str, setting: str) -> str:
     """`path`, unless no Unix socket can have it; raises ConfigError."""
-    is_absolute = path.startswith("/") and is_writable(path)
-    if (
-        not is_absolute
-        or len(path.encode()) > _SOCKET_PATH_MAX
-        or path.rpartition("/")[2] in ("", ".", "..")
-    ):
-        raise ConfigError(
-            f"{setting}: {path!r} must be the absolute path of a file, of at most "
-            f"{_SOCKET_PATH_MAX} bytes",
-            '"/tmp/hybridkv/daemon.sock" works',
-        )
+    is_named = path.startswith("/") and path.rpartition("/")[2] not in ("", ".", "..")
+    if not is_named or not is_writable(path, _SOCKET_PATH_MAX):
+        absolute = f"must be the absolute path of a file, of at most {_SOCKET_PATH_MAX} bytes"
+        raise ConfigError(f"{setting}: {path!r} {absolute}", '"/tmp/hybridkv/daemon.sock" works')
     return path
 
 
 def check_node_name(name: str) -> str:
     """`name`, unless no directory can have it; raises ConfigError."""
-    if (
-        name in ("", ".", "..")
-        or "/" in name
-        or not is_writable(name)
-        or len(name.encode()) > _NODE_NAME_MAX
-    ):
-        raise ConfigError(
-            f'node={name!r} must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"',
-            '"gpu7" works',
-        )
+    if name in ("", ".", "..") or "/" in name or not is_writable(name, _NODE_NAME_MAX):
+        plain = f'must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"'
+        raise ConfigError(f"node={name!r} {plain}", '"gpu7" works')
     return name
 
 
-def is_writable(text: str) -> bool:
-    """Whether `text` is UTF-8, which not all words of a command line are, and has no NUL."""
-    return "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+def is_writable(text: str, bytes_max: int | None = None) -> bool:
+    """Whether `text` has no NUL and is UTF-8, which not all words of a command line are."""
+    is_text = "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+    return is_text and (bytes_max is None or len(text.encode()) <= bytes_max)

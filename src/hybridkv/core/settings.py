@@ -1,6 +1,5 @@
 """The connector's settings: one frozen value, every default once, unknown keys are errors."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -65,7 +64,7 @@ class Settings:
     "unix:///path" is the daemon that listens at that socket; it is not started."""
     ram_bytes: int | None = _setting(
         None,
-        options.size,
+        parse_size,
         metavar="SIZE",
         help='memory for the cache, like "8GiB" '
         "(default: what an earlier daemon left, else a quarter)",
@@ -83,7 +82,7 @@ class Settings:
     do not evict what is read. "lru" evicts what was used least recently."""
     salt_quota_bytes: int | None = _setting(
         None,
-        options.size,
+        parse_size,
         metavar="SIZE",
         help='the most that the prompts of one cache_salt may take, like "2GiB" '
         "(default: all of --ram)",
@@ -148,9 +147,8 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
             what = f"{_WHERE}.{key} is for a child of MultiConnector"
             raise ConfigError(what, "leaving it out works")
         if key not in _KEYS:
-            near = difflib.get_close_matches(key.removesuffix("_bytes"), _KEYS, n=1, cutoff=0.0)
             what = f"kv_connector_extra_config: unknown key {key!r}"
-            raise ConfigError(what, f"did you mean {near[0]!r}?")
+            raise ConfigError(what, options.did_you_mean(key.removesuffix("_bytes"), _KEYS))
     parsed = {}
     for key, value in extra.items():
         name = _KEYS[key].name

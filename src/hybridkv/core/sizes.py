@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: "1GiB", "512 MiB", "2e9"."""
+"""Byte sizes as people write them: "1GiB", "512 MiB", "1.5GB"."""
 
 import re
 
@@ -6,38 +6,24 @@ from hybridkv.core.errors import ConfigError
 
 SIZE_BYTES_MAX = 1 << 62
 """More than any file can have."""
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {f"{_letter}b": 1000**_power, _letter: 1024**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_size(text: str | int, setting: str) -> int:
-    """Bytes of a size such as "1GiB"; raises ConfigError that names `setting`."""
-    match = _SIZE.fullmatch(str(text))
+def parse_size(value: object, setting: str) -> int:
+    """Bytes of a text like "1GiB" or of a whole number; raises ConfigError that names `setting`."""
+    match = _SIZE.fullmatch(str(value)) if isinstance(value, str | int) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{setting}={text!r} is not a size", 'write it like "1GiB" or "512MiB"')
-    amount = float(match[1]) * unit
-    if amount > SIZE_BYTES_MAX:
-        raise ConfigError(f"{setting}={text!r} is larger than any memory", '"1GiB" works')
-    size = int(amount)
-    if size <= 0:
-        raise ConfigError(f"{setting}={text!r} must be larger than zero", '"1GiB" works')
-    return size
+        raise ConfigError(f"{setting}={value!r} is not a size", 'write it like "1GiB" or "512MiB"')
+    size = float(match[1]) * unit
+    if size > SIZE_BYTES_MAX:
+        raise ConfigError(f"{setting}={value!r} is larger than any memory", '"1GiB" works')
+    if size < 1:
+        raise ConfigError(f"{setting}={value!r} must be larger than zero", '"1GiB" works')
+    return int(size)
 
 
 def format_size(size_bytes: float) -> str:

@@ -10,6 +10,7 @@ With blocks of 256 tokens and steps of at most 600 (S: with retention, L: always
 import math
 from dataclasses import dataclass
 
+from hybridkv.core.findings import Finding, Verdict, judge, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
 
@@ -24,12 +25,6 @@ class StateRule:
     """
     step_tokens: int = 0
     """The most tokens of one prompt in one step; 0 = the whole prompt."""
-
-    def keeps(self, group: Group, boundary: int) -> bool:
-        """Whether the setting keeps a state at `boundary` for its position alone."""
-        if self.retention_tokens == 0 or boundary % group.tokens_per_block:
-            return False
-        return boundary % max(group.tokens_per_block, self.retention_tokens or 0) == 0
 
     def period_tokens(self, group: Group) -> int:
         """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""
@@ -47,12 +42,59 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
     """The chunk ends at which a prompt leaves a state of `group` in the cache, ascending."""
-    unit, chunk = geometry.alignment_tokens, geometry.chunk_tokens
-    period = rule.period_tokens(group)
+    unit, chunk, block = geometry.alignment_tokens, geometry.chunk_tokens, group.tokens_per_block
     ends = {max(0, prompt_tokens - 1) // unit * unit}
-    if rule.keeps(group, prompt_tokens):
+    kept = max(block, rule.retention_tokens or 0)
+    if rule.retention_tokens != 0 and prompt_tokens % block == prompt_tokens % kept == 0:
+        # The setting keeps it for its position alone.
         ends.add(prompt_tokens)
-    if period:
+    if period := rule.period_tokens(group):
         every = math.lcm(period, chunk)
         ends.update(range(every, prompt_tokens + 1, every))
     return sorted(end for end in ends if end > 0 and end % chunk == 0)
+
+
+def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
+    """At which boundaries recurrent states stand, and what makes them denser.
+
+    It is empty where no group is recurrent.
+    """
+    groups = recurrent_groups(geometry)
+    if not groups:
+        return []
+    check, block, chunk = "recurrent states", groups[0].tokens_per_block, geometry.chunk_tokens
+    gids = ", ".join(str(group.gid) for group in groups)
+    period = rule.period_tokens(groups[0])
+    dense = StateRule(chunk, chunk).period_tokens(groups[0])
+    if period == 0:
+        what = (
+            f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
+            "the first prompt that shares a shorter prefix has no hit"
+        )
+        found = [warn(check, what, _denser(rule, chunk, groups[0]))]
+    else:
+        text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
+        settings = f"steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens}"
+        remedy = (
+            f"--prefix-cache-retention-interval {chunk} with --max-num-batched-tokens {chunk} "
+            f"gives one every {dense}, at the price of shorter steps"
+        )
+        is_good = math.lcm(period, chunk) <= dense
+        found = [judge(check, is_good, text, f"{text} ({settings})", remedy, Verdict.WARN)]
+    if chunk > (common := math.lcm(block, geometry.alignment_tokens)):
+        what = (
+            f"a prompt's last boundary is a multiple of {block} tokens, and its state is stored "
+            f"only where it is also one of the chunk of {chunk}"
+        )
+        found.append(warn(check, what, f"hybrid_chunk_size {common} works"))
+    return found
+
+
+def _denser(rule: StateRule, chunk: int, group: Group) -> str:
+    """What makes the engine keep states within a prompt, where it keeps only the last."""
+    remedy = f"--prefix-cache-retention-interval {chunk} works"
+    dense = StateRule(chunk, rule.step_tokens).period_tokens(group)
+    if rule.step_tokens == 0:
+        return f"--enable-chunked-prefill with {remedy}"
+    with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
+    return f"{remedy} (a state every {dense} tokens; {with_steps})" if dense > chunk else remedy

@@ -7,7 +7,6 @@
     s3://bucket/prefix?endpoint=http://127.0.0.1:9000&hourly=10GiB
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from hybridkv.core import options
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import is_writable
+from hybridkv.core.sizes import parse_size
 
 TIMEOUT_SECONDS = 5.0
 TIMEOUT_SECONDS_MAX = 60.0
@@ -65,18 +65,16 @@ class TierSpec:
         """The kind's own options; raises ConfigError where there is one that it does not know."""
         for name in self.options:
             if name not in names:
-                near = difflib.get_close_matches(name, [*names, *_COMMON], n=1, cutoff=0.0)
-                raise ConfigError(
-                    f"tier {self.shown}: unknown option {name!r}", f"did you mean {near[0]!r}?"
-                )
+                what = f"tier {self.shown}: unknown option {name!r}"
+                raise ConfigError(what, options.did_you_mean(name, [*names, *_COMMON]))
         return self.options
 
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {
     "write": ("write", options.choice(WritePolicy)),
     "timeout": ("timeout_seconds", options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds")),
-    "bytes": ("max_bytes", options.size),
-    "hourly": ("hourly_bytes", options.size),
+    "bytes": ("max_bytes", parse_size),
+    "hourly": ("hourly_bytes", parse_size),
 }
 """The options of every kind: the field of TierSpec that each fills, and its parser."""
 _WORKS = '"disk:///var/cache/hybridkv?bytes=100GiB" works'

@@ -7,11 +7,11 @@ from itertools import chain, repeat
 
 import msgspec
 
-from hybridkv.core.capacity import ConfigPreview, GroupPreview
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import StateRule
+from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.engine_process import AnsweringChild, log_tail
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire

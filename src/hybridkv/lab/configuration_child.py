@@ -22,17 +22,18 @@ from vllm.triton_utils import triton
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from hybridkv.core.capacity import length_finding, state_findings
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.preview import EnginePreview, describe, preview_engine
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
+from hybridkv.vllm.layout import build_geometry
 from hybridkv.vllm.preflight import CONNECTOR
-from hybridkv.vllm.preview import EnginePreview, describe, geometry_of, preview_engine
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -142,7 +143,8 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
-            geometry = geometry_of(engine, report.settings.hybrid_chunk_size)
+            asked = report.settings.hybrid_chunk_size
+            geometry = build_geometry(engine.kv_cache_config, engine.layouts, asked)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     report.preview = describe(config, engine, geometry)

@@ -11,14 +11,13 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hybridkv.core.coverage import Retention
 from hybridkv.multi import ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
 from hybridkv.multi.messages import MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
 from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
 from hybridkv.multi.transfers import NOBODY, ChildLoad, PendingTransfers
-from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom
+from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.supervise import logger
 
 

@@ -24,9 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from hybridkv.core.metrics import counter, gauge
 from hybridkv.multi.children import ChildConnectors, ChildSpec
 from hybridkv.multi.ranking import ChildAnswer
-from hybridkv.vllm.metrics import EngineMetrics, attempt, counter, gauge
+from hybridkv.vllm.metrics import EngineMetrics, attempt
 
 PENDING = "pending_loads"
 """The one count that is a level."""

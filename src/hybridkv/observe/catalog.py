@@ -5,27 +5,11 @@ and units follow Prometheus' conventions as far as names that exist allow.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
+
+from hybridkv.core.metrics import MetricFamily, counter, gauge
 
 PREFIX = "hybridkv_daemon_"
-
-
-class MetricType(StrEnum):
-    """The type of a metric, as Prometheus names it."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class MetricDescription:
-    """What one metric means, with its unit."""
-
-    kind: MetricType
-    help: str
-    labels: tuple[str, ...] = ()
 
 
 class Values(dict[tuple[str, str], float]):
@@ -40,124 +24,114 @@ class Values(dict[tuple[str, str], float]):
         return {_name_of(*key): value for key, value in self.items()}
 
 
-def _counter(text: str, *labels: str) -> MetricDescription:
-    return MetricDescription(MetricType.COUNTER, text, labels)
-
-
-def _gauge(text: str, *labels: str) -> MetricDescription:
-    return MetricDescription(MetricType.GAUGE, text, labels)
-
-
-def _histogram(text: str) -> MetricDescription:
-    return MetricDescription(MetricType.HISTOGRAM, text)
-
-
-PLAIN: Mapping[str, MetricDescription] = {
-    "lookups": _counter("Lookups that were answered or began to wait."),
-    "lookups_hit": _counter("Lookups whose answer was a hit of at least one chunk."),
-    "lookups_waited": _counter("Lookups that waited for tiers below RAM and were answered."),
-    "chunks_asked": _counter("Chunks that lookups asked for."),
-    "chunks_hit": _counter("Chunks of all hits."),
-    "tokens_asked": _counter("Tokens of the chunks that lookups asked for."),
-    "tokens_hit": _counter("Tokens of all hits, also those in the engine's own cache by then."),
-    "tokens_loaded": _counter("Tokens that engines loaded."),
-    "bytes_loaded": _counter("Bytes that engines loaded from RAM, all ranks together."),
-    "loads_failed": _counter("Loads that failed in the engine; it computed instead."),
-    "tokens_stored": _counter("Tokens whose objects engines stored."),
-    "objects_stored": _counter("Objects that engines stored and that were new."),
-    "bytes_stored": _counter("Bytes of the payload of those objects."),
-    "objects_recovered": _counter("Objects taken over from an earlier daemon's arena."),
-    "recoveries_failed": _counter("Arenas of an earlier daemon that could not be taken over."),
-    "reserves_failed": _counter("Times that the arena could not grow for want of shared memory."),
-    "objects_condemned": _counter("Objects whose bytes an engine proved wrong; they were dropped."),
-    "commits_unknown": _counter("Committed slots that the session did not hold; they are ignored."),
-    "duplicates": _counter("Stored objects that were there already; their slot was freed."),
-    "evicted": _counter("Objects that were evicted for room."),
-    "over_quota": _counter("Objects not kept, or evicted, for their cache_salt's quota."),
-    "slots_granted": _counter("Write slots given to engines."),
-    "slots_short": _counter("Write slots that engines asked for and did not get."),
-    "removals_overflowed": _counter("Times that an engine was told that any object may be gone."),
-    "spans_dropped": _counter("Spans that were dropped because too many waited for export."),
-    "sessions_ended": _counter("Sessions whose engine is gone."),
-    "deadlines_missed": _counter("Lookups answered at their deadline, before all had come."),
-    "ceiling_lookups": _counter("Lookups that are counted in the three sums of tokens below."),
-    "ceiling_lookups_left_out": _counter("Lookups in none of the sums, for want of time to count."),
-    "ceiling_asked_tokens": _counter("Tokens asked for, over the lookups counted for the ceiling."),
-    "ceiling_hit_tokens": _counter("Tokens hit, over the same lookups."),
-    "ceiling_tokens": _counter("Tokens that a cache of unlimited size would have hit of them."),
-    "ceiling_chunks": _gauge("Chunks whose hashes are remembered for the ceiling."),
-    "ceiling_chunks_max": _gauge("The most chunks that are remembered; see below."),
-    "ceiling_chunks_forgotten": _counter("Chunks forgotten, so that the ceiling may be too low."),
-    "objects": _gauge("Objects in RAM, also those that are dropped when their last lease ends."),
-    "bytes_committed": _gauge("Bytes of the arena that objects take."),
-    "bytes_writing": _gauge("Bytes of the arena in slots that are being written."),
-    "bytes_held": _gauge("Bytes of slots that an engine of an earlier daemon may still write."),
-    "bytes_protected": _gauge("Bytes of objects that a scan does not evict."),
-    "bytes_reserved": _gauge("Bytes of the arena whose pages exist."),
-    "bytes_arena": _gauge("Bytes of the arena: the bound of the RAM tier."),
-    "tenants": _gauge("cache_salts that have objects, where they have quotas."),
-    "sessions": _gauge("Sessions of engines, also those whose processes may still copy."),
-    "watching": _gauge("Engines that are told which objects go, for their KV events."),
-    "leases": _gauge("Read leases."),
-    "connections": _gauge("Connections to the socket."),
-    "lookups_waiting": _gauge("Lookups that wait for tiers."),
-    "writes_waiting": _gauge("Objects that wait to be written to tiers, or are being written."),
+PLAIN: Mapping[str, MetricFamily] = {
+    "lookups": counter("Lookups that were answered or began to wait."),
+    "lookups_hit": counter("Lookups whose answer was a hit of at least one chunk."),
+    "lookups_waited": counter("Lookups that waited for tiers below RAM and were answered."),
+    "chunks_asked": counter("Chunks that lookups asked for."),
+    "chunks_hit": counter("Chunks of all hits."),
+    "tokens_asked": counter("Tokens of the chunks that lookups asked for."),
+    "tokens_hit": counter("Tokens of all hits, also those in the engine's own cache by then."),
+    "tokens_loaded": counter("Tokens that engines loaded."),
+    "bytes_loaded": counter("Bytes that engines loaded from RAM, all ranks together."),
+    "loads_failed": counter("Loads that failed in the engine; it computed instead."),
+    "tokens_stored": counter("Tokens whose objects engines stored."),
+    "objects_stored": counter("Objects that engines stored and that were new."),
+    "bytes_stored": counter("Bytes of the payload of those objects."),
+    "objects_recovered": counter("Objects taken over from an earlier daemon's arena."),
+    "recoveries_failed": counter("Arenas of an earlier daemon that could not be taken over."),
+    "reserves_failed": counter("Times that the arena could not grow for want of shared memory."),
+    "objects_condemned": counter("Objects whose bytes an engine proved wrong; they were dropped."),
+    "commits_unknown": counter("Committed slots that the session did not hold; they are ignored."),
+    "duplicates": counter("Stored objects that were there already; their slot was freed."),
+    "evicted": counter("Objects that were evicted for room."),
+    "over_quota": counter("Objects not kept, or evicted, for their cache_salt's quota."),
+    "slots_granted": counter("Write slots given to engines."),
+    "slots_short": counter("Write slots that engines asked for and did not get."),
+    "removals_overflowed": counter("Times that an engine was told that any object may be gone."),
+    "spans_dropped": counter("Spans that were dropped because too many waited for export."),
+    "sessions_ended": counter("Sessions whose engine is gone."),
+    "deadlines_missed": counter("Lookups answered at their deadline, before all had come."),
+    "ceiling_lookups": counter("Lookups that are counted in the three sums of tokens below."),
+    "ceiling_lookups_left_out": counter("Lookups in none of the sums, for want of time to count."),
+    "ceiling_asked_tokens": counter("Tokens asked for, over the lookups counted for the ceiling."),
+    "ceiling_hit_tokens": counter("Tokens hit, over the same lookups."),
+    "ceiling_tokens": counter("Tokens that a cache of unlimited size would have hit of them."),
+    "ceiling_chunks": gauge("Chunks whose hashes are remembered for the ceiling."),
+    "ceiling_chunks_max": gauge("The most chunks that are remembered; see below."),
+    "ceiling_chunks_forgotten": counter("Chunks forgotten, so that the ceiling may be too low."),
+    "objects": gauge("Objects in RAM, also those that are dropped when their last lease ends."),
+    "bytes_committed": gauge("Bytes of the arena that objects take."),
+    "bytes_writing": gauge("Bytes of the arena in slots that are being written."),
+    "bytes_held": gauge("Bytes of slots that an engine of an earlier daemon may still write."),
+    "bytes_protected": gauge("Bytes of objects that a scan does not evict."),
+    "bytes_reserved": gauge("Bytes of the arena whose pages exist."),
+    "bytes_arena": gauge("Bytes of the arena: the bound of the RAM tier."),
+    "tenants": gauge("cache_salts that have objects, where they have quotas."),
+    "sessions": gauge("Sessions of engines, also those whose processes may still copy."),
+    "watching": gauge("Engines that are told which objects go, for their KV events."),
+    "leases": gauge("Read leases."),
+    "connections": gauge("Connections to the socket."),
+    "lookups_waiting": gauge("Lookups that wait for tiers."),
+    "writes_waiting": gauge("Objects that wait to be written to tiers, or are being written."),
 }
 """Metrics without a label."""
 
-LABELLED: Mapping[str, MetricDescription] = {
-    "requests": _counter("Messages of clients.", "message"),
-    "refused": _counter("Messages and connections that were refused.", "code"),
-    "promotions_cut": _counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
-    "tier_chunks_hit": _counter("Chunks of hits that came up from a tier.", "tier"),
+LABELLED: Mapping[str, MetricFamily] = {
+    "requests": counter("Messages of clients.", "message"),
+    "refused": counter("Messages and connections that were refused.", "code"),
+    "promotions_cut": counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
+    "tier_chunks_hit": counter("Chunks of hits that came up from a tier.", "tier"),
 }
 _STARTS = {"promotions_cut": "promotions", "tier_chunks_hit": "chunks_hit"}
 """How the single names of their values begin, where it is not with the metric's name."""
 
 TIER_PREFIX = "tier_"
 _TIER = {
-    "bytes": _gauge("Bytes that the tier holds."),
-    "bytes_max": _gauge("The tier's bound in bytes."),
-    "objects": _gauge("Objects that the tier holds."),
-    "objects_of_others": _gauge("Objects of other daemons in the same directory."),
-    "discards_waiting": _gauge("Objects that wait to be removed."),
-    "client_starts": _counter("Processes that were started to speak to the store."),
-    "jobs_running": _gauge("Jobs of the tier's threads."),
-    "jobs_late": _counter("Jobs that took longer than the tier's timeout."),
-    "is_open": _gauge("1 while the tier can be used at all."),
-    "breaker_open": _gauge("1 while the tier fails or hangs, and is asked only now and then."),
-    "bytes_per_second": _gauge("Bytes per second that lookups last saw; 0 = not known."),
-    "written_bytes_per_second": _gauge("Bytes per second of the last job's write; 0 = not known."),
-    "bytes_read": _counter("Bytes read from the tier."),
-    "bytes_written": _counter("Bytes written to the tier."),
-    "objects_read": _counter("Objects read from the tier."),
-    "objects_written": _counter("Objects written to the tier."),
-    "objects_missing": _counter("Objects that were to be read and were not there any more."),
-    "objects_damaged": _counter("Objects that were read and proven damaged; they are removed."),
-    "objects_wrong_in_ram": _counter("Objects not written because RAM had wrong bytes."),
-    "objects_refused": _counter("Objects that the tier had no room for."),
-    "objects_shed": _counter("Objects not written because too many waited."),
-    "objects_not_admitted": _counter("Objects not written for the hourly bound."),
-    "failures": _counter("Calls and objects that failed."),
+    "bytes": gauge("Bytes that the tier holds."),
+    "bytes_max": gauge("The tier's bound in bytes."),
+    "objects": gauge("Objects that the tier holds."),
+    "objects_of_others": gauge("Objects of other daemons in the same directory."),
+    "discards_waiting": gauge("Objects that wait to be removed."),
+    "client_starts": counter("Processes that were started to speak to the store."),
+    "jobs_running": gauge("Jobs of the tier's threads."),
+    "jobs_late": counter("Jobs that took longer than the tier's timeout."),
+    "is_open": gauge("1 while the tier can be used at all."),
+    "breaker_open": gauge("1 while the tier fails or hangs, and is asked only now and then."),
+    "bytes_per_second": gauge("Bytes per second that lookups last saw; 0 = not known."),
+    "written_bytes_per_second": gauge("Bytes per second of the last job's write; 0 = not known."),
+    "bytes_read": counter("Bytes read from the tier."),
+    "bytes_written": counter("Bytes written to the tier."),
+    "objects_read": counter("Objects read from the tier."),
+    "objects_written": counter("Objects written to the tier."),
+    "objects_missing": counter("Objects that were to be read and were not there any more."),
+    "objects_damaged": counter("Objects that were read and proven damaged; they are removed."),
+    "objects_wrong_in_ram": counter("Objects not written because RAM had wrong bytes."),
+    "objects_refused": counter("Objects that the tier had no room for."),
+    "objects_shed": counter("Objects not written because too many waited."),
+    "objects_not_admitted": counter("Objects not written for the hourly bound."),
+    "failures": counter("Calls and objects that failed."),
 }
-TIER: Mapping[str, MetricDescription] = {
+TIER: Mapping[str, MetricFamily] = {
     name: replace(described, labels=("tier",)) for name, described in _TIER.items()
 }
 """By the names of TierState.values; the metric's name begins with TIER_PREFIX."""
 
 _GROUP = ("identity", "model", "gid", "kind")
 _ENGINE = ("engine", "model", "identity")
-MADE: Mapping[str, MetricDescription] = {
-    "answering": _gauge("1 if the daemon's loop answered this scrape, else 0."),
-    "info": _gauge("Always 1; which release runs.", "version"),
-    "uptime_seconds": _gauge("Seconds since the daemon serves."),
-    "pages_failed": _counter("Pages that failed and were answered with status 500."),
-    "lookup_wait_seconds": _histogram("Seconds that answered lookups had waited for tiers."),
-    "group_objects": _gauge("Objects in RAM of a group; the 65th row has all others.", *_GROUP),
-    "group_bytes": _gauge("Bytes in RAM of the same.", *_GROUP),
-    "session_leases": _gauge("Read leases of an engine, of the first 256 sessions.", *_ENGINE),
-    "session_writing_bytes": _gauge("Bytes in slots that an engine is writing.", *_ENGINE),
-    "session_connected": _gauge("Connected schedulers of an engine; 0: only workers.", *_ENGINE),
+MADE: Mapping[str, MetricFamily] = {
+    "answering": gauge("1 if the daemon's loop answered this scrape, else 0."),
+    "info": gauge("Always 1; which release runs.", "version"),
+    "uptime_seconds": gauge("Seconds since the daemon serves."),
+    "pages_failed": counter("Pages that failed and were answered with status 500."),
+    "lookup_wait_seconds": MetricFamily(
+        "histogram", "Seconds that answered lookups had waited for tiers."
+    ),
+    "group_objects": gauge("Objects in RAM of a group; the 65th row has all others.", *_GROUP),
+    "group_bytes": gauge("Bytes in RAM of the same.", *_GROUP),
+    "session_leases": gauge("Read leases of an engine, of the first 256 sessions.", *_ENGINE),
+    "session_writing_bytes": gauge("Bytes in slots that an engine is writing.", *_ENGINE),
+    "session_connected": gauge("Connected schedulers of an engine; 0: only workers.", *_ENGINE),
 }
 """Metrics that /metrics makes of a snapshot, beside the values."""
 
@@ -168,21 +142,21 @@ NOT_ALONE = frozenset(("lookup_wait_seconds",))
 """Values that are part of a metric of another type."""
 
 
-def known() -> dict[str, MetricDescription]:
+def known() -> dict[str, MetricFamily]:
     """Every metric by its whole name, without the `_total` of counters."""
     return {f"{PREFIX}{name}": described for name, described in {**VALUES, **MADE}.items()}
 
 
-def exposed() -> dict[str, MetricDescription]:
+def exposed() -> dict[str, MetricFamily]:
     """Every name that a query may contain."""
-    names: dict[str, MetricDescription] = {}
+    names: dict[str, MetricFamily] = {}
     for name, described in known().items():
         match described.kind:
-            case MetricType.COUNTER:
+            case "counter":
                 names[f"{name}_total"] = described
-            case MetricType.GAUGE:
+            case "gauge":
                 names[name] = described
-            case MetricType.HISTOGRAM:
+            case "histogram":
                 names.update((f"{name}_{part}", described) for part in ("bucket", "sum", "count"))
     return names
 

@@ -8,6 +8,7 @@ started are computed and never stored.
 
 import hashlib
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ _Files = tuple[tuple[str, int, int, int, int], ...]
 """(name, size, time of modification, time of change, inode), in the order of the names."""
 
 
+@dataclass(eq=False, slots=True)
 class Adapter:
     """One adapter of this engine: read, being read (neither is set), or refused."""
 
-    def __init__(self, identity: bytes | None = None, refused: str = "") -> None:
-        self.identity = identity
-        """Hash of its files, HASH_BYTES long; None while it is unknown and after a refusal."""
-        self.refused = refused
-        """Why it is not served."""
-        self.checked_at = 0.0
-        self.files: _Files = ()
+    identity: bytes | None = None
+    """Hash of its files, HASH_BYTES long; None while it is unknown and after a refusal."""
+    refused: str = ""
+    """Why it is not served."""
+    checked_at: float = 0.0
+    files: _Files = ()
 
     def refuse(self, why: str) -> None:
         """Serve it no more, which also holds for requests that are under way."""
@@ -54,15 +55,15 @@ class Adapters:
                 if key[0] == request.lora_int_id:
                     known.refuse("another adapter was loaded in place of it")
         if request.lora_int_id in self._replaced:
-            why = "the adapter was loaded in place of another, so its name says nothing"
-            return Adapter(refused=why)
+            return Adapter(
+                refused="the adapter was loaded in place of another, so its name says nothing"
+            )
         key = (request.lora_int_id, request.lora_name, request.lora_path, request.is_3d_lora_weight)
         adapter = self._known.get(key)
         if adapter is None:
             if len(self._known) >= ADAPTERS_MAX:
                 del self._known[next(iter(self._known))]
-            adapter = self._known[key] = Adapter()
-            adapter.checked_at = now
+            adapter = self._known[key] = Adapter(checked_at=now)
             self._begin(self._read, adapter, Path(request.lora_path))
         elif adapter.identity is not None and now - adapter.checked_at > RECHECK_SECONDS:
             adapter.checked_at = now
@@ -107,11 +108,9 @@ class Adapters:
 
 
 def _files(directory: Path) -> _Files:
-    found = []
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _SUFFIXES and path.is_file():
-            status = path.stat()
-            found.append(
-                (path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-            )
-    return tuple(found)
+    files = (one for one in sorted(directory.iterdir()) if one.suffix in _SUFFIXES)
+    found = [(file.name, file.stat()) for file in files if file.is_file()]
+    return tuple(
+        (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        for name, status in found
+    )

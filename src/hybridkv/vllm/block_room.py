@@ -5,11 +5,26 @@ run with would wait for each other for ever.
 """
 
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
-from hybridkv.core.coverage import Retention, most_blocks
+from hybridkv.core.geometry import Group, GroupKind
 
 ROOM_SECONDS = 2.0
 """How long a request with a hit waits until other loads leave it room in the block pool."""
+
+
+class Retention(NamedTuple):
+    """What the engine keeps of a request in a group."""
+
+    tokens_per_block: int
+    window_tokens: int | None
+    """None = all tokens are kept."""
+
+
+def retention_of(group: Group) -> Retention:
+    """What the engine keeps of a request in `group`."""
+    window = group.window_tokens + group.extra_retained_tokens
+    return Retention(group.tokens_per_block, None if group.kind is GroupKind.FULL else window)
 
 
 class BlockRoom:
@@ -30,8 +45,15 @@ class BlockRoom:
         return len(self._held)
 
     def most_blocks(self, tokens: int) -> int:
-        """The most blocks that a request of `tokens` holds before it has run once."""
-        return most_blocks(self._groups, tokens, self._step_tokens)
+        """The most blocks, over all groups, that a request holds before it has run once.
+
+        A group with a window frees earlier blocks, but only after the step that leaves them.
+        """
+        total = 0
+        for group in self._groups:
+            read = tokens if group.window_tokens is None else group.window_tokens
+            total += -(-min(tokens, read + self._step_tokens) // group.tokens_per_block) + 1
+        return total
 
     def has_room(self, request_id: str, tokens: int) -> bool:
         """Whether this request can run when its load ends, and so can all others that load.

@@ -39,17 +39,14 @@ class ChunkHashChain:
     def names(self, first: int, count: int) -> bytes:
         """The hashes of `count` chunks from `first` on, all of whose tokens the request has."""
         while len(self._hashes) < first + count:
-            self._hashes.append(self._next())
+            start = len(self._hashes) * self._chunk_tokens
+            stop = start + self._chunk_tokens
+            extra, self._feature = generate_block_hash_extra_keys(
+                self._request, start, stop, self._feature
+            )
+            # Texts, numbers and bytes in tuples: their repr is the same in every process.
+            digest = hashlib.sha256(self._hashes[-1] if self._hashes else b"")
+            digest.update(array("q", self._request.all_token_ids[start:stop]).tobytes())
+            digest.update(repr(extra).encode())
+            self._hashes.append(digest.digest())
         return b"".join(self._hashes[first : first + count])
-
-    def _next(self) -> bytes:
-        start = len(self._hashes) * self._chunk_tokens
-        stop = start + self._chunk_tokens
-        extra, self._feature = generate_block_hash_extra_keys(
-            self._request, start, stop, self._feature
-        )
-        # Texts, numbers and bytes in tuples: their repr is the same in every process.
-        digest = hashlib.sha256(self._hashes[-1] if self._hashes else b"")
-        digest.update(array("q", self._request.all_token_ids[start:stop]).tobytes())
-        digest.update(repr(extra).encode())
-        return digest.digest()

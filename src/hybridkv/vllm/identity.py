@@ -34,8 +34,15 @@ def identity_facts(
 ) -> dict[str, object]:
     """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel, specs = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-    hf_config = model.hf_config.to_dict()
+    parallel, hf_config = vllm_config.parallel_config, model.hf_config.to_dict()
+    # RoPE may depend on the served length (dynamic, longrope, yarn scaling).
+    rope = [getattr(model.hf_config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    chunk = [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, geometry.ranks]
+    layers = []
+    for rank, layout in sorted(layouts.items()):
+        by_gid = [[gid, [*map(astuple, one)]] for gid, one in layout.layers.items()]
+        layers.append([rank, layout.device, by_gid])
     return {
         "payload": PAYLOAD_VERSION,
         "abi": ".".join(vllm.__version__.split(".")[:2]),
@@ -47,7 +54,7 @@ def identity_facts(
         "dtype": str(model.dtype),
         "kv_dtype": [str(cache.cache_dtype), str(getattr(cache, "mamba_cache_dtype", ""))],
         "ssm_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", "")),
-        "max_model_len": model.max_model_len if _is_length_dependent(model.hf_config) else 0,
+        "max_model_len": model.max_model_len if any(rope) else 0,
         "parallel": [
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
@@ -58,22 +65,9 @@ def identity_facts(
         "lora": vllm_config.lora_config is not None,
         "layout": str(kv_cache_config.kv_cache_layout),
         "speculative": getattr(vllm_config.speculative_config, "method", None),
-        "groups": [
-            [*astuple(group), type(specs[group.gid].kv_cache_spec).__name__]
-            for group in geometry.groups
-        ],
-        "chunk": [
-            *(geometry.chunk_tokens, geometry.hash_tokens),
-            *(geometry.alignment_tokens, geometry.ranks),
-        ],
-        "layers": [
-            [
-                rank,
-                layout.device,
-                [[gid, list(map(astuple, one))] for gid, one in layout.layers.items()],
-            ]
-            for rank, layout in sorted(layouts.items())
-        ],
+        "groups": [[*astuple(group), specs[group.gid]] for group in geometry.groups],
+        "chunk": chunk,
+        "layers": layers,
     }
 
 
@@ -81,26 +75,21 @@ def weights_identity(vllm_config: Any) -> str:
     """What tells these weights from others: the content of their files, where they are here."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if str(load.load_format) == "dummy":
-        widened = os.environ.get("HYBRIDKV_WIDEN", "")
-        return f"dummy:{model.seed}:{widened}"
-    directory = _weights_directory(model)
-    if directory is None:
-        return f"name:{model.model}:{model.revision}:{load.load_format}"
+        return f"dummy:{model.seed}:{os.environ.get('HYBRIDKV_WIDEN', '')}"
+    directory = Path(model.model)
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  # only for a hub's name
+
+        config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+        if not isinstance(config, str):
+            return f"name:{model.model}:{model.revision}:{load.load_format}"
+        directory = Path(config).parent
     digest = hashlib.blake2b(digest_size=32)
     for path in sorted(directory.rglob("*")):
         if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
             digest.update(f"{path.relative_to(directory)}:{path.stat().st_size}\n".encode())
             digest.update(_content(path))
     return f"files:{digest.hexdigest()}:{load.load_format}"
-
-
-def _weights_directory(model: Any) -> Path | None:
-    if Path(model.model).is_dir():
-        return Path(model.model)
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  # only for a hub's name
-
-    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def _content(path: Path) -> bytes:
@@ -123,11 +112,6 @@ def _content(path: Path) -> bytes:
             file.seek(at)
             pieces.append(file.read(_SAMPLE_BYTES))
     return b"".join(pieces)
-
-
-def _is_length_dependent(config: Any) -> bool:
-    """Whether RoPE may depend on the served length (dynamic, longrope, yarn scaling)."""
-    return bool(getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None))
 
 
 def _plain(value: object) -> object:

@@ -2,26 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    group_kernel_blocks,
-    iter_layer_specs,
-)
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVQuantMode, iter_layer_specs
 
-from hybridkv.core.coverage import Retention, retention_of
 from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
+from hybridkv.vllm.block_room import Retention, retention_of
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
 
@@ -46,14 +37,19 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
 
+    @property
+    def sizes(self) -> dict[int, tuple[int, ...]]:
+        """Bytes of one block in each layer, by gid."""
+        return {gid: tuple(one.block_bytes for one in some) for gid, some in self.layers.items()}
+
 
 _KINDS = {
-    FullAttentionSpec: GroupKind.FULL,
-    MLAAttentionSpec: GroupKind.FULL,
-    SlidingWindowSpec: GroupKind.SLIDING,
-    SlidingWindowMLASpec: GroupKind.SLIDING,
-    ChunkedLocalAttentionSpec: GroupKind.CHUNKED_LOCAL,
-    MambaSpec: GroupKind.RECURRENT,
+    kv.FullAttentionSpec: GroupKind.FULL,
+    kv.MLAAttentionSpec: GroupKind.FULL,
+    kv.SlidingWindowSpec: GroupKind.SLIDING,
+    kv.SlidingWindowMLASpec: GroupKind.SLIDING,
+    kv.ChunkedLocalAttentionSpec: GroupKind.CHUNKED_LOCAL,
+    kv.MambaSpec: GroupKind.RECURRENT,
 }
 """By exact class: a subclass of a spec may keep its blocks by another rule."""
 RUNS_MAX = 1024
@@ -68,20 +64,17 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
     kind = kinds.pop()
     if kind is None or kinds:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise GeometryError(
-            f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet",
-            "serve this model without the connector",
-        )
+        what = f"KV cache group {gid} ({names}) is of a kind that hybridkv does not restore yet"
+        raise GeometryError(what, "serve this model without the connector")
     modes = {getattr(layer, "kv_quant_mode", KVQuantMode.NONE) for layer in layers}
     if modes - {KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR}:
         names = ", ".join(mode.name for mode in modes)
         what = f"the cache dtype ({names}) keeps scales that hybridkv does not restore yet"
         raise GeometryError(f"KV cache group {gid}: {what}", "--kv-cache-dtype auto works")
     if kind is GroupKind.RECURRENT and first.mamba_cache_mode != "align":
-        raise ConfigError(
-            f"mamba_cache_mode={first.mamba_cache_mode!r} keeps no state that can be restored",
-            "--mamba-cache-mode align works (and needs --enable-prefix-caching)",
-        )
+        what = f"mamba_cache_mode={first.mamba_cache_mode!r} keeps no state that can be restored"
+        remedy = "--mamba-cache-mode align works (and needs --enable-prefix-caching)"
+        raise ConfigError(what, remedy)
     window, extra = 0, 0
     if kind is GroupKind.SLIDING:
         window, extra = first.sliding_window, first.extra_retained_tokens
@@ -110,59 +103,21 @@ def build_geometry(
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but the engine then takes other hits than it is offered.
     if any(layer.prefix_replay_tokens for spec in specs for layer in iter_layer_specs(spec)):
-        raise ConfigError(
-            "swa_bounded_replay computes a part of every hit again and is not proven yet",
-            "--no-swa-bounded-replay works",
-        )
-    sizes = _sizes(layouts[0])
+        what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
+        raise ConfigError(what, "--no-swa-bounded-replay works")
+    sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
     for rank, layout in layouts.items():
-        if _sizes(layout) != sizes:
-            raise GeometryError(
-                f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
-            )
-    groups = tuple(
-        group_geometry(gid, specs[gid], sizes[gid]) for gid in config.prefix_cacheable_group_ids
-    )
+        if layout.sizes != sizes:
+            what = f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
+            raise GeometryError(what)
+    groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
     _check_states(groups)
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
-        raise GeometryError(
-            "vLLM names no cacheable KV cache group or no hit alignment", "is prefix caching on?"
-        )
+        what = "vLLM names no cacheable KV cache group or no hit alignment"
+        raise GeometryError(what, "is prefix caching on?")
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
     return Geometry(groups, chunk, alignment, hashing, len(layouts))
-
-
-def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
-    """The physical layout of the registered tensors (`views` from `block_views`)."""
-    layers = {
-        gid: tuple(
-            _layer_layout(name, views[name]) for name in config.kv_cache_groups[gid].layer_names
-        )
-        for gid in config.prefix_cacheable_group_ids
-    }
-    return WorkerLayout(layers, next(iter(views.values())).device.type)
-
-
-def block_views(
-    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Each cacheable layer's tensor, of which `view[block_id]` is a block in any layout."""
-    views: dict[str, torch.Tensor] = {}
-    for gid in config.prefix_cacheable_group_ids:
-        for name in config.kv_cache_groups[gid].layer_names:
-            tensor = kv_caches.get(name)
-            if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
-                raise GeometryError(
-                    f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
-                )
-            view = group_kernel_blocks(tensor, config.num_blocks)
-            if sum(1 for _ in block_runs(view)) > RUNS_MAX:
-                raise GeometryError(
-                    f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
-                )
-            views[name] = view
-    return views
 
 
 def _check_states(groups: Sequence[Group]) -> None:
@@ -181,27 +136,47 @@ def _check_states(groups: Sequence[Group]) -> None:
             )
 
 
-def _layer_layout(name: str, view: torch.Tensor) -> LayerLayout:
-    return LayerLayout(
-        name,
-        block_bytes(view),
-        str(view.dtype),
-        tuple(view.shape[1:]),
-        tuple(view.stride()[1:]),
-        view.stride(0) * view.element_size(),
-    )
+def block_views(
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Each cacheable layer's tensor, of which `view[block_id]` is a block in any layout."""
+    views: dict[str, torch.Tensor] = {}
+    groups = (config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids)
+    for name in chain.from_iterable(group.layer_names for group in groups):
+        tensor = kv_caches.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % config.num_blocks:
+            what = f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
+            raise GeometryError(what)
+        views[name] = kv.group_kernel_blocks(tensor, config.num_blocks)
+        if sum(1 for _ in block_runs(views[name])) > RUNS_MAX:
+            what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
+            raise GeometryError(what)
+    return views
 
 
-def _sizes(layout: WorkerLayout) -> dict[int, tuple[int, ...]]:
-    return {
-        gid: tuple(layer.block_bytes for layer in layers) for gid, layers in layout.layers.items()
-    }
+def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
+    """The physical layout of the registered tensors (`views` from `block_views`)."""
+    layers = {}
+    for gid in config.prefix_cacheable_group_ids:
+        named = [(name, views[name]) for name in config.kv_cache_groups[gid].layer_names]
+        layers[gid] = tuple(
+            LayerLayout(
+                name,
+                block_bytes(view),
+                str(view.dtype),
+                tuple(view.shape[1:]),
+                tuple(view.stride()[1:]),
+                view.stride(0) * view.element_size(),
+            )
+            for name, view in named
+        )
+    return WorkerLayout(layers, next(iter(views.values())).device.type)
 
 
 def kv_dtype(vllm_config: Any, layout: WorkerLayout) -> str:
     """The cache's dtype as configured, and what vLLM made of "auto"."""
     asked = str(vllm_config.cache_config.cache_dtype)
-    layers = [layer for layers in layout.layers.values() for layer in layers]
+    layers = chain.from_iterable(layout.layers.values())
     # Recurrent states are registered as plain bytes.
     made = {layer.dtype.removeprefix("torch.") for layer in layers} - {"int8"}
     return f"auto ({', '.join(sorted(made))})" if asked == "auto" and made else asked

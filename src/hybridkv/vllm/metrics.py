@@ -6,11 +6,11 @@ so no counter ever goes down.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+from hybridkv.core.metrics import MetricFamily
 
 Result = TypeVar("Result")
 
@@ -19,35 +19,6 @@ logger = logging.getLogger("vllm.hybridkv")
 LABELS_MAX = 64
 """Values of a family's last label that are told apart; what comes later is OTHER."""
 OTHER = "other"
-
-
-class FamilyType(StrEnum):
-    """Kinds of metrics."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
-    """One metric. Prometheus appends `_total` to the names of counters."""
-
-    what: FamilyType
-    about: str
-    labels: tuple[str, ...] = ()
-    """Labels besides those that vLLM gives: model_name and engine."""
-    buckets: tuple[float, ...] = ()
-
-
-def counter(about: str, *labels: str) -> MetricFamily:
-    """A family of counters."""
-    return MetricFamily(FamilyType.COUNTER, about, labels)
-
-
-def gauge(about: str, *labels: str) -> MetricFamily:
-    """A family of gauges."""
-    return MetricFamily(FamilyType.GAUGE, about, labels)
 
 
 class Deltas:
@@ -60,13 +31,9 @@ class Deltas:
     def take(self) -> dict[str, float]:
         """What was added by name, without counters that did not grow."""
         told = self._told
-        added = {
-            name: value - told.get(name, 0)
-            for name, value in self._counters.items()
-            if value > told.get(name, 0)
-        }
-        for name in added:
-            told[name] = self._counters[name]
+        grown = {n: value for n, value in self._counters.items() if value > told.get(n, 0)}
+        added = {name: value - told.get(name, 0) for name, value in grown.items()}
+        told.update(grown)
         return added
 
 
@@ -97,10 +64,10 @@ class EngineMetrics(KVConnectorPromMetrics):
 
     def _make(self, name: str, family: MetricFamily) -> Any:
         labels = [*self._labelnames, *family.labels]
-        about = {"name": name, "documentation": family.about, "labelnames": labels}
-        if family.what is FamilyType.HISTOGRAM:
+        about = {"name": name, "documentation": family.help, "labelnames": labels}
+        if family.kind == "histogram":
             return self._histogram_cls(**about, buckets=list(family.buckets))
-        if family.what is FamilyType.GAUGE:
+        if family.kind == "gauge":
             return self._gauge_cls(**about, multiprocess_mode="mostrecent")
         return self._counter_cls(**about)
 

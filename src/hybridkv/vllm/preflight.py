@@ -11,7 +11,7 @@ from typing import Any
 import vllm
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, fail, failure, ok, warn
+from hybridkv.core.findings import Finding, Verdict, fail, failure, judge, ok
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
@@ -37,39 +37,60 @@ SEVERAL = "MultiConnector"
 
 def config_findings(vllm_config: Any) -> Iterator[Finding]:
     """The findings of the configuration alone, in the order in which the connector refuses."""
-    yield _version()
-    yield _settings(vllm_config.kv_transfer_config)
-    yield _prefix_caching(vllm_config.cache_config)
+    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    version = vllm.__version__
+    is_good = ".".join(version.split(".")[:2]) in VLLM_SUPPORTED
+    what = f"vllm {version} is not one that hybridkv was run on"
+    yield judge("vllm", is_good, version, what, f"vllm {VLLM_SUPPORTED[-1]} works")
+    try:
+        settings_of(vllm_config)
+    except ConfigError as error:
+        yield failure("settings", error)
+    else:
+        given = transfer.kv_connector_extra_config.items()
+        yield ok("settings", ", ".join(f"{key}={value}" for key, value in given) or "all defaults")
+    is_good = cache.enable_prefix_caching
+    what = "enable_prefix_caching is off, so the engine hashes no blocks"
+    yield judge("prefix caching", is_good, "on", what, "--enable-prefix-caching works")
     yield from _parallel(vllm_config.parallel_config)
     yield _speculative(vllm_config.speculative_config)
-    yield _scales(vllm_config.cache_config)
-    yield _hashes(vllm_config.cache_config)
-    yield _hybrid_manager(vllm_config.scheduler_config)
-    yield _policy(vllm_config.kv_transfer_config)
+    good = f"cache dtype {cache.cache_dtype}, no scales computed while serving"
+    what = "calculate_kv_scales gives every engine other scales for the same bytes"
+    is_good = not getattr(cache, "calculate_kv_scales", False)
+    yield judge("KV scales", is_good, good, what, "serving without --calculate-kv-scales works")
+    yield _hashes(cache)
+    is_good = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    what = (
+        "disable_hybrid_kv_cache_manager is on, so sliding window layers keep and store every token"
+    )
+    remedy = "--no-disable-hybrid-kv-cache-manager works"
+    yield judge("hybrid KV cache manager", is_good, "on", what, remedy, Verdict.WARN)
+    policy = transfer.kv_load_failure_policy
+    what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
+    add = 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
+    is_good, remedy = policy == "recompute", f"{add} to have it computed instead"
+    yield judge("kv_load_failure_policy", is_good, policy, what, remedy, Verdict.WARN)
 
 
 def transfer_findings(transfer: Any) -> Iterator[Finding]:
     """Whether `--kv-transfer-config` names this connector, which need not ask that itself."""
-    works = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
-    check = "connector"
     if transfer is None or transfer.kv_connector is None:
         what = "--kv-transfer-config names no connector, so vLLM serves without hybridkv"
-        yield fail(check, what, works)
+        works = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
+        yield fail("connector", what, works)
         return
     known = {key: [CONNECTOR[key]] for key in ("kv_connector", "kv_connector_module_path")}
     known["kv_connector"].append(SEVERAL)
     wrong = [key for key in known if getattr(transfer, key) not in known[key]]
     for key in wrong:
         what = f"{key} of --kv-transfer-config is {getattr(transfer, key)!r}"
-        yield fail(check, what, f'"{key}":"{CONNECTOR[key]}" works')
+        yield fail("connector", what, f'"{key}":"{CONNECTOR[key]}" works')
     if not wrong:
-        yield ok(check, f"{transfer.kv_connector} of {transfer.kv_connector_module_path}")
-    if transfer.kv_role != "kv_both":
-        what = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
-        remedy = '"kv_role":"kv_both" works'
-        yield warn("kv_role", f"kv_role={transfer.kv_role!r}: {what}", remedy)
-    else:
-        yield ok("kv_role", transfer.kv_role)
+        yield ok("connector", f"{transfer.kv_connector} of {transfer.kv_connector_module_path}")
+    role, remedy = transfer.kv_role, '"kv_role":"kv_both" works'
+    half = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
+    what = f"kv_role={role!r}: {half}"
+    yield judge("kv_role", role == "kv_both", role, what, remedy, Verdict.WARN)
 
 
 def group_findings(kv_cache_config: Any, speculative: Any = None) -> Iterator[Finding]:
@@ -81,15 +102,14 @@ def group_findings(kv_cache_config: Any, speculative: Any = None) -> Iterator[Fi
         except HybridKVError as error:
             yield failure(check, error)
             continue
-        if group.kind is GroupKind.RECURRENT and speculative is not None:
-            what = (
-                f"speculative_config: restoring the recurrent state of group {gid} "
-                "under speculation is not proven yet"
-            )
-            yield fail(check, what, "serving without --speculative-config works")
-        else:
-            window = f", window {group.window_tokens}" if group.window_tokens else ""
-            yield ok(check, f"{group.kind}, {group.tokens_per_block} tokens per block{window}")
+        is_proven = group.kind is not GroupKind.RECURRENT or speculative is None
+        window = f", window {group.window_tokens}" if group.window_tokens else ""
+        good = f"{group.kind}, {group.tokens_per_block} tokens per block{window}"
+        what = (
+            f"speculative_config: restoring the recurrent state of group {gid} "
+            "under speculation is not proven yet"
+        )
+        yield judge(check, is_proven, good, what, "serving without --speculative-config works")
 
 
 def state_rule(vllm_config: Any) -> StateRule:
@@ -105,42 +125,17 @@ def settings_of(vllm_config: Any) -> Settings:
     return parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
-def _version() -> Finding:
-    if ".".join(vllm.__version__.split(".")[:2]) in VLLM_SUPPORTED:
-        return ok("vllm", vllm.__version__)
-    what = f"vllm {vllm.__version__} is not one that hybridkv was run on"
-    return fail("vllm", what, f"vllm {VLLM_SUPPORTED[-1]} works")
-
-
-def _settings(transfer: Any) -> Finding:
-    try:
-        parse_settings(transfer.kv_connector_extra_config)
-    except ConfigError as error:
-        return failure("settings", error)
-    named = ", ".join(f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items())
-    return ok("settings", named or "all defaults")
-
-
-def _prefix_caching(cache: Any) -> Finding:
-    if cache.enable_prefix_caching:
-        return ok("prefix caching", "on")
-    what = "enable_prefix_caching is off, so the engine hashes no blocks"
-    return fail("prefix caching", what, "--enable-prefix-caching works")
-
-
 def _parallel(parallel: Any) -> Iterator[Finding]:
-    refused = False
-    sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
-    for size in (*sizes, "prefill_context_parallel_size"):
-        if getattr(parallel, size, 1) > 1:
-            refused = True
-            what = f"{size}={getattr(parallel, size)} is not supported yet"
-            yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
-    if getattr(parallel, "nnodes", 1) > 1:
-        refused = True
-        what = f"nnodes={parallel.nnodes}: workers on other nodes cannot map this node's memory"
+    kinds = ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
+    several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
+    several = {size: ranks for size, ranks in several.items() if ranks > 1}
+    for size, ranks in several.items():
+        what = f"{size}={ranks} is not supported yet"
+        yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
+    if (nodes := getattr(parallel, "nnodes", 1)) > 1:
+        what = f"nnodes={nodes}: workers on other nodes cannot map this node's memory"
         yield fail("parallelism", what, "--nnodes 1 works")
-    if not refused:
+    elif not several:
         yield ok("parallelism", f"tensor_parallel_size {parallel.tensor_parallel_size}, one node")
 
 
@@ -148,21 +143,11 @@ def _speculative(speculative: Any) -> Finding:
     check = "speculative decoding"
     if speculative is None:
         return ok(check, "off")
-    if speculative.method in SPECULATIVE_METHODS:
-        return ok(check, f"{speculative.method}: drafts have no KV cache of their own")
-    what = (
-        f"speculative_config: restoring the cache of a {speculative.method!r} drafter "
-        "is not proven yet"
-    )
+    method = speculative.method
+    good = f"{method}: drafts have no KV cache of their own"
+    what = f"speculative_config: restoring the cache of a {method!r} drafter is not proven yet"
     remedy = '{"method":"ngram",...} or serving without --speculative-config works'
-    return fail(check, what, remedy)
-
-
-def _scales(cache: Any) -> Finding:
-    if not getattr(cache, "calculate_kv_scales", False):
-        return ok("KV scales", f"cache dtype {cache.cache_dtype}, no scales computed while serving")
-    what = "calculate_kv_scales gives every engine other scales for the same bytes"
-    return fail("KV scales", what, "serving without --calculate-kv-scales works")
+    return judge(check, method in SPECULATIVE_METHODS, good, what, remedy)
 
 
 def _hashes(cache: Any) -> Finding:
@@ -170,27 +155,9 @@ def _hashes(cache: Any) -> Finding:
     if algorithm not in ENGINE_HASHES:
         what = f"{algorithm} gives other hashes in every process, so hybridkv makes its own"
         return ok("block hashes", what)
-    if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
-        what = "seeds vLLM's block hashes: engines with another value share nothing"
-        return warn("block hashes", f"PYTHONHASHSEED={seed} {what}", "unset PYTHONHASHSEED works")
+    seed = os.environ.get("PYTHONHASHSEED")
     versions = ", shared by engines of one Python version" if algorithm == "sha256" else ""
-    return ok("block hashes", f"{algorithm}, vLLM's fixed seed{versions}")
-
-
-def _hybrid_manager(scheduler: Any) -> Finding:
-    if not scheduler.disable_hybrid_kv_cache_manager:
-        return ok("hybrid KV cache manager", "on")
-    what = (
-        "disable_hybrid_kv_cache_manager is on, so sliding window layers keep and store every token"
-    )
-    remedy = "--no-disable-hybrid-kv-cache-manager works"
-    return warn("hybrid KV cache manager", what, remedy)
-
-
-def _policy(transfer: Any) -> Finding:
-    policy = transfer.kv_load_failure_policy
-    if policy == "recompute":
-        return ok("kv_load_failure_policy", policy)
-    what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
-    add = 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
-    return warn("kv_load_failure_policy", what, f"{add} to have it computed instead")
+    good = f"{algorithm}, vLLM's fixed seed{versions}"
+    apart = "seeds vLLM's block hashes: engines with another value share nothing"
+    what, remedy = f"PYTHONHASHSEED={seed} {apart}", "unset PYTHONHASHSEED works"
+    return judge("block hashes", seed is None, good, what, remedy, Verdict.WARN)

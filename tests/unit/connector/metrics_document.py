@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 from hybridkv.connector.connector import SOURCES
 from hybridkv.connector.stats import EXACT, FAMILIES, PREFIX, PREFIXES
+from hybridkv.core.metrics import MetricFamily
 from hybridkv.multi import stats as multi
 from hybridkv.observe.explanations import DECLINES
-from hybridkv.vllm.metrics import FamilyType, MetricFamily
 from tests.documents import DOCS, filled, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS.md"
@@ -54,10 +54,10 @@ def _family_rows(prefix: str, families: Mapping[str, MetricFamily]) -> str:
         ["metric", "kind", "labels", "what"],
         [
             [
-                f"`{prefix}{name}{'_total' if family.what is FamilyType.COUNTER else ''}`",
-                family.what,
+                f"`{prefix}{name}{'_total' if family.kind == 'counter' else ''}`",
+                family.kind,
                 ", ".join(f"`{label}`" for label in family.labels),
-                family.about,
+                family.help,
             ]
             for name, family in families.items()
         ],

@@ -304,7 +304,6 @@ def test_labels_from_outside_are_bounded() -> None:
 def test_every_counter_lands_in_one_family() -> None:
     from hybridkv.connector.stats import EXACT, FAMILIES, PREFIXES, cell_of
     from hybridkv.observe.explanations import DECLINES
-    from hybridkv.vllm.metrics import FamilyType
 
     rooms = ("connector", "vllm")
     source = "".join(path.read_text() for room in rooms for path in (SOURCE / room).rglob("*.py"))
@@ -318,7 +317,7 @@ def test_every_counter_lands_in_one_family() -> None:
     cells = [cell_of(name) for name in sorted(named)]
     assert len(set(cells)) == len(cells), "two counters in one cell"
     for family, labels in (*cells, *EXACT.values(), cell_of("a_new_name")):
-        assert FAMILIES[family].what is FamilyType.COUNTER
+        assert FAMILIES[family].kind == "counter"
         assert len(labels) == len(FAMILIES[family].labels)
         assert all(labels)
     used = (
@@ -327,7 +326,7 @@ def test_every_counter_lands_in_one_family() -> None:
         | {p[1] for p in PREFIXES}
     )
     assert used | {"events"} == {
-        name for name, family in FAMILIES.items() if family.what is FamilyType.COUNTER
+        name for name, family in FAMILIES.items() if family.kind == "counter"
     }
 
 

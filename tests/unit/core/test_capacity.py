@@ -8,22 +8,20 @@ from fractions import Fraction
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hybridkv.core.capacity import (
+from hybridkv.core.coverage import part_bytes, stored_blocks
+from hybridkv.core.findings import Verdict
+from hybridkv.core.geometry import Geometry, GroupKind, length_finding
+from hybridkv.core.sizes import parse_size
+from hybridkv.core.state_boundaries import StateRule, state_ends, state_findings
+from hybridkv.lab.capacity import (
     CapacityPlan,
     ConfigPreview,
     GroupPreview,
-    length_finding,
     make_plan,
     room_finding,
-    state_findings,
     stored_shapes,
     stored_token_bytes,
 )
-from hybridkv.core.coverage import part_bytes, stored_blocks
-from hybridkv.core.findings import Verdict
-from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.sizes import parse_size
-from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS, K, make
 

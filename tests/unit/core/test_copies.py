@@ -155,4 +155,4 @@ def test_what_the_engine_let_go_of_is_not_even_planned(name: str, data: st.DataO
 def test_a_run_without_slots_for_all_of_it_is_cut_at_the_prefix() -> None:
     (span,), _ = storable_spans(LAYOUTS["qwen3"], 0, range(0, 4), b"", [5, 6, 7, 8])
     assert span.objects == 4
-    assert span.head(3).blocks == [5, 6, 7]
+    assert span.part(0, 3).blocks == [5, 6, 7]

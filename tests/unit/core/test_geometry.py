@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.core.coverage import part_sizes
+from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
 from tests.layouts import LAYOUTS, K, make
@@ -91,8 +91,8 @@ def test_a_group_that_cannot_be_is_refused(broken: object) -> None:
 def test_chunked_local_objects_have_a_few_sizes() -> None:
     """Windows of 512 in chunks of 128: the chunk that ends an attention chunk is read by nobody."""
     geometry = LAYOUTS["llama4"]
-    assert part_sizes(geometry, geometry.groups[0]) == (geometry.groups[0].block_bytes,)
+    assert slot_shapes(geometry, geometry.groups[0]) == ((geometry.groups[0].block_bytes, 1),)
     odd = LAYOUTS["odd_window"]
-    assert part_sizes(odd, odd.groups[1]) == tuple(
-        n * odd.groups[1].block_bytes for n in (1, 2, 3, 4)
+    assert slot_shapes(odd, odd.groups[1]) == tuple(
+        (n * odd.groups[1].block_bytes, 1) for n in (1, 2, 3, 4)
     )

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.core.capacity import stored_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
+from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS

@@ -3,16 +3,8 @@
 import sys
 from collections.abc import Iterable
 
-from hybridkv.observe.catalog import (
-    LABELLED,
-    MADE,
-    PLAIN,
-    PREFIX,
-    TIER,
-    TIER_PREFIX,
-    MetricDescription,
-    MetricType,
-)
+from hybridkv.core.metrics import MetricFamily
+from hybridkv.observe.catalog import LABELLED, MADE, PLAIN, PREFIX, TIER, TIER_PREFIX
 from tests.documents import DOCS, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS-daemon.md"
@@ -60,10 +52,10 @@ always hit <= ceiling <= asked.
 """
 
 
-def _rows(prefix: str, described: Iterable[tuple[str, MetricDescription]]) -> Iterable[list[str]]:
+def _rows(prefix: str, described: Iterable[tuple[str, MetricFamily]]) -> Iterable[list[str]]:
     """One for each metric."""
     for name, one in described:
-        whole = f"{PREFIX}{prefix}{name}{'_total' if one.kind is MetricType.COUNTER else ''}"
+        whole = f"{PREFIX}{prefix}{name}{'_total' if one.kind == 'counter' else ''}"
         yield [f"`{whole}`", str(one.kind), ", ".join(one.labels), one.help]
 
 

@@ -25,13 +25,12 @@ from hybridkv.connector.scheduler.requests import (
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.connector.stats import HybridKVStats, StatsCollector
-from hybridkv.core.coverage import retention_of
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.settings import Settings
 from hybridkv.vllm.adapters import Adapters
-from hybridkv.vllm.block_room import BlockRoom
+from hybridkv.vllm.block_room import BlockRoom, retention_of
 from hybridkv.vllm.hashing import ChunkHashChain
 from hybridkv.wire import messages as wire
 

@@ -203,7 +203,7 @@ class StorePlanner:
                 offsets, generations = self.credits.take(self._shape(span), span.objects)
                 taken = len(offsets) // U64
                 if taken:
-                    yield CopyRun(span.head(taken), offsets, generations)
+                    yield CopyRun(span.part(0, taken), offsets, generations)
                 if taken < span.objects:
                     # The blocks are still this request's in the next step, where it goes on.
                     self._counters["stores_no_slot"] += 1
