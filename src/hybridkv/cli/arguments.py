@@ -9,10 +9,8 @@ from typing import Any
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
 
-Argument = tuple[str, dict[str, Any]]
-"""The name, and what else `argparse` is told."""
-Run = Callable[[argparse.Namespace], int]
-"""What a command does; returns its exit status."""
+Argument = tuple[str, dict[str, Any]]  # The name, and what else `argparse` is told.
+Run = Callable[[argparse.Namespace], int]  # What a command does; returns its exit status.
 Command = tuple[tuple[Argument | list[Argument], ...], Run]
 """Arguments, of which one of each list must be given, and no more; and what is done."""
 

@@ -13,8 +13,7 @@ from hybridkv.cli.arguments import Command
 from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
-EXIT_NOBODY_READS = 141
-"""The exit status of a program that SIGPIPE ended."""
+EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
 COMMANDS = {
     "serve": ("serve", "run the cache daemon of this node"),
     "stats": ("control", "print the daemon's counters"),

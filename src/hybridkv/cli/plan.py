@@ -31,8 +31,7 @@ _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
 _EVICTION = EvictionPolicy.TWO_QUEUES.value
 PROGRESS_SECONDS = 5.0
-SIZES = 6
-"""The number of sizes that are tried where none is named."""
+SIZES = 6  # The number of sizes that are tried where none is named.
 
 
 @command(

@@ -26,8 +26,7 @@ from hybridkv.wire.status import Outcome, Status
 
 INTERVAL_SECONDS = 1.0
 INTERVAL_SECONDS_MIN = 0.25
-LOOK_SECONDS = 0.1
-"""A key or another size of the terminal is seen so soon."""
+LOOK_SECONDS = 0.1  # A key or another size of the terminal is seen so soon.
 ANSWER_SECONDS = 5.0
 QUIT = frozenset("qQ\x03\x1b")
 _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")

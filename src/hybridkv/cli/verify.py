@@ -25,16 +25,13 @@ from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import describe_groups
 
-CHUNKS = 5
-"""Whole chunks of a prompt."""
-LOCAL_CHUNKS = 2
-"""Chunks of the prompt that the engine's own cache holds in the mixed arm."""
+CHUNKS = 5  # Whole chunks of a prompt.
+LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
 MAX_TOKENS = 16
 KILLED_TOKENS = 64
 """Tokens of the arm in which the daemon is killed, so that it dies while the engine computes."""
 PREEMPTED_PROMPTS = 3
-PREEMPTED_AFTER = 4
-"""Tokens after which the requests of the preempted arm need another block."""
+PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need another block.
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 SETTLED_COUNTERS = (
@@ -139,8 +136,7 @@ class Verification:
         self._daemon = DaemonProcess(self._socket_path, ram)
         self.chunk_tokens = 0
         self.groups = ""
-        self.distinct_tokens = 0
-        """Of the first answer; one that repeats itself proves little."""
+        self.distinct_tokens = 0  # Of the first answer; one that repeats itself proves little.
         self.seconds = 0.0
 
     def run(self) -> list[VerifyArm]:

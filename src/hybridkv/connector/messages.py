@@ -27,10 +27,8 @@ class LoadPlan:
 class StepPlan(base.KVConnectorMetadata):
     """What every worker does in one step."""
 
-    boot: str = ""
-    """The daemon's life that the stores are for."""
-    session: int = 0
-    """The engine's greeting that the stores are for."""
+    boot: str = ""  # The daemon's life that the stores are for.
+    session: int = 0  # The engine's greeting that the stores are for.
     reserved_bytes: int = 0
     loads: dict[str, LoadPlan] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)

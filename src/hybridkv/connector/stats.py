@@ -17,15 +17,12 @@ from hybridkv.vllm.metrics import Deltas, EngineMetrics, attempt
 PREFIX = "vllm:hybridkv_"
 OBSERVATIONS_MAX = 1024
 """Values of one histogram in one payload; those beyond it are counted as dropped."""
-NAMES_MAX = 1024
-"""Counters, gauges or histograms in one payload."""
-NUMBER_MAX = 1 << 62
-"""Larger numbers, infinities and what is no number are not believed."""
+NAMES_MAX = 1024  # Counters, gauges or histograms in one payload.
+NUMBER_MAX = 1 << 62  # Larger numbers, infinities and what is no number are not believed.
 MALFORMED = "stats_malformed"
 DROPPED = "stats_dropped_observations"
 
-Cell = tuple[str, tuple[str, ...]]
-"""A family and the values of its labels."""
+Cell = tuple[str, tuple[str, ...]]  # A family and the values of its labels.
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Buckets of histograms."""

@@ -22,8 +22,7 @@ from hybridkv.core.packed import U64, unpack_u64
 
 PAYLOAD_VERSION = 1
 """The layout's version, a part of the identity: the arena outlives an upgrade of the daemon."""
-NULL_BLOCK = 0
-"""The engine's null block: never stored, never loaded into."""
+NULL_BLOCK = 0  # The engine's null block: never stored, never loaded into.
 _ZEROS, _ONES = re.compile(b"\0+"), re.compile(b"\1+")
 
 
@@ -50,11 +49,9 @@ class CopyOp:
     """
 
     slot: SlotRef
-    group_index: int
-    """Index into Geometry.groups (not the gid)."""
+    group_index: int  # Index into Geometry.groups (not the gid).
     chunk: int
-    count: int
-    """Stored blocks in the object."""
+    count: int  # Stored blocks in the object.
     first: int
     blocks: tuple[int, ...]
 
@@ -65,8 +62,7 @@ class ObjectSpan:
 
     group_index: int
     first_chunk: int
-    count: int
-    """Stored blocks in each object."""
+    count: int  # Stored blocks in each object.
     blocks: Sequence[int]
 
     @property

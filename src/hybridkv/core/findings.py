@@ -22,8 +22,7 @@ class Finding:
     check: str
     verdict: Verdict
     what: str
-    remedy: str = ""
-    """The clause that ends the sentence, like "--enable-prefix-caching works"."""
+    remedy: str = ""  # The clause that ends the sentence, like "--enable-prefix-caching works".
 
     @property
     def sentence(self) -> str:

@@ -105,10 +105,8 @@ class Geometry:
     chunk_tokens: int
     alignment_tokens: int
     """The engine's scheduler block: a hit, local and external, is a multiple of it."""
-    hash_tokens: int
-    """Tokens covered by one of the engine's block hashes."""
-    ranks: int = 1
-    """Worker ranks of the engine."""
+    hash_tokens: int  # Tokens covered by one of the engine's block hashes.
+    ranks: int = 1  # Worker ranks of the engine.
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:

@@ -10,8 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
-HASH_BYTES = 32
-"""Length of a chunk hash and of a namespace fingerprint."""
+HASH_BYTES = 32  # Length of a chunk hash and of a namespace fingerprint.
 
 
 def fingerprint(facts: Mapping[str, object]) -> bytes:

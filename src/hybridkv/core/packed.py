@@ -7,8 +7,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 
-U64 = 8
-"""Bytes of one integer."""
+U64 = 8  # Bytes of one integer.
 
 
 def pack_u64(values: "list[int] | array[int]") -> bytes:

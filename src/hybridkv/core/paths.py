@@ -6,8 +6,7 @@ from hybridkv.core.errors import ConfigError
 
 _NODE_NAME_MAX = 200
 """The most bytes in a name of a node, which begins names of directories and files."""
-_SOCKET_PATH_MAX = 107
-"""Bytes that the kernel allows in the path of a Unix socket."""
+_SOCKET_PATH_MAX = 107  # Bytes that the kernel allows in the path of a Unix socket.
 
 
 def default_socket(environ: Mapping[str, str], uid: int) -> str:

@@ -13,7 +13,6 @@ class EvictionPolicy(StrEnum):
 class LoadPolicy(StrEnum):
     """Whether objects in tiers below RAM are loaded."""
 
-    FASTER = "faster"
-    """Where loading is measured to be faster than computing."""
+    FASTER = "faster"  # Where loading is measured to be faster than computing.
     ALWAYS = "always"
     NEVER = "never"

@@ -4,8 +4,7 @@ import re
 
 from hybridkv.core.errors import ConfigError
 
-SIZE_BYTES_MAX = 1 << 62
-"""More than any file can have."""
+SIZE_BYTES_MAX = 1 << 62  # More than any file can have.
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}b": 1000**_power, _letter: 1024**_power, f"{_letter}ib": 1024**_power}

@@ -5,10 +5,8 @@ The estimate grows with the age of the measurement, so that a tier that was slow
 
 from dataclasses import dataclass
 
-WEIGHT = 0.5
-"""The share of the latest measurement in the estimate."""
-DOUBLING_SECONDS = 10.0
-"""The estimate doubles each time that nothing was measured for so long."""
+WEIGHT = 0.5  # The share of the latest measurement in the estimate.
+DOUBLING_SECONDS = 10.0  # The estimate doubles each time that nothing was measured for so long.
 MEASURED_SECONDS_MIN = 1e-4
 
 
@@ -16,8 +14,7 @@ MEASURED_SECONDS_MIN = 1e-4
 class Speed:
     """How fast something was, and when that was measured, in seconds of any one clock."""
 
-    per_second: float = 0.0
-    """0 = not known."""
+    per_second: float = 0.0  # 0 = not known.
     seen_at: float = 0.0
 
     def measured(self, amount: float, seconds: float, now: float) -> "Speed":

@@ -23,8 +23,7 @@ class StateRule:
 
     0 = only the last boundary of a prompt, None = wherever a step ends.
     """
-    step_tokens: int = 0
-    """The most tokens of one prompt in one step; 0 = the whole prompt."""
+    step_tokens: int = 0  # The most tokens of one prompt in one step; 0 = the whole prompt.
 
     def period_tokens(self, group: Group) -> int:
         """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""

@@ -24,22 +24,17 @@ TIMEOUT_SECONDS_MAX = 60.0
 class WritePolicy(StrEnum):
     """When objects are written to a tier."""
 
-    THROUGH = "through"
-    """As soon as they are stored."""
-    BACK = "back"
-    """When they are about to be evicted from RAM."""
-    OFF = "off"
-    """Never; the tier is only read."""
+    THROUGH = "through"  # As soon as they are stored.
+    BACK = "back"  # When they are about to be evicted from RAM.
+    OFF = "off"  # Never; the tier is only read.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
     """A tier, as its URL describes it."""
 
-    kind: str
-    """The URL's scheme."""
-    location: str
-    """The URL without its query."""
+    kind: str  # The URL's scheme.
+    location: str  # The URL without its query.
     max_bytes: int | None = None
     """`bytes`: the most that it may hold; None = the kind's own default."""
     write: WritePolicy = WritePolicy.THROUGH
@@ -47,8 +42,7 @@ class TierSpec:
     """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
     timeout_seconds: float = TIMEOUT_SECONDS
     """`timeout`: the limit of one call; after it the tier counts as failed."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """The options that only this kind has."""
+    options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
 
     @property
     def name(self) -> str:

@@ -25,8 +25,7 @@ class GroupPreview:
     """One KV cache group of an engine, served or not."""
 
     gid: int
-    kind: str
-    """A GroupKind, or the engine's own name of what is refused; scratch is never stored."""
+    kind: str  # A GroupKind, or the engine's own name of what is refused; scratch is never stored.
     tokens_per_block: int
     layers: int
     block_bytes: int
@@ -43,8 +42,7 @@ class ConfigPreview:
     kv_dtype: str
     ranks: int
     groups: tuple[GroupPreview, ...]
-    geometry: Geometry | None
-    """None where a group, or the chunk size, is refused."""
+    geometry: Geometry | None  # None where a group, or the chunk size, is refused.
     states: StateRule = StateRule()
 
 
@@ -52,8 +50,7 @@ class ConfigPreview:
 class GroupPlan(GroupPreview):
     """One row of the plan, in bytes of one rank."""
 
-    token_bytes: float
-    """Bytes per token of all blocks."""
+    token_bytes: float  # Bytes per token of all blocks.
     stored_token_bytes: float
     """Bytes per token that are stored; of a recurrent group with a state at every boundary."""
 
@@ -65,8 +62,7 @@ class CapacityTotals:
     chunk_tokens: int
     alignment_tokens: int
     hash_tokens: int
-    first_storable_tokens: int
-    """The shortest prompt of which something is stored."""
+    first_storable_tokens: int  # The shortest prompt of which something is stored.
     first_hit_tokens: int
     """The shortest prompt that can hit: the engine computes at least one token itself."""
     token_bytes: float

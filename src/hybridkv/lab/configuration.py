@@ -28,11 +28,9 @@ class ConfigReport:
     findings: list[Finding] = field(default_factory=list)
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
-    identity: str = ""
-    """The namespace that the engine will have, in hex."""
+    identity: str = ""  # The namespace that the engine will have, in hex.
     facts: dict[str, str] = field(default_factory=dict)
-    unreadable: str = ""
-    """Why vLLM cannot read the arguments at all; then nothing else is known."""
+    unreadable: str = ""  # Why vLLM cannot read the arguments at all; then nothing else is known.
 
 
 def inspect_arguments(

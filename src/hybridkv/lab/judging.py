@@ -38,8 +38,7 @@ class VerifyArm:
     same_logprobs: bool | None = None
     """None where the engine's own answers differ from run to run. In the preempted arm "the same"
     is within a tolerance."""
-    same_bytes: bool | None = None
-    """None where nothing was restored."""
+    same_bytes: bool | None = None  # None where nothing was restored.
     ok: bool = False
     preemptions: int = 0
     not_served: str | None = None
@@ -52,14 +51,10 @@ class Measured:
 
     name: str
     prompt_tokens: int
-    results: Sequence[Mapping[str, Any]]
-    """The engine's answers, as hybridkv.lab.runner gives them."""
-    delta: Mapping[str, int]
-    """By how much each of the daemon's counters grew."""
-    expected: int | None = 0
-    """Tokens that must come from the connector; None where chance decides."""
-    local: int = 0
-    """Tokens that the engine's own cache has."""
+    results: Sequence[Mapping[str, Any]]  # The engine's answers, as hybridkv.lab.runner gives them.
+    delta: Mapping[str, int]  # By how much each of the daemon's counters grew.
+    expected: int | None = 0  # Tokens that must come from the connector; None where chance decides.
+    local: int = 0  # Tokens that the engine's own cache has.
 
     def row(self, **judged: Any) -> VerifyArm:
         """The arm with its measures, and with what was judged."""
@@ -81,10 +76,8 @@ class ReferenceAnswers:
     local_hit: Mapping[str, Any]
     split_hit: Mapping[str, Any]
     """A hit on a prompt that was computed in two parts, as in the mixed arm."""
-    alone: Sequence[Mapping[str, Any]]
-    """The prompts of the preempted arm, each computed alone."""
-    noise: float
-    """How far these are from the engine's own answers where it preempts."""
+    alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
+    noise: float  # How far these are from the engine's own answers where it preempts.
 
 
 def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:

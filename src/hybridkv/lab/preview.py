@@ -41,10 +41,8 @@ _PRETENDED_MEMORY_BYTES = 1 << 48
 class EnginePreview:
     """What an engine of this configuration would register."""
 
-    kv_cache_config: KVCacheConfig
-    """As the scheduler role gets it."""
-    layouts: Mapping[int, WorkerLayout]
-    """By rank; every rank has the same."""
+    kv_cache_config: KVCacheConfig  # As the scheduler role gets it.
+    layouts: Mapping[int, WorkerLayout]  # By rank; every rank has the same.
 
 
 def preview_engine(vllm_config: Any) -> EnginePreview:

@@ -26,8 +26,7 @@ from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 
-BLOCK_TOKENS = 512
-"""Tokens in a block of the public Mooncake traces."""
+BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
 CHUNKS_PER_STEP = 64
 """Chunks whose objects are stored together, group by group, as after a step of the engine."""
 PAGES_MIN = 8
@@ -53,8 +52,7 @@ class ReplayHits:
     prompts_hit: int = 0
     tokens: int = 0
     tokens_hit: int = 0
-    evicted: int = 0
-    """The number of objects that were evicted."""
+    evicted: int = 0  # The number of objects that were evicted.
 
     def __add__(self, other: "ReplayHits") -> "ReplayHits":
         """Both."""

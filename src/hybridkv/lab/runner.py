@@ -143,8 +143,7 @@ class _BlockPool:
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._held: list[Any] = []
         self._over = False
-        self.preemptions: dict[str, int] = {}
-        """How often each request was preempted."""
+        self.preemptions: dict[str, int] = {}  # How often each request was preempted.
 
     def starve(self) -> None:
         """Before a step: take every free block; give all back once no request runs any more."""

@@ -26,24 +26,19 @@ LIMITS = {
     "settle_seconds": (30.0, "10"),
 }
 """The largest value of each setting, and one that works."""
-OWN_KEYS = ("load_weight", "name")
-"""Keys of a child's extra config that the child does not see."""
+OWN_KEYS = ("load_weight", "name")  # Keys of a child's extra config that the child does not see.
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
-_RANK = re.compile(r"_dp\d+$")
-"""What vLLM appends to the id of a data-parallel engine."""
+_RANK = re.compile(r"_dp\d+$")  # What vLLM appends to the id of a data-parallel engine.
 _EXTRA = "kv_connector_extra_config"
 
 
 class ChildSpec(NamedTuple):
     """One entry of `connectors`."""
 
-    name: str
-    """The label of its statistics, which no other child has."""
+    name: str  # The label of its statistics, which no other child has.
     connector: type
-    config: Any
-    """vLLM's configuration as the child sees it."""
-    weight: float
-    """See multi.ranking."""
+    config: Any  # vLLM's configuration as the child sees it.
+    weight: float  # See multi.ranking.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +65,12 @@ class ChildConnector:
     connector: Any
     supervisor: Supervisor
     weight: float = 1.0
-    speed: Speed = field(default_factory=Speed)
-    """Tokens per second of its loads."""
+    speed: Speed = field(default_factory=Speed)  # Tokens per second of its loads.
     breaker: Breaker = field(default_factory=Breaker)
     """Open after answers that did not come in time."""
-    dead_since: float | None = None
-    """When it was known to be switched off, here or in a worker."""
-    withdrawn: bool = False
-    """Whether it was asked for its last events after it was switched off."""
-    mute: bool = False
-    """Whether it cannot report any more what became of its transfers."""
+    dead_since: float | None = None  # When it was known to be switched off, here or in a worker.
+    withdrawn: bool = False  # Whether it was asked for its last events after it was switched off.
+    mute: bool = False  # Whether it cannot report any more what became of its transfers.
 
     @property
     def alive(self) -> bool:

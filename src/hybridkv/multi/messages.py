@@ -39,8 +39,7 @@ class MultiReport(KVConnectorWorkerMetadata):
     """(child, message) pairs of all workers."""
     events: list[tuple[int, KVConnectorKVEvents]] = field(default_factory=list)
     """(child, KV events) pairs of all workers."""
-    dead: frozenset[int] = frozenset()
-    """Children that some worker has switched off."""
+    dead: frozenset[int] = frozenset()  # Children that some worker has switched off.
     counters: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "MultiReport":

@@ -13,23 +13,19 @@ from typing import NamedTuple
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.speed import Speed
 
-WEIGHT_AUTO = 0.0
-"""Stands for `load_weight` "auto"; the weight is then measured."""
+WEIGHT_AUTO = 0.0  # Stands for `load_weight` "auto"; the weight is then measured.
 WEIGHT_MAX = 1e6
 PATIENCE_SECONDS = 2.0
 PATIENCE_SECONDS_PER_KI_TOKEN = 0.1
-PATIENCE_SECONDS_MAX = 30.0
-"""Requirements D18, B39."""
+PATIENCE_SECONDS_MAX = 30.0  # Requirements D18, B39.
 
 
 class ChildAnswer(NamedTuple):
     """What one connector said about a request."""
 
-    tokens: int | None
-    """The tokens of its hit beyond the local one; None = it does not know yet."""
+    tokens: int | None  # The tokens of its hit beyond the local one; None = it does not know yet.
     is_async: bool = False
-    awaited: bool = True
-    """Whether a request may wait for it; False after it was late too often."""
+    awaited: bool = True  # Whether a request may wait for it; False after it was late too often.
 
 
 MISS = ChildAnswer(0)
@@ -38,12 +34,10 @@ MISS = ChildAnswer(0)
 class LoadDecision(NamedTuple):
     """What to tell the engine."""
 
-    child: int | None
-    """The index of the connector that loads; None = none does."""
+    child: int | None  # The index of the connector that loads; None = none does.
     tokens: int = 0
     is_async: bool = False
-    wait: bool = False
-    """Ask again in the next step."""
+    wait: bool = False  # Ask again in the next step.
 
 
 def decide(

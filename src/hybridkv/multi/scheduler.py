@@ -25,21 +25,15 @@ from hybridkv.vllm.supervise import logger
 class MultiLookup:
     """One request, which may be looked up several times."""
 
-    refused: set[int] = field(default_factory=set)
-    """Children of which a load for it has failed."""
-    asked_at: float | None = None
-    """When the present lookup asked first; None = there is none."""
-    hit_at: float | None = None
-    """When the present lookup had its first hit; None = it has none."""
-    awaited: frozenset[int] = frozenset()
-    """Children that the present lookup may wait for."""
-    late: set[int] = field(default_factory=set)
-    """Children that it did wait for in vain."""
+    refused: set[int] = field(default_factory=set)  # Children of which a load for it has failed.
+    asked_at: float | None = None  # When the present lookup asked first; None = there is none.
+    hit_at: float | None = None  # When the present lookup had its first hit; None = it has none.
+    awaited: frozenset[int] = frozenset()  # Children that the present lookup may wait for.
+    late: set[int] = field(default_factory=set)  # Children that it did wait for in vain.
     answers: dict[int, ChildAnswer] = field(default_factory=dict)
     decision: LoadDecision | None = None
     local_tokens: int = 0
-    loader: int | None = None
-    """The child that was chosen last."""
+    loader: int | None = None  # The child that was chosen last.
     blocks: frozenset[int] = frozenset()
     """The blocks that it loaded into, of an engine with a single group."""
 
@@ -50,10 +44,8 @@ class MultiScheduler:
 
     _children: ChildConnectors
     _settings: MultiSettings
-    _group_ids: tuple[int, ...]
-    """The groups that a load restores by default."""
-    _groups: Sequence[Retention]
-    """All groups of the engine."""
+    _group_ids: tuple[int, ...]  # The groups that a load restores by default.
+    _groups: Sequence[Retention]  # All groups of the engine.
     _room: BlockRoom
     _clock: Callable[[], float] = time.monotonic
     _requests: dict[str, MultiLookup] = field(default_factory=dict)

@@ -29,8 +29,7 @@ from hybridkv.multi.children import ChildConnectors, ChildSpec
 from hybridkv.multi.ranking import ChildAnswer
 from hybridkv.vllm.metrics import EngineMetrics, attempt
 
-PENDING = "pending_loads"
-"""The one count that is a level."""
+PENDING = "pending_loads"  # The one count that is a level.
 SELECTION = "__selection__"
 EVENTS = "__events__"
 CLASSES = "__classes__"

@@ -5,8 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-NOBODY = -1
-"""The index of a load that no connector does, and which therefore fails."""
+NOBODY = -1  # The index of a load that no connector does, and which therefore fails.
 
 
 @dataclass(eq=False, slots=True)
@@ -16,8 +15,7 @@ class ChildLoad:
     child: int
     tokens: int
     started: float
-    announced: bool = False
-    """Whether the workers know of it."""
+    announced: bool = False  # Whether the workers know of it.
 
 
 class EndedTransfers(NamedTuple):
@@ -26,8 +24,7 @@ class EndedTransfers(NamedTuple):
     loads: dict[str, ChildLoad]
     failed: set[str]
     saves: dict[str, set[int]]
-    absorbed: int
-    """Reports of transfers that nobody waited for."""
+    absorbed: int  # Reports of transfers that nobody waited for.
 
     def of(self, child: int) -> dict[str, set[str] | None]:
         """One connector's own, as fields of vLLM's output."""
@@ -99,17 +96,14 @@ class PendingTransfers:
 class TransferLedger:
     """A worker's: loads and saves that were announced, each of which is reported once."""
 
-    loads: dict[str, int] = field(default_factory=dict)
-    """The connector that loads a request."""
+    loads: dict[str, int] = field(default_factory=dict)  # The connector that loads a request.
     saves: dict[str, set[int]] = field(default_factory=dict)
     """The connectors that hold a request's blocks."""
-    tainted: set[str] = field(default_factory=set)
-    """Loads of which some part has failed already."""
+    tainted: set[str] = field(default_factory=set)  # Loads of which some part has failed already.
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     saved: set[str] = field(default_factory=set)
-    absorbed: int = 0
-    """Reports that nobody waited for."""
+    absorbed: int = 0  # Reports that nobody waited for.
 
     def announce(self, loads: Mapping[str, int], saves: Mapping[str, Iterable[int]]) -> None:
         """The engine waits for these from now on."""

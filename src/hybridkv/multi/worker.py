@@ -18,11 +18,9 @@ class MultiWorker:
     """One rank; its public methods are vLLM's hooks. None raises, whatever a child does."""
 
     _children: ChildConnectors
-    _groups: int
-    """How many KV cache groups the engine has."""
+    _groups: int  # How many KV cache groups the engine has.
     _ledger: TransferLedger = field(default_factory=TransferLedger)
-    _bound: set[int] = field(default_factory=set)
-    """Children that have their plan of this step."""
+    _bound: set[int] = field(default_factory=set)  # Children that have their plan of this step.
     _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _bad_blocks: set[int] = field(default_factory=set)
 

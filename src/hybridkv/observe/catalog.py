@@ -138,8 +138,7 @@ MADE: Mapping[str, MetricFamily] = {
 VALUES = {**PLAIN, **LABELLED} | {TIER_PREFIX + name: one for name, one in TIER.items()}
 """Metrics whose numbers are in Values."""
 
-NOT_ALONE = frozenset(("lookup_wait_seconds",))
-"""Values that are part of a metric of another type."""
+NOT_ALONE = frozenset(("lookup_wait_seconds",))  # Values that are part of a metric of another type.
 
 
 def known() -> dict[str, MetricFamily]:

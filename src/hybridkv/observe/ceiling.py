@@ -24,8 +24,7 @@ REMEMBERED_CHUNKS_MAX = 1 << 18
 """Chunks of some 150 bytes each; 33 million tokens at the smallest chunk."""
 QUEUED_CHUNKS_MAX = 1 << 16
 """Chunks of queued events; an event that would go beyond is left out and counted."""
-STEP_CHUNKS = 64
-"""Chunks of one step, which takes some 50 us."""
+STEP_CHUNKS = 64  # Chunks of one step, which takes some 50 us.
 IDENTITIES_MAX = 4096
 NAME_BYTES = 16
 """Bytes kept of a chunk's hash; chunks that are confused only make the statistics less exact."""
@@ -35,31 +34,24 @@ NAME_BYTES = 16
 class HitRateCeiling:
     """The chunks of an unlimited cache, and three sums of tokens over the same lookups."""
 
-    remembered_max: int = REMEMBERED_CHUNKS_MAX
-    """The most chunks that are remembered."""
+    remembered_max: int = REMEMBERED_CHUNKS_MAX  # The most chunks that are remembered.
     queued_max: int = QUEUED_CHUNKS_MAX
     step: int = STEP_CHUNKS
     asked_tokens: int = 0
     hit_tokens: int = 0
-    ceiling_tokens: int = 0
-    """Tokens that the unlimited cache would have hit."""
-    lookups: int = 0
-    """Lookups in the three sums."""
-    lookups_left_out: int = 0
-    """Lookups in none of the three, because too much was queued."""
-    forgotten: int = 0
-    """Chunks of the unlimited cache that are not remembered any more."""
+    ceiling_tokens: int = 0  # Tokens that the unlimited cache would have hit.
+    lookups: int = 0  # Lookups in the three sums.
+    lookups_left_out: int = 0  # Lookups in none of the three, because too much was queued.
+    forgotten: int = 0  # Chunks of the unlimited cache that are not remembered any more.
     _remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
     _numbers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
     """By identity: the number that begins its chunks' keys."""
     _last_number: int = 0
-    _first_number: int = 1
-    """Keys with an earlier number were cleared, and wait to be the oldest."""
+    _first_number: int = 1  # Keys with an earlier number were cleared, and wait to be the oldest.
     _queue: deque[tuple[int, bool, Iterator[None]]] = field(default_factory=deque)
     """Each event's chunks, whether it is a lookup, and what counts it step by step."""
-    _queued: int = 0
-    """Chunks of all events in the queue."""
+    _queued: int = 0  # Chunks of all events in the queue.
 
     def __len__(self) -> int:
         """The number of chunks that are remembered."""

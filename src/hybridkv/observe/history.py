@@ -83,12 +83,10 @@ class Snapshot:
     groups: tuple[GroupStatus, ...]
     sessions: tuple[SessionStatus, ...]
     tiers: tuple[TierStatus, ...]
-    columns: tuple[tuple[str, str], ...]
-    """The (metric, label) of each of a sample's values."""
+    columns: tuple[tuple[str, str], ...]  # The (metric, label) of each of a sample's values.
     hour: tuple[Sample, ...]
     day: tuple[Sample, ...]
-    decisions: tuple[RequestOutcome, ...]
-    """The latest first."""
+    decisions: tuple[RequestOutcome, ...]  # The latest first.
 
     def since(self, seconds: float) -> Past:
         """The begin and the end of the last `seconds` of the hour, or of all that is known."""

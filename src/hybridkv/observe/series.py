@@ -20,8 +20,7 @@ WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class Sample(NamedTuple):
     """Values at one time, in the order of the columns."""
 
-    at: float
-    """Seconds of any one clock."""
+    at: float  # Seconds of any one clock.
     values: tuple[float, ...]
 
 

@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 Facts = Mapping[str, str | int | bool]
-Times = tuple[float, float]
-"""The begin and the end, by the daemon's clock."""
+Times = tuple[float, float]  # The begin and the end, by the daemon's clock.
 
 
 class SpanSink(Protocol):
     """Takes spans; it never blocks and never raises."""
 
-    dropped: int
-    """Spans that were not taken because too many waited."""
+    dropped: int  # Spans that were not taken because too many waited.
 
     def put(
         self, name: str, times: Times, facts: Facts, parent: object = None, error: str = ""

@@ -12,22 +12,17 @@ from hybridkv.observe.series import Past, Sample
 from hybridkv.wire import status as wire
 
 MINUTE_SECONDS = 60.0
-RECENT_SECONDS = 600.0
-"""Failures of so long ago are still shown."""
+RECENT_SECONDS = 600.0  # Failures of so long ago are still shown.
 HOUR_SECONDS = 3600.0
 SMOOTH_STEPS = 6
 """Shares are those of so many steps, because a single step may have next to nothing."""
-GROUPS_SHOWN_MAX = 64
-"""Groups of all identities; the smaller ones are summed up."""
+GROUPS_SHOWN_MAX = 64  # Groups of all identities; the smaller ones are summed up.
 SESSIONS_SHOWN_MAX = 256
 DECISIONS_SHOWN_MAX = 50
 BRIEF_DECISIONS = 20
-BRIEF_SAMPLES = 91
-"""Samples of the hour in a brief status."""
-GAP_MIN = 0.02
-"""A smaller difference of ceiling and hits is no reason for more memory."""
-LEVELS = ("bad", "warn", "note")
-"""The worst first."""
+BRIEF_SAMPLES = 91  # Samples of the hour in a brief status.
+GAP_MIN = 0.02  # A smaller difference of ceiling and hits is no reason for more memory.
+LEVELS = ("bad", "warn", "note")  # The worst first.
 TIER_NOTES = {
     "objects_damaged": "were damaged and were removed",
     "objects_refused": "found no room there",

@@ -19,17 +19,13 @@ from hybridkv import __version__
 from hybridkv.observe.spans import Facts, Times
 
 DELAY_MS = 1000
-EXPORT_SECONDS = 5
-"""A collector that takes longer loses what it was sent."""
-CLOCK_STEP_NS = 1_000_000
-"""A smaller difference of the clocks is that of reading them."""
-SPANS_MAX = 1 << 12
-"""Spans that wait to be exported; more are dropped and counted."""
+EXPORT_SECONDS = 5  # A collector that takes longer loses what it was sent.
+CLOCK_STEP_NS = 1_000_000  # A smaller difference of the clocks is that of reading them.
+SPANS_MAX = 1 << 12  # Spans that wait to be exported; more are dropped and counted.
 
 
 class _CountingExporter(OTLPSpanExporter):
-    left = 0
-    """Spans that left the processor's queue."""
+    left = 0  # Spans that left the processor's queue.
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.left += len(spans)
@@ -52,8 +48,7 @@ class SpanExporter:
         self._tracer = self._provider.get_tracer("hybridkv.daemon", __version__)
         self._spans_max = spans_max
         self._entered = 0
-        self._epoch_ns = 0
-        """The time of day when the daemon's clock was 0."""
+        self._epoch_ns = 0  # The time of day when the daemon's clock was 0.
         self.dropped = 0
 
     def put(

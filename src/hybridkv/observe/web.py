@@ -30,16 +30,11 @@ from hybridkv.observe.status import StatusReport
 
 logger = logging.getLogger("hybridkv.daemon")
 
-ANSWER_SECONDS = 5.0
-"""The loop has so long to make a snapshot."""
-REQUEST_SECONDS = 10.0
-"""A client has so long, from when it is accepted until its answer is sent."""
-REQUESTS_MAX = 16
-"""Requests at the same time; more are answered with status 503."""
-CONNECTIONS_MAX = 64
-"""Clients at the same time, whether they ask or not; more are closed."""
-SHORTAGE_SECONDS = 0.2
-"""The pause after a client could not be accepted."""
+ANSWER_SECONDS = 5.0  # The loop has so long to make a snapshot.
+REQUEST_SECONDS = 10.0  # A client has so long, from when it is accepted until its answer is sent.
+REQUESTS_MAX = 16  # Requests at the same time; more are answered with status 503.
+CONNECTIONS_MAX = 64  # Clients at the same time, whether they ask or not; more are closed.
+SHORTAGE_SECONDS = 0.2  # The pause after a client could not be accepted.
 LOOPBACK = re.compile(
     r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE
 )
@@ -66,8 +61,7 @@ HEADERS = (
 )
 
 Start = Callable[..., Any]
-Points = Iterable[tuple[tuple[str, ...], float]]
-"""(values of the labels, number)."""
+Points = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels, number).
 
 
 class WebPages(Collector):

@@ -28,8 +28,7 @@ class Adapter:
 
     identity: bytes | None = None
     """Hash of its files, HASH_BYTES long; None while it is unknown and after a refusal."""
-    refused: str = ""
-    """Why it is not served."""
+    refused: str = ""  # Why it is not served.
     checked_at: float = 0.0
     files: _Files = ()
 

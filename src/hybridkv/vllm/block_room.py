@@ -17,8 +17,7 @@ class Retention(NamedTuple):
     """What the engine keeps of a request in a group."""
 
     tokens_per_block: int
-    window_tokens: int | None
-    """None = all tokens are kept."""
+    window_tokens: int | None  # None = all tokens are kept.
 
 
 def retention_of(group: Group) -> Retention:

@@ -20,8 +20,7 @@ from hybridkv.vllm.layout import WorkerLayout
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
-_BLOB = re.compile("[0-9a-f]{64}")
-"""Name of a large file in a hub's cache."""
+_BLOB = re.compile("[0-9a-f]{64}")  # Name of a large file in a hub's cache.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 

@@ -23,10 +23,8 @@ class LayerLayout:
     name: str
     block_bytes: int
     dtype: str
-    shape: tuple[int, ...]
-    """The shape of one block."""
-    stride: tuple[int, ...]
-    """The strides of one block, in elements."""
+    shape: tuple[int, ...]  # The shape of one block.
+    stride: tuple[int, ...]  # The strides of one block, in elements.
     block_stride_bytes: int
 
 
@@ -52,8 +50,7 @@ _KINDS = {
     kv.MambaSpec: GroupKind.RECURRENT,
 }
 """By exact class: a subclass of a spec may keep its blocks by another rule."""
-RUNS_MAX = 1024
-"""Contiguous pieces that one block of one layer may be made of."""
+RUNS_MAX = 1024  # Contiguous pieces that one block of one layer may be made of.
 
 
 def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:

@@ -16,8 +16,7 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("vllm.hybridkv")
 
-LABELS_MAX = 64
-"""Values of a family's last label that are told apart; what comes later is OTHER."""
+LABELS_MAX = 64  # Values of a family's last label that are told apart; what comes later is OTHER.
 OTHER = "other"
 
 

@@ -31,8 +31,7 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 """The `--kv-transfer-config` that works for every model."""
-SEVERAL = "MultiConnector"
-"""The connector of this package that has other connectors inside."""
+SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
 
 
 def config_findings(vllm_config: Any) -> Iterator[Finding]:

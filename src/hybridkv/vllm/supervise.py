@@ -7,19 +7,16 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger("vllm.hybridkv")
-"""Below vLLM's logger, so that its settings apply."""
+logger = logging.getLogger("vllm.hybridkv")  # Below vLLM's logger, so that its settings apply.
 
-FAULTS_MAX = 20
-"""After this many faults a side only does what keeps the engine going."""
+FAULTS_MAX = 20  # After this many faults a side only does what keeps the engine going.
 
 
 class Supervisor:
     """Runs the hooks of one role, or of one connector of several."""
 
     def __init__(self, role: str) -> None:
-        self.counters: Counter[str] = Counter()
-        """Declines and faults by reason."""
+        self.counters: Counter[str] = Counter()  # Declines and faults by reason.
         self._role = role
         self._faults = 0
 

@@ -22,8 +22,7 @@ from hybridkv.vllm.blocks import as_words, block_bytes, part_pieces
 
 logger = logging.getLogger("vllm.hybridkv")
 
-STAGING_BYTES = 256 << 20
-"""Device memory for copies in flight, for each direction."""
+STAGING_BYTES = 256 << 20  # Device memory for copies in flight, for each direction.
 PIN_STEP_BYTES = 64 << 20
 """The arena is pinned in pieces of this size; no single copy crosses from one to the next."""
 

@@ -21,8 +21,7 @@ STRIDED_WORDS_MAX = 32 * 1024 - 1
 """The most elements that torch copies in the calling thread (its grain size, less one)."""
 BAND_BLOCK_BYTES_MAX = 128 << 10
 """Larger blocks are copied faster by memmove, which then writes past the cache."""
-Move = tuple[int, int, int]
-"""(address in the slot, address in the engine's block, bytes)."""
+Move = tuple[int, int, int]  # (address in the slot, address in the engine's block, bytes).
 PARALLEL_BYTES_MIN = 1 << 20
 """Fewer bytes are copied by one thread, because a second one costs more than it saves."""
 
@@ -30,8 +29,7 @@ PARALLEL_BYTES_MIN = 1 << 20
 @dataclass(frozen=True, slots=True)
 class _HostLayer:
     address: int
-    storage: int
-    """The address of the allocation."""
+    storage: int  # The address of the allocation.
     stride_bytes: int
     block_bytes: int
     runs: tuple[tuple[int, int], ...]
@@ -46,10 +44,8 @@ class _Band:
     """
 
     layers: list[_HostLayer]
-    layer_bytes: int
-    """Bytes of one block in all layers."""
-    words: torch.Tensor | None
-    """The blocks as 64-bit words: [layer, block, word]."""
+    layer_bytes: int  # Bytes of one block in all layers.
+    words: torch.Tensor | None  # The blocks as 64-bit words: [layer, block, word].
 
 
 class HostCopier:

@@ -42,8 +42,7 @@ class PartLayout:
 
     rank: int
     ranks: int
-    checksum: str
-    """The value of `Settings.checksum`."""
+    checksum: str  # The value of `Settings.checksum`.
     replicated: frozenset[int] = frozenset()
     """Indices of the groups whose objects have one part that all ranks share."""
 

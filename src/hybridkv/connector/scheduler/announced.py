@@ -14,19 +14,16 @@ from dataclasses import dataclass, field
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
 
-CHUNKS_MAX = 1 << 17
-"""Chunks known at once, each in some 400 bytes; further ones are not shown."""
+CHUNKS_MAX = 1 << 17  # Chunks known at once, each in some 400 bytes; further ones are not shown.
 
 
 @dataclass(eq=False, slots=True)
 class _AnnouncedChunk:
     chunk_hash: bytes
-    chunk: int
-    """Its number in the prompt."""
+    chunk: int  # Its number in the prompt.
     before: "_AnnouncedChunk | None"
     behind: "set[_AnnouncedChunk]" = field(default_factory=set)
-    is_end: bool = False
-    """Whether a hit may end with it."""
+    is_end: bool = False  # Whether a hit may end with it.
 
 
 class AnnouncedChunks:

@@ -25,14 +25,12 @@ from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
 
 logger = logging.getLogger("vllm.hybridkv")
 
-RAM = "ram"
-"""The tier that every load reads; the tiers below it have names of their own."""
+RAM = "ram"  # The tier that every load reads; the tiers below it have names of their own.
 _WAITING = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
 UNKNOWN_SECONDS = 2.0
 UNKNOWN_SECONDS_PER_KI_TOKEN = 0.1
 """What computing a prompt is taken to cost while the speed of prefill is not known."""
-PREFILL_TOKENS_MIN = 64
-"""A step of fewer tokens is not used to measure the speed of prefill."""
+PREFILL_TOKENS_MIN = 64  # A step of fewer tokens is not used to measure the speed of prefill.
 
 
 @dataclass
@@ -40,10 +38,8 @@ class Patience:
     """The speed of prefill, measured step by step, and the waits that follow from it."""
 
     policy: LoadPolicy
-    most_seconds: float
-    """The value of `Settings.load_timeout_seconds`."""
-    prefill: Speed = Speed()
-    """In tokens per second."""
+    most_seconds: float  # The value of `Settings.load_timeout_seconds`.
+    prefill: Speed = Speed()  # In tokens per second.
     step: tuple[int, float] = (0, 0.0)
     """Tokens of the step that is being measured, or 0; and when it was planned."""
 

@@ -24,10 +24,8 @@ from hybridkv.wire.messages import Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
 
-BlockName = bytes | int
-"""A block's hash as vLLM publishes it."""
-HASHES_MAX = 4096
-"""Block hashes in one event."""
+BlockName = bytes | int  # A block's hash as vLLM publishes it.
+HASHES_MAX = 4096  # Block hashes in one event.
 
 
 class KVEventPublisher:

@@ -45,16 +45,13 @@ class RequestEvent(StrEnum):
 
     SETTLED = "settled"
     """The answer is no: a miss, a passed deadline, or nothing beyond the local hit."""
-    ALLOCATED = "allocated"
-    """The engine has blocks for an external hit."""
-    PLANNED = "planned"
-    """The load plan left for the workers."""
+    ALLOCATED = "allocated"  # The engine has blocks for an external hit.
+    PLANNED = "planned"  # The load plan left for the workers.
     LOADED = "loaded"
     FAILED = "failed"
     FINISHED = "finished"
     """The request ended; its blocks are the engine's again, unless a load is in flight."""
-    RESUMED = "resumed"
-    """The engine asks again about a request that it preempted."""
+    RESUMED = "resumed"  # The engine asks again about a request that it preempted.
 
 
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
@@ -83,19 +80,14 @@ LEASELESS = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
 class RequestLookup:
     """A request's last lookup. Times are monotonic seconds."""
 
-    hashes: bytes = b""
-    """The chunk hashes that were looked up; empty until a lookup was sent."""
+    hashes: bytes = b""  # The chunk hashes that were looked up; empty until a lookup was sent.
     sent: bool = False
     sent_at: float = 0.0
     deadline: float = 0.0
-    lease: int = 0
-    """The lease that the answer opens; 0 = none."""
-    pending: wire.Pending | None = None
-    """The daemon's first reply where its answer takes longer."""
-    found: wire.Found | None = None
-    """The answer, until it is found out to be wrong."""
-    answer: wire.Found | None = None
-    """The last answer of all, for `hybridkv explain`."""
+    lease: int = 0  # The lease that the answer opens; 0 = none.
+    pending: wire.Pending | None = None  # The daemon's first reply where its answer takes longer.
+    found: wire.Found | None = None  # The answer, until it is found out to be wrong.
+    answer: wire.Found | None = None  # The last answer of all, for `hybridkv explain`.
 
 
 @dataclass(eq=False, slots=True)
@@ -103,15 +95,11 @@ class RequestLoad:
     """A request's last load."""
 
     plan: LoadPlan = LoadPlan("", ())
-    local_tokens: int = 0
-    """Tokens of the engine's own hit, behind which the load begins."""
+    local_tokens: int = 0  # Tokens of the engine's own hit, behind which the load begins.
     tokens: int = 0
-    allocated_at: float = 0.0
-    """When the engine had blocks for the load, in monotonic seconds."""
-    handed_over: bool = False
-    """Whether the workers know of the load and will report its end."""
-    total: tuple[int, int] = (0, 0)
-    """(tokens, bytes) of all loads of the request that succeeded."""
+    allocated_at: float = 0.0  # When the engine had blocks for the load, in monotonic seconds.
+    handed_over: bool = False  # Whether the workers know of the load and will report its end.
+    total: tuple[int, int] = (0, 0)  # (tokens, bytes) of all loads of the request that succeeded.
 
 
 @dataclass(eq=False, slots=True)
@@ -123,27 +111,22 @@ class TrackedRequest:
     """Makes the chunk hashes where the engine's own cannot be used."""
     adapter: Adapter | None = None
     """The LoRA adapter; the request's chunks have no hashes while its identity is unknown."""
-    adapter_hash: bytes = b""
-    """The adapter's identity, once it is known."""
-    tenant: int = 0
-    """The number of `core.keys.tenant_of`."""
+    adapter_hash: bytes = b""  # The adapter's identity, once it is known.
+    tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
     lookup: RequestLookup = field(default_factory=RequestLookup)
     load: RequestLoad = field(default_factory=RequestLoad)
-    preemptions: int = 0
-    """The engine's count when the request was last looked up."""
+    preemptions: int = 0  # The engine's count when the request was last looked up.
     local_seen: int | None = None
     """Tokens of the engine's own hit when it last asked; None = it has not asked."""
     why: tuple[str, str] = ("", "")
     """The counter of the last decline or failure, and what is known besides."""
-    storable: bool = True
-    """False once the identity changed: blocks may be of the old weights."""
+    storable: bool = True  # False once the identity changed: blocks may be of the old weights.
     next_chunk: list[int] = field(default_factory=list)
     """For each group, the first chunk whose store is not settled; unused for recurrent groups."""
     stored_states: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states whose store has begun."""
-    stored: int = 0
-    """Objects whose store has begun."""
+    stored: int = 0  # Objects whose store has begun.
 
     @property
     def is_prefetching(self) -> bool:

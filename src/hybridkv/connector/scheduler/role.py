@@ -82,8 +82,7 @@ class SchedulerRole:
         self._lookups = Lookups(settings, self._requests, self._events)
         self._loads = LoadPlanner(self._requests)
         self._stores = StorePlanner(geometry, tokens_per_step, settings.store_generated, counters)
-        self._changes: list[wire.Commit | wire.Free] = []
-        """What leaves with the end of the step."""
+        self._changes: list[wire.Commit | wire.Free] = []  # What leaves with the end of the step.
         self._poll(time.monotonic())
 
     @property

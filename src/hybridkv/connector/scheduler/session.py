@@ -17,8 +17,7 @@ from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
 
-RESPAWN_SECONDS = 5.0
-"""A daemon of our own that died is started again at most this often."""
+RESPAWN_SECONDS = 5.0  # A daemon of our own that died is started again at most this often.
 
 
 @dataclass(eq=False)
@@ -30,20 +29,15 @@ class DaemonSession:
     facts: Mapping[str, object]
     daemon_options: Sequence[str] | None
     """They start a daemon that died; None: somebody else starts it."""
-    subscribes: bool
-    """Whether the daemon is asked to tell which objects RAM has no more."""
+    subscribes: bool  # Whether the daemon is asked to tell which objects RAM has no more.
     counters: Counter[str]
-    on_loss: Callable[[], None]
-    """Called whenever the connection is lost."""
-    boot: str = ""
-    """The daemon's life that was greeted last; empty before the first greeting."""
-    reserved_bytes: int = 0
-    """Bytes of the arena whose pages exist, as far as that life has said."""
+    on_loss: Callable[[], None]  # Called whenever the connection is lost.
+    boot: str = ""  # The daemon's life that was greeted last; empty before the first greeting.
+    reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as far as that life has said.
     attached_ranks: dict[str, int] | None = None
     """Ranks by the daemon's life that they map; None until the first step has ended."""
     breaker: Breaker = Breaker()
-    subscribed: int = 0
-    """The greeting after which Subscribe was sent last."""
+    subscribed: int = 0  # The greeting after which Subscribe was sent last.
     respawn_at: float = 0.0
 
     def __post_init__(self) -> None:

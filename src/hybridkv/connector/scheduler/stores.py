@@ -54,8 +54,7 @@ class StorePlanner:
         self._store_generated = store_generated
         self._counters = counters
         self._attention_groups: list[int] = []
-        self._recurrent_groups: dict[int, int] = {}
-        """The index of each recurrent group by its gid."""
+        self._recurrent_groups: dict[int, int] = {}  # The index of each recurrent group by its gid.
         # As many slots as two full steps can complete objects.
         chunks = 2 * -(-step_tokens // geometry.chunk_tokens) + 2
         slots: Counter[SlotShape] = Counter()
@@ -74,8 +73,7 @@ class StorePlanner:
         self._numbers = count(1)
         self._storing: dict[int, _StoreRun] = {}
         """By the number under which the workers report the run; no number is given twice."""
-        self.committed: list[StoredObjects] = []
-        """The objects that the last `reported` committed."""
+        self.committed: list[StoredObjects] = []  # The objects that the last `reported` committed.
 
     def lost(self) -> None:
         """The daemon is gone, and every slot with it."""

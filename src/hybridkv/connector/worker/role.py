@@ -45,8 +45,7 @@ class WorkerRole:
         self._groups: list[list[torch.Tensor]] = []
         """The blocks of each layer of each served group."""
         self.layout: WorkerLayout | None = None
-        self._boot = ""
-        """The daemon's life that welcomed this worker and whose arena is mapped."""
+        self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
         self._populated_bytes = 0
@@ -58,10 +57,8 @@ class WorkerRole:
         self._expected: StepPlan | None = None
         self._storing: dict[int, set[int]] = {}
         """Places of the objects that are not reported yet, by the number of the store run."""
-        self._loading: dict[str, LoadPlan] = {}
-        """The loads that are running, by request."""
-        self._session = 0
-        """The engine's greeting that the last plan was for."""
+        self._loading: dict[str, LoadPlan] = {}  # The loads that are running, by request.
+        self._session = 0  # The engine's greeting that the last plan was for.
         self._draining: set[int | str] = set()
         """Store runs and loads that were running when the first plan of that greeting came."""
         self._drained = (0, 0)
