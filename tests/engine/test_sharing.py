@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,51 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
         assert stats(socket_path)["objects"] == 3, "nothing was stored under another identity"
     os.kill(pid(), signal.SIGINT)
     until(lambda: not Path(socket_path).exists(), "the daemon ends")
+
+
+OLD_DAEMON = """
+import sys
+from hybridkv.wire import messages
+messages.PROTOCOL_VERSION -= 1
+from hybridkv.cli.main import main
+sys.exit(main(["serve", "--socket", sys.argv[1], "--ram", "128MiB", "--metrics-port", "-1"]))
+"""
+
+
+def test_a_daemon_that_is_left_over_keeps_no_engine_from_serving(tmp_path: Path) -> None:
+    """One of another version is told to end; one that hangs is a miss until it goes on."""
+    socket_path = tmp_path / "hybridkv" / "daemon.sock"
+    text = prompt(1, 3 * CHUNK + 20)
+
+    def is_hit() -> bool:
+        running.reset()
+        (result,) = running.run(text, max_tokens=2)
+        return bool(result["cached_tokens"] == 3 * CHUNK)
+
+    def started(log: str) -> EngineProcess:
+        extra: dict[str, object] = {"ram": "128MiB"}
+        environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+        return engine("qwen3", tmp_path / log, "auto", extra=extra, environment=environment)
+
+    with subprocess.Popen([sys.executable, "-c", OLD_DAEMON, str(socket_path)]) as old:
+        until(socket_path.is_socket, "the other version serves")
+        with started("a.log") as running:
+            assert old.wait() == 0, "it was told to end"
+            until(is_hit, "one of this version serves")
+    assert f"pid {old.pid}, since " in (tmp_path / "a.log").read_text()
+    with ControlClient(str(socket_path)) as control:
+        pid = control.welcome.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with started("b.log") as running:
+            assert not is_hit(), "it hangs"
+            os.kill(pid, signal.SIGCONT)
+            until(is_hit, "the engine finds it again")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGINT)
+    assert f"(pid {pid}, since " in (tmp_path / "b.log").read_text()
+    until(lambda: not socket_path.exists(), "the daemon ends")
 
 
 def test_after_a_weight_update_nothing_old_is_served(daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ class DaemonRefusedError(DaemonUnreachableError):
     """Whoever serves the socket is of another user, or of another protocol version."""
 
 
+class DaemonVersionError(DaemonRefusedError):
+    """The daemon speaks another version of the protocol."""
+
+
 class ControlClient:
     """A control connection; a context manager."""
 
@@ -39,7 +43,8 @@ class ControlClient:
             while self._link.welcome is None:
                 self._link.poll(time.monotonic())
                 if self._link.refusal is not None:
-                    raise DaemonRefusedError(self._link.refusal)
+                    other = self._link.is_other_version
+                    raise (DaemonVersionError if other else DaemonRefusedError)(self._link.refusal)
                 if self._link.welcome is None:
                     self._wait(deadline, connecting=True)
         except BaseException:

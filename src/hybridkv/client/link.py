@@ -11,6 +11,7 @@ import msgspec
 
 from hybridkv.wire.codec import Frames, WireError, append, decode_reply, encode
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Request, Welcome
+from hybridkv.wire.protocol import ErrorCode
 
 RECONNECT_SECONDS = 0.1
 SEND_QUEUE_BYTES_MAX = 8 << 20
@@ -28,6 +29,8 @@ class Link:
         """`on_loss` is called with the reason, in words, whenever the connection is lost."""
         self.welcome: Welcome | None = None
         """The daemon's greeting while the connection can be used, else None."""
+        self.is_served = True  # False where nobody listened at the last attempt to connect.
+        self.is_other_version = False  # Whether the last refusal was of the protocol's version.
         self.refusal: str | None = None
         """Why the daemon refused the last greeting; it is greeted again every HELLO_SECONDS."""
         self._socket_path = socket_path
@@ -143,6 +146,7 @@ class Link:
         elif self._sock is not None:
             unexpected = f"unexpected greeting {type(reply).__name__}"
             self.refusal = reply.message if isinstance(reply, Error) else unexpected
+            self.is_other_version = isinstance(reply, Error) and reply.code == ErrorCode.VERSION
             self._lose(self.refusal, now)
             self._retry_at = now + HELLO_SECONDS
 
@@ -152,15 +156,16 @@ class Link:
         try:
             sock = socket.socket(socket.AF_UNIX, kind)
             sock.connect(self._socket_path)
-        except OSError:
+        except OSError as error:
+            self.is_served = error.errno not in (errno.ENOENT, errno.ECONNREFUSED)
             # EAGAIN is a full backlog: a Unix socket has no connection in progress to wait for.
             # Without a socket the process has no descriptor left at this moment.
             if sock is not None:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
             return
-        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", peer)[1] != os.geteuid():
+        self.is_served = True
+        if _peer(sock)[1] != os.geteuid():
             sock.close()
             self.refusal = f"{self._socket_path} is served by another user"
             self._retry_at = now + HELLO_SECONDS
@@ -182,3 +187,22 @@ class Link:
         self._out.clear()
         self._retry_at = now + RECONNECT_SECONDS
         self._on_loss(why)
+
+
+def peer_pid(socket_path: str) -> int:
+    """The process that listens at a socket; 0 in another pid namespace, -1 where nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(socket_path)
+        except OSError:
+            return -1
+        return _peer(sock)[0]
+
+
+def _peer(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process at the other end, from the kernel."""
+    size = struct.calcsize("3i")
+    pid, uid, gid = struct.unpack(
+        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return pid, uid, gid

@@ -1,5 +1,10 @@
 """Start a daemon that outlives this process, for `server: "auto"`."""
 
+import contextlib
+import logging
+import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,9 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.client.control import ControlClient, DaemonUnreachableError, DaemonVersionError
+from hybridkv.client.link import peer_pid
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path
+
+logger = logging.getLogger("vllm.hybridkv")
 
 START_SECONDS = 10.0
 ANSWER_SECONDS = 1.0
@@ -49,11 +57,15 @@ def start_detached(
 def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
     """Return when a daemon answers at `socket_path`; where none does, start one with `options`.
 
+    A daemon of another protocol version is told to end, and keeps its arena for the next one.
     Raises ConfigError with the daemon's own message where it ends, and DaemonUnreachableError where
-    it does not answer within START_SECONDS.
+    none answers within START_SECONDS, with what is known of the process that serves the socket.
     """
-    if Path(socket_path).is_socket() and _answers(socket_path):
-        return
+    try:
+        if Path(socket_path).is_socket() and _answers(socket_path):
+            return
+    except DaemonVersionError as error:
+        _end_other(socket_path, str(error))
     with tempfile.TemporaryFile() as stderr:
         process = start_detached(socket_path, options, stderr)
         deadline = time.monotonic() + START_SECONDS
@@ -64,8 +76,35 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
                 raise refusal(stderr)
             time.sleep(RETRY_SECONDS)
     raise DaemonUnreachableError(
-        f"the daemon at {socket_path} did not answer within {START_SECONDS:g} s"
+        f"the daemon at {socket_path} ({_described(socket_path)}) did not answer"
+        f" within {START_SECONDS:g} s"
     )
+
+
+def _end_other(socket_path: str, why: str) -> None:
+    """End a daemon that engines of this version cannot use."""
+    pid = peer_pid(socket_path)
+    logger.warning(
+        "hybridkv: the daemon at %s (%s) is told to end: %s",
+        *(socket_path, _described(socket_path), why),
+    )
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+            select.select([process], [], [], START_SECONDS)
+        finally:
+            os.close(process)
+
+
+def _described(socket_path: str) -> str:
+    """The process that serves a socket, for people."""
+    pid = peer_pid(socket_path)
+    try:
+        since = Path(f"/proc/{pid}").stat().st_mtime
+    except OSError:
+        return "nobody listens there" if pid < 0 else f"pid {pid}"
+    return f"pid {pid}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}"
 
 
 def refusal(stderr: IO[bytes]) -> ConfigError:
@@ -80,5 +119,7 @@ def _answers(socket_path: str) -> bool:
     try:
         with ControlClient(socket_path, ANSWER_SECONDS):
             return True
+    except DaemonVersionError:
+        raise
     except DaemonUnreachableError:
         return False

@@ -320,12 +320,13 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _start_daemon(self) -> None:
         """Start a daemon where the setting is "auto"; else check the one at the socket."""
-        if self._settings.server == "auto":
-            if self._settings.ram_bytes is not None:
-                check_ram(self._settings.ram_bytes, "kv_connector_extra_config.ram")
-            ensure_daemon(self._socket_path, self._settings.daemon_options())
-            return
+        is_auto, ram_bytes = self._settings.server == "auto", self._settings.ram_bytes
+        if is_auto and ram_bytes is not None:
+            check_ram(ram_bytes, "kv_connector_extra_config.ram")
         try:
+            if is_auto:
+                ensure_daemon(self._socket_path, self._settings.daemon_options())
+                return
             with ControlClient(self._socket_path, SERVER_CHECK_SECONDS):
                 pass
         except DaemonRefusedError as error:

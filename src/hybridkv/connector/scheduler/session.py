@@ -77,7 +77,9 @@ class DaemonSession:
         """
         welcome = self.link.welcome
         if welcome is None:
-            if self.boot and self.daemon_options is not None and now >= self.respawn_at:
+            # One that hangs, or is of another version, still serves the socket.
+            is_gone = self.link.greetings and not self.link.is_served
+            if is_gone and self.daemon_options is not None and now >= self.respawn_at:
                 self.respawn_at = now + RESPAWN_SECONDS
                 threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
             return False
