@@ -41,7 +41,7 @@ class TierSpec:
     location: str
     """The URL without its query."""
     max_bytes: int | None = None
-    """`bytes`: the most that it may hold; None = the kind's own default."""
+    """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
     write: WritePolicy = WritePolicy.THROUGH
     hourly_bytes: int | None = None
     """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
