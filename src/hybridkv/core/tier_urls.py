@@ -71,6 +71,12 @@ class TierSpec:
                 )
         return self.options
 
+    def refuse_bytes(self, others: str) -> None:
+        """Raises ConfigError where `bytes` is given though `others` bound what the tier holds."""
+        if self.max_bytes is not None:
+            what = f"tier {self.shown}: bytes= is not taken, since {others} bound it"
+            raise ConfigError(what, "a URL without bytes= works")
+
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {
     "write": ("write", options.choice(WritePolicy)),

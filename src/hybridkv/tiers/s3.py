@@ -38,7 +38,6 @@ FLIGHT_BYTES_MAX = 64 << 20
 FLIGHT_REQUESTS_MAX = 16
 WAVE_FIRST = 4
 WAVE_MAX = 32
-DELETE_MAX = 1000
 ASIDE = "quarantine/"
 QUARANTINE_MAX = 16
 """Damaged objects that are put aside in a tier's life."""
@@ -76,12 +75,7 @@ class S3Tier(Tier):
             )
         self._place = f"s3://{self._bucket}/{prefix}"
         options = replace(spec, location=self._place).known_options("endpoint", "region")
-        if spec.max_bytes:
-            raise ConfigError(
-                f"tier {self._place}: bytes= is not taken, since the bucket's lifecycle rules"
-                " bound it",
-                "a URL without bytes= works",
-            )
+        spec.refuse_bytes("the bucket's lifecycle rules")
         if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
@@ -203,9 +197,9 @@ class S3Tier(Tier):
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
             self._each(copies, deadline)
-        for start in range(0, len(keys), DELETE_MAX):
-            names = [_path(key) for key in keys[start : start + DELETE_MAX]]
-            self._sound([partial(obstore.delete_async, self._store, names)], deadline)
+        # The library sends as many names in one request as a server takes.
+        delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
+        self._sound([delete], deadline)
 
     def keys(self) -> Iterator[bytes]:
         for name in self._names(self._wrong):
@@ -239,16 +233,11 @@ class S3Tier(Tier):
 
     def _names(self, wrong: _Meaning) -> Iterator[str]:
         """What is below the prefix."""
-        stream = obstore.list(self._store, chunk_size=1000)
-        following = partial(anext, stream, None)
-        while True:
-            (page,) = self._each([following], Deadline(self._timeout_seconds), wrong)
+        following = partial(anext, obstore.list(self._store, chunk_size=1000), None)
+        while page := self._each([following], Deadline(self._timeout_seconds), wrong)[0]:
             if isinstance(page, Exception):
                 raise page
-            if not page:
-                return
-            for one in page:
-                yield one["path"]
+            yield from (one["path"] for one in page)
 
     def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
         """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
@@ -305,23 +294,21 @@ class S3Tier(Tier):
 
     def _list_error(self, error: Exception) -> Exception:
         """What is wrong with the settings, where it is the first listing that fails."""
-        (status, code), place = _status(error), self._place
+        status, code = _status(error)
         if code == "NoSuchBucket" or status == 404:
-            return ConfigError(
-                f"{place}: there is no bucket {self._bucket!r}", "one that exists works"
-            )
-        if status in (401, 403):
-            return ConfigError(
-                f"{place}: access is denied ({code or status})",
+            what, remedy = f"there is no bucket {self._bucket!r}", "one that exists works"
+        elif status in (401, 403):
+            what = f"access is denied ({code or status})"
+            remedy = (
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of"
-                " who may list, read, write and delete there work",
+                " who may list, read, write and delete there work"
             )
-        if status in (301, 307, 400) and code in _REGION_CODES:
-            return ConfigError(
-                f"{place}: the bucket is in another region", "region= of the bucket works"
-            )
-        wrong = self._wrong(error)
-        return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+        elif status in (301, 307, 400) and code in _REGION_CODES:
+            what, remedy = "the bucket is in another region", "region= of the bucket works"
+        else:
+            wrong = self._wrong(error)
+            return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+        return ConfigError(f"{self._place}: {what}", remedy)
 
 
 def _path(key: bytes) -> str:

@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import obstore
 import pytest
@@ -31,7 +33,13 @@ from tests.programs.tiers.records import (
     assert_other_lengths_are_damaged,
     each_opened,
 )
-from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
+from tests.programs.tiers.servers import (
+    ACCESS_KEY,
+    DEADLINE_SECONDS,
+    SECRET_KEY,
+    S3Server,
+    free_port,
+)
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 
 ASKED_MAX = 20
@@ -195,6 +203,52 @@ def test_many_in_one_call(
     monkeypatch.setattr(module, "FLIGHT_REQUESTS_MAX", 7)
     monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
     assert_many_in_one_call(make(server.url(prefix)), 40)
+
+
+class Deleting(BaseHTTPRequestHandler):
+    """Says of every request that all of its objects were deleted, and counts them."""
+
+    counts: ClassVar[list[int]]
+
+    def do_POST(self) -> None:
+        """DeleteObjects."""
+        body = self.rfile.read(int(self.headers["content-length"]))
+        names = re.findall(rb"<Key>[^<]*</Key>", body)
+        self.counts.append(len(names))
+        deleted = b"".join(b"<Deleted>%b</Deleted>" % name for name in names)
+        self._answer(b"<DeleteResult>%b</DeleteResult>" % deleted)
+
+    def do_GET(self) -> None:
+        """ListObjects: there are none."""
+        self._answer(b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+
+    def _answer(self, answer: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing."""
+
+
+def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Deleting, "counts", [], raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Deleting) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        tier = tier_of(f"s3://bucket/kv?endpoint={address}&region=us-east-1")
+        try:
+            tier.open()
+            tier.discard([])
+            assert not Deleting.counts
+            tier.discard([number.to_bytes(KEY_BYTES) for number in range(2100)])
+        finally:
+            tier.close()
+            server.shutdown()
+            thread.join(DEADLINE_SECONDS)
+    assert sorted(Deleting.counts) == [100, 1000, 1000]
 
 
 def test_a_prompt_that_nobody_stored_costs_a_few_requests(

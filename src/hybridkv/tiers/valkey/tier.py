@@ -29,6 +29,7 @@ FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
 FLIGHT_COMMANDS_MAX = 1000
 TRIES = 2
+_MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d{1,20})\r?$", re.MULTILINE)
 
 
 class PendingCommand(NamedTuple):
@@ -55,12 +56,7 @@ class ValkeyTier(Tier):
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
         self._gauges: dict[str, float] = {}
-        if spec.max_bytes:
-            raise ConfigError(
-                f"tier {self._place}: bytes= is not taken,"
-                " since the server's maxmemory and maxmemory-policy bound it",
-                "a URL without bytes= works",
-            )
+        spec.refuse_bytes("the server's maxmemory and maxmemory-policy")
 
     # The contract
 
@@ -146,10 +142,10 @@ class ValkeyTier(Tier):
         answers = self._ask([PendingCommand(one) for one in commands], deadline)
         memory, objects = answers
         if isinstance(memory, bytes) and isinstance(objects, int):
-            info = _info(memory)
-            self._gauges = {"bytes": info.get("used_memory", 0), "objects": objects}
-            if bound := info.get("maxmemory", 0):
-                self._gauges["bytes_max"] = bound
+            said = {name: int(number) for name, number in _MEMORY.findall(memory)}
+            gauges: dict[str, float] = {"bytes": said.get(b"used_memory", 0), "objects": objects}
+            bound = said.get(b"maxmemory", 0)
+            self._gauges = gauges | ({"bytes_max": bound} if bound else {})
         return answers
 
     def _ask_each(self, verb: bytes, keys: Sequence[bytes], deadline: Deadline) -> list[_Answer]:
@@ -207,10 +203,3 @@ class ValkeyTier(Tier):
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
-
-
-def _info(answer: Reply) -> dict[str, int]:
-    """The numbers of an answer to INFO."""
-    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else ""
-    pairs = (line.partition(":")[::2] for line in text.splitlines())
-    return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}
