@@ -146,8 +146,7 @@ class S3Tier(Tier):
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + wave]
             requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
-            answers = self._sound(requests, deadline)
-            found += [not isinstance(answer, TierError) for answer in answers]
+            found += [not isinstance(one, TierError) for one in self._sound(requests, deadline)]
             if not any(found[-len(asked) :]):
                 break
             wave = min(2 * wave, WAVE_MAX)
@@ -177,14 +176,13 @@ class S3Tier(Tier):
             # Each object once: some servers do not take the same one twice at a time.
             once = {_path(item.key): item.pieces for item in some}
             requests = [partial(send, name, pieces) for name, pieces in once.items()]
-            answers = dict(zip(once, self._each(requests, deadline), strict=True))
-            results: list[TierError | None] = []
-            for item in some:
-                answer = answers[_path(item.key)]
+            errors: dict[str, TierError | None] = dict.fromkeys(once)
+            for name, answer in zip(once, self._each(requests, deadline), strict=True):
                 if isinstance(answer, contract.MissingError):
-                    answer = TierError(f"{self._place}: the bucket is gone")
-                results.append(answer if isinstance(answer, TierError) else None)
-            return results
+                    errors[name] = TierError(f"{self._place}: the bucket is gone")
+                elif isinstance(answer, TierError):
+                    errors[name] = answer
+            return [errors[_path(item.key)] for item in some]
 
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, write)
 

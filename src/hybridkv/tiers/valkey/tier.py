@@ -66,10 +66,9 @@ class ValkeyTier(Tier):
         self._pool.open(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
         for answer in (*probe, *self._look(deadline)):
-            if isinstance(answer, TierError):
-                raise answer
             if isinstance(answer, RefusedCommand):
                 raise self._pool.refused(answer)
+            self._sound(answer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         answers = self._ask_each(b"EXISTS", keys, Deadline(self._timeout_seconds))
@@ -139,8 +138,7 @@ class ValkeyTier(Tier):
     def _look(self, deadline: Deadline) -> list[_Answer]:
         """Ask for what `gauges` says; returns the answers."""
         commands = (command(b"INFO", b"memory"), command(b"DBSIZE"))
-        answers = self._ask([PendingCommand(one) for one in commands], deadline)
-        memory, objects = answers
+        memory, objects = answers = self._ask([PendingCommand(one) for one in commands], deadline)
         if isinstance(memory, bytes) and isinstance(objects, int):
             said = {name: int(number) for name, number in _MEMORY.findall(memory)}
             gauges: dict[str, float] = {"bytes": said.get(b"used_memory", 0), "objects": objects}
@@ -187,16 +185,13 @@ class ValkeyTier(Tier):
         return self._wrong(answer)
 
     def _wrong(self, answer: _Answer) -> TierError | None:
-        if isinstance(answer, TierError):
-            return answer
-        if not isinstance(answer, RefusedCommand):
-            return None
-        kind = contract.FullError if answer.code == "OOM" else TierError
-        return kind(f"{self._place} refuses ({answer.code})")
+        if isinstance(answer, RefusedCommand):
+            kind = contract.FullError if answer.code == "OOM" else TierError
+            return kind(f"{self._place} refuses ({answer.code})")
+        return answer if isinstance(answer, TierError) else None
 
     def _sound(self, answer: _Answer) -> Reply:
-        error = self._wrong(answer)
-        if error is not None:
+        if error := self._wrong(answer):
             raise error
         assert not isinstance(answer, TierError)
         return answer
