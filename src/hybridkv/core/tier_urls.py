@@ -36,7 +36,7 @@ class TierSpec:
     kind: str  # The URL's scheme.
     location: str  # The URL without its query.
     max_bytes: int | None = None
-    """`bytes`: the most that it may hold; None = the kind's own default."""
+    """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
     write: WritePolicy = WritePolicy.THROUGH
     hourly_bytes: int | None = None
     """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
@@ -62,6 +62,12 @@ class TierSpec:
                 what = f"tier {self.shown}: unknown option {name!r}"
                 raise ConfigError(what, options.did_you_mean(name, [*names, *_COMMON]))
         return self.options
+
+    def refuse_bytes(self, others: str) -> None:
+        """Raises ConfigError where `bytes` is given though `others` bound what the tier holds."""
+        if self.max_bytes is not None:
+            what = f"tier {self.shown}: bytes= is not taken, since {others} bound it"
+            raise ConfigError(what, "a URL without bytes= works")
 
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {

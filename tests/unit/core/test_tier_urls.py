@@ -99,6 +99,13 @@ def test_what_only_a_kind_knows_is_its_own_to_refuse() -> None:
         parse_tier("disk:///a?byte=1", "tier").known_options()
 
 
+def test_a_bound_is_refused_where_others_bound_the_tier() -> None:
+    parse_tier("s3://bucket", "tier").refuse_bytes("others")
+    says = "^tier redis://host/0: bytes= is not taken, since others bound it; a URL without"
+    with pytest.raises(ConfigError, match=says):
+        parse_tier("redis://:qzxjwv@host/0?bytes=1GiB", "tier").refuse_bytes("others")
+
+
 def test_a_directory_as_a_url() -> None:
     assert parse_tier(disk_url("/var/cache", None), "disk") == TierSpec(
         kind="disk", location="disk:///var/cache"
