@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -327,7 +328,8 @@ def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess
                 assert control.stats().values["bytes_writing"] > 0
                 worker.kill()
                 ask = control.stats
-                until(lambda ask=ask: ask().values["bytes_writing"] == 0, "no slot is written")  # type: ignore[misc]
+                is_free = partial(lambda ask: ask().values["bytes_writing"] == 0, ask)
+                until(is_free, "no slot is written")
                 assert control.stats().values["sessions"] == 0
 
 
