@@ -29,6 +29,7 @@ from tests.daemonsim.oracle import (
 )
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
+from tests.invariants import check_daemon
 
 FAULTS = {
     "kill": "the daemon is killed, between any two lines or within a header",
@@ -437,7 +438,7 @@ class World:
         if server is None:
             return
         daemon = server.daemon
-        daemon.check()
+        check_daemon(daemon)
         self._waits.check()
         self._books.jobs()
         store = daemon.store

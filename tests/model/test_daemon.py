@@ -45,6 +45,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, wide
 
 PAGES = 48
@@ -715,7 +716,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        self.daemon.check()
+        check_daemon(self.daemon)
         values = self.daemon.view.values().named()
         assert values["sessions"] == len(self.sessions)
         assert values["leases"] == sum(len(held.leases) for held in self.sessions)

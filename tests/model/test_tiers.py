@@ -44,6 +44,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
 
@@ -455,7 +456,7 @@ class TiersMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        self.daemon.check()
+        check_daemon(self.daemon)
         waits = {
             (engine.number, lease): wait
             for engine in self.engines

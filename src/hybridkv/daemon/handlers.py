@@ -129,16 +129,6 @@ class Daemon(DaemonState):
         self.labelled["refused", str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
 
-    def check(self) -> None:
-        """Compute again what can be derived; raises AssertionError where it differs."""
-        self.store.check()
-        pins, writing = self.sessions.check()
-        pins.update(self.promotion.held())
-        pins.update(self.demotion.held())
-        assert all(slot.pins == count for slot, count in pins.items())
-        writing |= set(self.promotion.slots())
-        assert sum(slot.size_bytes for slot in writing) == self.store.writing_bytes
-
     # Sessions
 
     def _hello(self, connection: ClientConnection, hello: wire.Hello) -> Reply:

@@ -1,6 +1,5 @@
 """The index of the RAM tier: namespaces, their chunks, the objects of each chunk."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -71,18 +70,6 @@ class IndexEntry:
     parent: "IndexEntry | None" = None
     children: int = 0
 
-    def check(self, children: int) -> None:
-        """Re-derive what can be derived from the chunk; raises AssertionError."""
-        slots = list(filter(None, self.slots))
-        assert {slot.state for slot in slots} == {SlotState.COMMITTED}
-        assert all(slot.entry is self and self.slots[slot.group_index] is slot for slot in slots)
-        assert self.namespace.entries[self.chunk_hash] is self
-        assert self.children == children
-        assert self.prefixes == sum(slot.is_prefix for slot in slots)
-        if self.parent is not None:
-            assert self.prefixes
-            assert self.parent.number < self.number
-
 
 @dataclass(eq=False, repr=False)
 class Namespace:
@@ -148,13 +135,3 @@ class Namespace:
         if not any(entry.slots):
             del self.entries[entry.chunk_hash]
         return parent
-
-    def check(self) -> None:
-        """Re-derive every count; raises AssertionError."""
-        children = Counter(entry.parent for entry in self.entries.values())
-        for entry in self.entries.values():
-            entry.check(children[entry])
-        for index in range(len(self.gids)):
-            sizes = [slot.size_bytes for slot in self.objects() if slot.group_index == index]
-            held = self.held_objects[index], self.held_bytes[index]
-            assert held == (len(sizes), sum(sizes))

@@ -12,7 +12,7 @@ until the daemon has answered them and unpins the slots.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.core.coverage import part_bytes, stored_counts
@@ -163,15 +163,6 @@ class Promotion:
         """When the next lookup is due."""
         deadlines = (lookup.request.deadline for lookup in self._lookups.values())
         return min(deadlines, default=float("inf"))
-
-    def held(self) -> Iterator[Slot]:
-        """Slots that are pinned for lookups that wait, once for each time."""
-        for lookup in self._lookups.values():
-            yield from lookup.held
-
-    def slots(self) -> Iterator[Slot]:
-        """Slots that are being read into."""
-        return (read.slot for read in self._reads.values())
 
     # Find
 

@@ -19,6 +19,7 @@ from hybridkv.lab.replay import (
     served,
 )
 from hybridkv.shm.slots import slot_bytes
+from tests.invariants import check_store
 from tests.layouts import LAYOUTS
 
 PLENTY = 1 << 30
@@ -27,6 +28,8 @@ RULE = StateRule(None, 2048)
 
 def last(cache: TraceReplay | UnlimitedCache, prompts: list[TracePrompt]) -> ReplayHits:
     *_, total = served(cache, prompts)
+    if isinstance(cache, TraceReplay):
+        check_store(cache._store)
     return total
 
 
