@@ -32,7 +32,7 @@ from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.daemon import background, clients, loop
+from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -959,7 +959,7 @@ class System:
         }
         with contextlib.ExitStack() as stack:
             for name, value in server.items():
-                for module in (loop, clients, background):
+                for module in (loop, clients):
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(mock.patch.object(link, "socket", sockets))

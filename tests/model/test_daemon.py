@@ -19,8 +19,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SLOT_ALIGN, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, committed_slots, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.store import Store
 from hybridkv.wire.messages import (

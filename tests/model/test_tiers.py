@@ -18,8 +18,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import SLOT_ALIGN, SlotState, payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, SlotState, is_signed, payload_offset, sign, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store

@@ -19,9 +19,15 @@ from hybridkv.core.paths import check_socket_path
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.bundle import Bundle
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.signature import is_signed
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SHORT_HASH_BYTES,
+    SlotHeader,
+    committed_slots,
+    is_signed,
+    slot_bytes,
+    unpack_header,
+)
 from hybridkv.tiers.disk.files import FileName, prove_file, records
 from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head

@@ -19,8 +19,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, slot_bytes
+from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute

@@ -123,7 +123,7 @@ class Store:
             if header is None or not is_sound or not extents.limit_bytes <= offset <= limit - size:
                 if extents.limit_bytes <= offset <= limit - HEADER_BYTES:
                     self._void(offset)
-                self.trailer.clear(offset)
+                self.trailer.put(offset, 0)
                 continue
             extents.grow(offset)
             extents.limit_bytes += size
@@ -226,7 +226,7 @@ class Store:
                     del self.tenants[slot.tenant], self._tenant_queues[slot.tenant]
         slot.state = SlotState.FREE
         self._void(slot.offset)
-        self.trailer.clear(slot.offset)
+        self.trailer.put(slot.offset, 0)
         del self.slots[slot.offset]
         del self._by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)

@@ -16,8 +16,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.bundle import LAST
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import HEADER_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, committed_slots
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS

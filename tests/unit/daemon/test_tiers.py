@@ -12,8 +12,7 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon import sessions
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, is_signed, payload_offset, sign, slot_bytes
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX

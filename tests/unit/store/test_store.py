@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.signature import is_signed
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     SlotState,
+    committed_slots,
+    is_signed,
     payload_offset,
     read_generation,
     slot_bytes,
