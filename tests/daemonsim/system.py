@@ -22,7 +22,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from math import inf
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -811,9 +810,9 @@ class System:
         if server._reserver.reserved_bytes < arena.slots_bytes:
             self.after(500, 40_000, self._reserve)
 
-    def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float = inf) -> bool:
+    def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float | None) -> bool:
         """threading.Condition.wait_for of that thread: goes on once, if it can or need not wait."""
-        if not self._may_wait or (timeout_seconds == inf and not predicate()):
+        if not self._may_wait or (timeout_seconds is None and not predicate()):
             raise WouldWaitError
         self._may_wait = False
         return True

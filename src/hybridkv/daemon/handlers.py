@@ -290,11 +290,5 @@ class Daemon(DaemonState):
 
 def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
     """What RAM has of some chunks."""
-    get = namespace.entries.get
-    found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
-    entries = [None if entry is None else entry.slots for entry in found]
-    masks = [
-        bytes([entry is not None and entry[index] is not None for entry in entries])
-        for index in range(len(namespace.gids))
-    ]
+    masks, entries = namespace.present(hashes)
     return masks, entries, largest_hit(geometry, masks, len(entries))

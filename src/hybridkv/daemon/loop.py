@@ -33,7 +33,7 @@ from hybridkv.observe.web import serve_web
 from hybridkv.shm.arena import Arena
 from hybridkv.store.store import Store
 from hybridkv.tiers.factory import make_tier
-from hybridkv.tiers.jobs import JobOutcome, TierJob, TierThreads
+from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
@@ -144,7 +144,13 @@ class ArenaReserver:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._may_go_on():
+        while True:
+            with self._changed:
+                # While there is no memory, a goal does not matter.
+                seconds = RESERVE_RETRY_SECONDS if self._has_failed else None
+                self._changed.wait_for(self._is_wanted, seconds)
+            if self._closed:
+                return
             stop = min(self.reserved_bytes + RESERVE_STEP_BYTES, self._arena.slots_bytes)
             try:
                 self._arena.reserve(self.reserved_bytes, stop)
@@ -159,14 +165,8 @@ class ArenaReserver:
                 self.reserved_bytes, self._has_failed = stop, False
             self._wake()
 
-    def _may_go_on(self) -> bool:
-        """Wait for the next thing to do; False where the thread is to end."""
-        with self._changed:
-            if self._has_failed:
-                self._changed.wait_for(lambda: self._closed, RESERVE_RETRY_SECONDS)
-            else:
-                self._changed.wait_for(lambda: self.reserved_bytes < self._goal or self._closed)
-        return not self._closed
+    def _is_wanted(self) -> bool:
+        return self._closed or (not self._has_failed and self.reserved_bytes < self._goal)
 
 
 class DaemonServer:
@@ -256,8 +256,12 @@ class DaemonServer:
         """Wait a moment for the tiers: a setting that can never work is told at the start."""
         until = time.monotonic() + OPEN_SECONDS
         self.daemon.tick(time.monotonic())
-        while any(tier.is_opening for tier in self.daemon.tiers) and time.monotonic() < until:
-            select.select([self._waker.reader], [], [], max(0.0, until - time.monotonic()))
+        # A tier that is being opened has no thread for opening it.
+        while not all(tier.has_thread(JobKind.OPEN) for tier in self.daemon.tiers):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            select.select([self._waker.reader], [], [], left)
             self._waker.clear()
             self._take_outcomes(is_start=True)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import SlotShape
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import SlotState, slot_bytes
 
 
@@ -102,6 +103,17 @@ class Namespace:
         """One object, or None where it is not in the index."""
         entry = self.entries.get(chunk_hash)
         return entry.slots[group_index] if entry is not None else None
+
+    def present(self, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
+        """(each group's presence mask, each chunk's objects, None where it has none) of chunks."""
+        get = self.entries.get
+        found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+        entries = [None if entry is None else entry.slots for entry in found]
+        masks = [
+            bytes([entry is not None and entry[index] is not None for entry in entries])
+            for index in range(len(self.gids))
+        ]
+        return masks, entries
 
     def enter(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
         """Put an object into the index. `parent` is the hash of the chunk before."""
