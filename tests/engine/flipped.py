@@ -16,8 +16,7 @@ from hybridkv.core.geometry import GroupKind
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.judging import Measured
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset
+from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 
 FLIP_BITS = 0x41
 

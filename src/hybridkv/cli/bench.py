@@ -29,8 +29,7 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, slot_bytes
+from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute

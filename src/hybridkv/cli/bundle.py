@@ -26,9 +26,15 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import disk_url, parse_tier
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.signature import is_signed
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SHORT_HASH_BYTES,
+    SlotHeader,
+    committed_slots,
+    is_signed,
+    slot_bytes,
+    unpack_header,
+)
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof

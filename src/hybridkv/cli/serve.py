@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
-from hybridkv.client.spawn import EXIT_ALREADY_SERVED
+from hybridkv.client.control import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import SERVE_SETTINGS

@@ -12,8 +12,12 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
-from hybridkv.client.spawn import ensure_daemon
+from hybridkv.client.control import (
+    ControlClient,
+    DaemonRefusedError,
+    DaemonUnreachableError,
+    ensure_daemon,
+)
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher

@@ -129,16 +129,6 @@ class Daemon(DaemonState):
         self.labelled["refused", str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
 
-    def check(self) -> None:
-        """Compute again what can be derived; raises AssertionError where it differs."""
-        self.store.check()
-        pins, writing = self.sessions.check()
-        pins.update(self.promotion.held())
-        pins.update(self.demotion.held())
-        assert all(slot.pins == count for slot, count in pins.items())
-        writing |= set(self.promotion.slots())
-        assert sum(slot.size_bytes for slot in writing) == self.store.writing_bytes
-
     # Sessions
 
     def _hello(self, connection: ClientConnection, hello: wire.Hello) -> Reply:
@@ -300,11 +290,5 @@ class Daemon(DaemonState):
 
 def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
     """What RAM has of some chunks."""
-    get = namespace.entries.get
-    found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
-    entries = [None if entry is None else entry.slots for entry in found]
-    masks = [
-        bytes([entry is not None and entry[index] is not None for entry in entries])
-        for index in range(len(namespace.gids))
-    ]
+    masks, entries = namespace.present(hashes)
     return masks, entries, largest_hit(geometry, masks, len(entries))

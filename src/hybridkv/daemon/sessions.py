@@ -197,19 +197,6 @@ class Sessions:
         """Every slot that has an object."""
         return chain.from_iterable(one.objects() for one in self.namespaces.values())
 
-    def check(self) -> tuple[Counter[Slot], set[Slot]]:
-        """(pins by leases, slots being written); raises AssertionError where books disagree."""
-        pins: Counter[Slot] = Counter()
-        writing: list[Slot] = []
-        for session in self.all:
-            pins.update(chain.from_iterable(session.leases.values()))
-            own = session.writing.values()
-            assert session.writing_bytes == sum(slot.size_bytes for slot in own)
-            writing += own
-        writing += chain.from_iterable(self.held.values())
-        assert len(set(writing)) == len(writing), "a slot has one writer"
-        return pins, set(writing)
-
     def named(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
         """The namespace of an identity, as an engine told of it. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)

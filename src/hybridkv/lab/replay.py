@@ -167,7 +167,6 @@ class TraceReplay:
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
-            self._store.check()
             del self._store
             self._view.release()
             self._memory.close()

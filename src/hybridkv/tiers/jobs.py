@@ -15,8 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import HEADER_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, sign
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import Record, head_bytes, is_whole, read_head, write_head

@@ -195,13 +195,7 @@ def best_load(
 
 def _masks(lookup: WaitingLookup) -> list[bytes]:
     """Per group the presence mask of what is in RAM or located in a tier."""
-    request = lookup.request
-    known = request.namespace.entries
-    entries = [known.get(request.hash_of(chunk)) for chunk in range(request.chunks)]
-    present = [
-        bytearray(entry is not None and entry.slots[index] is not None for entry in entries)
-        for index in range(len(request.geometry.groups))
-    ]
+    present = list(map(bytearray, lookup.request.namespace.present(lookup.request.hashes)[0]))
     for index, chunk in lookup.located:
         present[index][chunk] = 1
     return [bytes(mask) for mask in present]

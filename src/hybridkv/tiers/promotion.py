@@ -12,7 +12,7 @@ until the daemon has answered them and unpins the slots.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.core.coverage import part_bytes, stored_counts
@@ -153,7 +153,10 @@ class Promotion:
                 ended.append(self._end(lookup, now))
         for tier in self._tiers:
             self._take_turns(tier, now)
-            self._put_aside(tier, now)
+            damaged = self._damaged[tier]
+            if damaged and tier.has_thread(JobKind.DISCARD):
+                items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
+                tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
         for lookup in list(self._lookups.values()):
             if not lookup.finding and not self._go_on(lookup, now):
                 ended.append(self._end(lookup, now))
@@ -163,15 +166,6 @@ class Promotion:
         """When the next lookup is due."""
         deadlines = (lookup.request.deadline for lookup in self._lookups.values())
         return min(deadlines, default=float("inf"))
-
-    def held(self) -> Iterator[Slot]:
-        """Slots that are pinned for lookups that wait, once for each time."""
-        for lookup in self._lookups.values():
-            yield from lookup.held
-
-    def slots(self) -> Iterator[Slot]:
-        """Slots that are being read into."""
-        return (read.slot for read in self._reads.values())
 
     # Find
 
@@ -269,13 +263,6 @@ class Promotion:
         if items:
             tier.submit(TierJob(JobKind.READ, tier.number, items), now)
         return bool(items)
-
-    def _put_aside(self, tier: TierState, now: float) -> None:
-        """Put aside as many damaged objects as one job takes, if no such job is running."""
-        damaged = self._damaged[tier]
-        if damaged and tier.has_thread(JobKind.DISCARD):
-            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make what was read an object; the slot that has it."""

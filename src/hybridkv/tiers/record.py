@@ -17,8 +17,7 @@ from typing import NamedTuple
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm import slots as layout
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, payload_offset
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, is_signed, payload_offset, sign
 from hybridkv.store.index import Slot
 
 RECORD_VERSION = 1

@@ -70,11 +70,6 @@ class TierState:
         self._budget_at = 0.0
 
     @property
-    def is_opening(self) -> bool:
-        """Whether the tier is being opened, with an unknown outcome."""
-        return self._busy[JobKind.OPEN] > 0
-
-    @property
     def is_hung(self) -> bool:
         """Whether a job of the tier is late."""
         return any(job.is_late for job in self._running)

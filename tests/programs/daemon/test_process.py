@@ -19,15 +19,13 @@ import msgspec
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.client.control import ControlClient, DaemonRefusedError
+from hybridkv.client.control import ControlClient, DaemonRefusedError, ensure_daemon
 from hybridkv.client.link import Link
-from hybridkv.client.spawn import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import slot_bytes
+from hybridkv.shm.slots import committed_slots, slot_bytes
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,

@@ -12,7 +12,7 @@ from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import consecutive
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.signature import hasher
+from hybridkv.shm.slots import hasher
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
 BATCH_BYTES = 256 << 10

@@ -242,18 +242,6 @@ class FileIndex:
             self._doubled.remove(key)
             self._again.add(os.path.dirname(FileName(key).path))
 
-    def check(self) -> None:
-        """Derive again what can be derived while nobody uses the index; raises AssertionError."""
-        ours = self.ours.values()
-        self._order.check(self._may_go, self.ours)
-        taken = sum(file.taken_bytes for file in ours) + sum(self._strays.values())
-        assert taken == self._taken_bytes <= self.max_bytes
-        assert not self.writing_bytes
-        assert not self.ours.keys() & self.others.keys()
-        assert self._doubled <= self.ours.keys() | self.others.keys()
-        assert not self._strays.keys() & {file.path for file in ours}
-        assert +self._children == Counter(file.parent for file in ours)
-
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
     """The namespace, the first SHORT_HASH_BYTES of the hash (`of_hash` if given), and the gid."""

@@ -154,15 +154,6 @@ class DiskTier(Tier):
         """There will be no next life of this writer: others may take over what it wrote, now."""
         os.utime(self._writers.alive, (0, 0))
 
-    def check(self) -> None:
-        """Derive again what can be derived while nobody uses the tier; raises AssertionError."""
-        with self._index.lock:
-            self._index.check()
-            home = self._writers.home
-            files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
-            real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
-            assert real <= self._index.held_bytes
-
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self._index, item.key
         file, path = index.ours.get(key), index.path(key)
