@@ -39,8 +39,7 @@ from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
 logger = logging.getLogger("hybridkv.daemon")
 
-IDLE_SECONDS = 0.0005
-"""While nobody sends anything, the ceiling is computed in pieces of so long."""
+IDLE_SECONDS = 0.0005  # While nobody sends anything, the ceiling is computed in pieces of so long.
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -48,41 +47,34 @@ DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 """Descriptors that the daemon may need: a socket and a process for each connection, and some."""
 OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
-CLOSE_SECONDS = 2.0
-"""A tier's threads have so long at the end to finish what they are writing."""
+CLOSE_SECONDS = 2.0  # A tier's threads have so long at the end to finish what they are writing.
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20
 """Pages are made to exist so far ahead of the used part of the arena."""
-RESERVE_RETRY_SECONDS = 1.0
-"""How often more memory is asked for while there is none."""
+RESERVE_RETRY_SECONDS = 1.0  # How often more memory is asked for while there is none.
 
 
 class ServeOptions(NamedTuple):
     """The settings of `hybridkv serve`."""
 
     socket_path: Path
-    ram_bytes: int | None
-    """None for as much as an earlier daemon left, or else the default."""
+    ram_bytes: int | None  # None for as much as an earlier daemon left, or else the default.
     metrics_port: int
-    fresh: bool = False
-    """Whether to start empty, even where an earlier daemon left an arena."""
+    fresh: bool = False  # Whether to start empty, even where an earlier daemon left an arena.
     eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
-    tiers: tuple[TierSpec, ...] = ()
-    """The tiers below RAM, in the order in which they are asked."""
+    tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""
     """The name of this daemon, in all its lives, among those that use the same tiers."""
-    traces_url: str = ""
-    """The URL of an OpenTelemetry collector; empty to trace nothing."""
+    traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
 
 
 class Waker:
     """Wakes the loop from other threads and from signal handlers."""
 
     def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        """Readable from `wake` until `clear`."""
+        self.reader, self._writer = socket.socketpair()  # Readable from `wake` until `clear`.
         for end in (self.reader, self._writer):
             end.setblocking(False)
 
@@ -112,8 +104,7 @@ class ArenaReserver:
         self._store = store
         self._wake = wake
         self._counters = counters
-        self.reserved_bytes = store.extents.limit_bytes
-        """Pages below this exist."""
+        self.reserved_bytes = store.extents.limit_bytes  # Pages below this exist.
         self._goal = min(self.reserved_bytes + RESERVE_AHEAD_BYTES, arena.slots_bytes)
         self._has_failed = False
         """Whether there was no memory the last time; the store grows no more meanwhile."""
@@ -190,8 +181,7 @@ class DaemonServer:
             self.daemon.counters["recoveries_failed"] += 1
         self._listener = listen(options.socket_path)
         self.clients = clients.ClientSockets(self.daemon, self._processes, self._listener)
-        self._asked: deque[Future[Snapshot]] = deque()
-        """Snapshots that other threads wait for."""
+        self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.
         self._running = True
         self._keeps_arena = True
         self._await_tiers()

@@ -23,10 +23,8 @@ class DaemonState:
         self.welcome = welcome
         """What clients are told of the daemon; the `id` is that of their hello."""
         self.tiers = tiers
-        self.counters: Counter[str] = Counter()
-        """Counts of metrics without a label."""
-        self.labelled: Counter[tuple[str, str]] = Counter()
-        """Counts by (metric, label)."""
+        self.counters: Counter[str] = Counter()  # Counts of metrics without a label.
+        self.labelled: Counter[tuple[str, str]] = Counter()  # Counts by (metric, label).
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
@@ -34,13 +32,9 @@ class DaemonState:
         store.on_change = self.subscriptions.object_changed
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
-        self.waits = Histogram()
-        """Seconds that lookups waited for tiers."""
-        self.spans: SpanSink | None = None
-        """Where spans go, if they are exported."""
-        self.metrics_url = ""
-        """The URL of /metrics; empty where no pages are served."""
+        self.waits = Histogram()  # Seconds that lookups waited for tiers.
+        self.spans: SpanSink | None = None  # Where spans go, if they are exported.
+        self.metrics_url = ""  # The URL of /metrics; empty where no pages are served.
         self.later: deque[tuple[int, Reply]] = deque()
         """(connection, message) of what is to be sent beside the replies to requests."""
-        self.now = 0.0
-        """When the last event came, by the daemon's clock."""
+        self.now = 0.0  # When the last event came, by the daemon's clock.

@@ -20,8 +20,7 @@ SAMPLED = (
 )
 """Values whose past is kept."""
 SAMPLED_OF_TIERS = ("bytes", "bytes_read", "bytes_written", "failures", "breaker_open")
-HOUR = 10.0, 361
-"""Seconds between two samples, and how many are kept."""
+HOUR = 10.0, 361  # Seconds between two samples, and how many are kept.
 DAY = 60.0, 1441
 STATUS_SECONDS = 0.25
 

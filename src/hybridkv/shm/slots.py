@@ -45,8 +45,7 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     COMMITTED = 2
-    DROPPED = 3
-    """The slot holds no object any more, and is kept for those who still read it."""
+    DROPPED = 3  # The slot holds no object any more, and is kept for those who still read it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,7 @@ class SlotHeader:
     chunk_hash: bytes = bytes(HASH_BYTES)
     parent_short: int = 0
     """`short_hash` of the chunk before, 0 = there is none; only eviction uses it."""
-    tenant: int = 0
-    """The tenant whose quota the object counts against; 0 = none."""
+    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
 
     def pack(self) -> bytes:
         """The header as HEADER_BYTES bytes."""

@@ -37,8 +37,7 @@ class WorkerProcess(NamedTuple):
 
     engine: bytes
     pid: int
-    started: int
-    """When it started, which tells it from a later process with the same id."""
+    started: int  # When it started, which tells it from a later process with the same id.
 
 
 class Trailer:

@@ -23,11 +23,9 @@ from hybridkv.core.policies import EvictionPolicy
 
 T = TypeVar("T", bound=Hashable)
 
-PROTECTED_SHARE = 2
-"""At most 1/2 of the bytes are protected."""
+PROTECTED_SHARE = 2  # At most 1/2 of the bytes are protected.
 _STALE_MAX = 64
-_INTERIOR, _PROBATION, _PROTECTED = range(3)
-"""The stages, where items wait for their eviction."""
+_INTERIOR, _PROBATION, _PROTECTED = range(3)  # The stages, where items wait for their eviction.
 
 
 @dataclass(slots=True, eq=False)

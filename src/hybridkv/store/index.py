@@ -16,21 +16,16 @@ class Slot:
     part_bytes: int
     parts: int
     generation: int
-    owner: bytes = b""
-    """The writer, as `Store.grant` was told; HASH_BYTES."""
+    owner: bytes = b""  # The writer, as `Store.grant` was told; HASH_BYTES.
     state: SlotState = SlotState.WRITING
     pins: int = 0
     entry: "IndexEntry | None" = None
     """The chunk of the object; None while the slot is not in the index."""
     group_index: int = 0
-    parent_short: int = 0
-    """The `short_hash` of the chunk before; 0 = there is none."""
-    tenant: int = 0
-    """The tenant whose quota the object counts against; 0 = none."""
-    interior: bool = False
-    """Whether only a shorter hit needs the object, see store.eviction."""
-    in_tiers: int = 0
-    """A bit for each tier below that has the object, or is about to."""
+    parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
+    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
+    interior: bool = False  # Whether only a shorter hit needs the object, see store.eviction.
+    in_tiers: int = 0  # A bit for each tier below that has the object, or is about to.
 
     @property
     def shape(self) -> SlotShape:
@@ -64,10 +59,8 @@ class IndexEntry:
     namespace: "Namespace"
     chunk_hash: bytes
     number: int
-    slots: list[Slot | None]
-    """The objects by group index."""
-    prefixes: int = 0
-    """How many of the objects are prefix objects."""
+    slots: list[Slot | None]  # The objects by group index.
+    prefixes: int = 0  # How many of the objects are prefix objects.
     parent: "IndexEntry | None" = None
     children: int = 0
 
@@ -89,10 +82,8 @@ class Namespace:
 
     def __post_init__(self) -> None:
         self.prefixes = self.prefixes or (False,) * len(self.gids)
-        self.held_objects = [0] * len(self.gids)
-        """Per group, objects of the index."""
-        self.held_bytes = [0] * len(self.gids)
-        """Per group, the bytes of these objects."""
+        self.held_objects = [0] * len(self.gids)  # Per group, objects of the index.
+        self.held_bytes = [0] * len(self.gids)  # Per group, the bytes of these objects.
 
     def objects(self) -> Iterator[Slot]:
         """Every object, chunk by chunk."""

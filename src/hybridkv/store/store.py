@@ -49,8 +49,7 @@ class Store:
         self.extents = Extents()
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. While it is below, nothing is evicted."""
-        self.slots: dict[int, Slot] = {}
-        """Every slot that is not free, by its offset."""
+        self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
         self._by_end: dict[int, Slot] = {}
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
         self._tenant_bytes = tenant_bytes
@@ -58,12 +57,10 @@ class Store:
         self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
-        self.writing_bytes = 0
-        """Bytes in slots that are granted and not yet committed."""
+        self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
-        self.objects = 0
-        """Committed slots."""
+        self.objects = 0  # Committed slots.
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0

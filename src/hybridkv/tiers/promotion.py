@@ -32,12 +32,9 @@ from hybridkv.tiers.lookups import (
 from hybridkv.tiers.record import Record
 from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
-WAITING_MAX = 1024
-"""Lookups that wait at the same time; more are answered from RAM."""
-READING_SHARE = 8
-"""At most 1/8 of the arena is being read into from one tier."""
-FIND_KEYS_MAX = 4096
-"""Objects that one lookup asks a tier about."""
+WAITING_MAX = 1024  # Lookups that wait at the same time; more are answered from RAM.
+READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
+FIND_KEYS_MAX = 4096  # Objects that one lookup asks a tier about.
 DAMAGED_MAX = 1024
 """Damaged objects of one tier that wait to be put aside; of more the oldest ones stay there."""
 
@@ -48,8 +45,7 @@ class ObjectRead:
 
     need: NeededObject
     slot: Slot
-    lookups: list[WaitingLookup]
-    """The lookups that wait for it; the first one began to read it."""
+    lookups: list[WaitingLookup]  # The lookups that wait for it; the first one began to read it.
 
 
 class Promotion:
@@ -59,10 +55,8 @@ class Promotion:
         """`tiers` are those below RAM, fastest first."""
         self._store = store
         self._tiers = tiers
-        self._lookups: dict[tuple[int, int], WaitingLookup] = {}
-        """By (connection, lease)."""
-        self._reads: dict[bytes, ObjectRead] = {}
-        """By the object's key."""
+        self._lookups: dict[tuple[int, int], WaitingLookup] = {}  # By (connection, lease).
+        self._reads: dict[bytes, ObjectRead] = {}  # By the object's key.
         self._finds: dict[TierJob, tuple[WaitingLookup, list[ObjectPlace]]] = {}
         self._turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
         """Lookups of which a tier is asked as soon as it has a thread for it, in order."""

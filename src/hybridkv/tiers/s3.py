@@ -39,15 +39,13 @@ FLIGHT_REQUESTS_MAX = 16
 WAVE_FIRST = 4
 WAVE_MAX = 32
 ASIDE = "quarantine/"
-QUARANTINE_MAX = 16
-"""Damaged objects that are put aside in a tier's life."""
+QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5
 RETRIES_MAX = 1
 
 _T = TypeVar("_T")
 _Request: TypeAlias = Callable[[], Awaitable[_T]]
-_Meaning: TypeAlias = Callable[[Exception], Exception]
-"""What an error means for the caller."""
+_Meaning: TypeAlias = Callable[[Exception], Exception]  # What an error means for the caller.
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
@@ -107,11 +105,9 @@ class S3Tier(Tier):
         }
         self._timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
-        self._lock = threading.Lock()
-        """For what follows here."""
+        self._lock = threading.Lock()  # For what follows here.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread
-        """Serves the loop, where there is one."""
+        self._thread: threading.Thread  # Serves the loop, where there is one.
         self._closed = False
         self._aside = 0
 

@@ -36,8 +36,7 @@ from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
 
 logger = logging.getLogger("hybridkv.daemon")
 
-_SLACK_BYTES = SLOT_ALIGN
-"""What a file may take beside its bytes."""
+_SLACK_BYTES = SLOT_ALIGN  # What a file may take beside its bytes.
 _ROOM_BYTES = 64 << 10
 """What is evicted where a full file system has no room for the little that a start writes."""
 _SETTINGS = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)

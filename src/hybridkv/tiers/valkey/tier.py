@@ -23,8 +23,7 @@ from hybridkv.tiers.remote import KEY_DIGITS, Deadline, batches, sizes_of
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
-VALUE_BYTES_MAX = 512 << 20
-"""The server's default of proto-max-bulk-len."""
+VALUE_BYTES_MAX = 512 << 20  # The server's default of proto-max-bulk-len.
 FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
 FLIGHT_COMMANDS_MAX = 1000
@@ -36,10 +35,8 @@ class PendingCommand(NamedTuple):
     """A command and where its answer goes."""
 
     send: Sequence[bytes | memoryview]
-    value_bytes: int = 0
-    """The size of the value in the command or in its answer."""
-    into: Sequence[memoryview] | None = None
-    """Where the answer goes, if it is a value."""
+    value_bytes: int = 0  # The size of the value in the command or in its answer.
+    into: Sequence[memoryview] | None = None  # Where the answer goes, if it is a value.
 
 
 _Answer: TypeAlias = "Reply | TierError"
