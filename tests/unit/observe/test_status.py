@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from hybridkv.daemon.view import HOUR, SAMPLED
 from hybridkv.observe.catalog import Values
-from hybridkv.observe.history import Snapshot
-from hybridkv.observe.series import Sample
+from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
 from hybridkv.wire.status import SessionStatus, TierStatus
 from tests.unit.daemon.harness import engine, lookup, make_daemon
