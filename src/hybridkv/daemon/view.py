@@ -112,8 +112,8 @@ class DaemonView:
             tuple(self._sessions(now)),
             tuple(self.tiers()),
             self._columns,
-            self._hour.samples,
-            self._day.samples,
+            tuple(self._hour.samples),
+            tuple(self._day.samples),
             tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
         )
 

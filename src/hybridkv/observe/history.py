@@ -21,7 +21,7 @@ from hybridkv.wire.status import GroupStatus, SessionStatus, TierStatus
 
 REQUESTS_MAX = 10_000
 IDENTITIES_MAX = 256
-WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+WAIT_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # Seconds.
 
 
 class Sample(NamedTuple):
@@ -81,28 +81,23 @@ class Series:
 
     def __init__(self, step_seconds: float, samples_max: int) -> None:
         self.step_seconds = step_seconds
-        self._samples: deque[Sample] = deque(maxlen=samples_max)
+        self.samples: deque[Sample] = deque(maxlen=samples_max)  # The oldest first.
 
     @property
     def due_at(self) -> float:
         """When the next sample is due; minus infinity where there is none yet."""
-        return self._samples[-1].at + self.step_seconds if self._samples else -math.inf
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Every sample, the oldest first."""
-        return tuple(self._samples)
+        return self.samples[-1].at + self.step_seconds if self.samples else -math.inf
 
     def add(self, sample: Sample) -> None:
         """Add a sample that is later than the last one; the oldest goes where there is no room."""
-        if not self._samples or sample.at > self._samples[-1].at:
-            self._samples.append(sample)
+        if not self.samples or sample.at > self.samples[-1].at:
+            self.samples.append(sample)
 
 
 class Histogram:
     """Counts of durations by upper bound in seconds, as Prometheus' histograms need them."""
 
-    def __init__(self, bounds: Sequence[float] = WAIT_SECONDS) -> None:
+    def __init__(self, bounds: Sequence[float] = WAIT_BOUNDS) -> None:
         self._bounds = (*bounds, math.inf)
         self._counts = [0] * len(self._bounds)
         self.total = 0.0

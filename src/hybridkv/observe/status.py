@@ -6,8 +6,6 @@ The status has numbers, what they mean, and what is wrong. `hybridkv explain` ha
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import msgspec
-
 from hybridkv import __version__
 from hybridkv.core.sizes import format_size
 from hybridkv.observe.history import Past, Sample, Snapshot
@@ -100,10 +98,6 @@ class StatusReport:
             self._past("hour", snapshot, hour),
             None if self._is_brief else self._past("day", snapshot, snapshot.day),
         )
-
-    def encode(self, snapshot: Snapshot) -> bytes:
-        """The status as JSON."""
-        return msgspec.json.encode(self.make(snapshot))
 
     def _past(self, span: str, snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
         last = samples[-1].at if samples else 0.0
