@@ -9,7 +9,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
-from hybridkv.observe.explanations import sentences_of_reply
+from hybridkv.observe.status import sentences_of_reply
 from hybridkv.wire.messages import describe_groups
 
 _TIERS = switch(

@@ -14,7 +14,6 @@ from hybridkv.daemon.sessions import ClientConnection, RequestError
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
-from hybridkv.observe.spans import Facts
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
@@ -91,7 +90,11 @@ class Daemon(DaemonState):
         tier.finished(job, outcome, now)
         is_traced = job.kind in (JobKind.READ, JobKind.WRITE, JobKind.FIND)
         if self.spans is not None and is_traced:
-            facts: Facts = {"tier": tier.name, "objects": len(job.items), "bytes": job.size_bytes}
+            facts: dict[str, str | int] = {
+                "tier": tier.name,
+                "objects": len(job.items),
+                "bytes": job.size_bytes,
+            }
             error = "" if outcome.error is None else str(outcome.error)
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
@@ -225,7 +228,7 @@ class Daemon(DaemonState):
             self.counters["tokens_hit"] += chunks * geometry.chunk_tokens
         packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
-            facts: Facts = {
+            facts: dict[str, str | int] = {
                 "engine": session.engine_id,
                 "identity": identity.hex()[:12],
                 "asked_tokens": len(entries) * geometry.chunk_tokens,

@@ -6,8 +6,7 @@ from heapq import nlargest
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe import status as shown
 from hybridkv.observe.catalog import TIER_PREFIX, Values
-from hybridkv.observe.history import Snapshot
-from hybridkv.observe.series import Sample, Series
+from hybridkv.observe.history import Sample, Series, Snapshot
 from hybridkv.observe.status import StatusReport
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
@@ -112,8 +111,8 @@ class DaemonView:
             tuple(self._sessions(now)),
             tuple(self.tiers()),
             self._columns,
-            self._hour.samples,
-            self._day.samples,
+            tuple(self._hour.samples),
+            tuple(self._day.samples),
             tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
         )
 

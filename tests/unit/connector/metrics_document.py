@@ -11,7 +11,7 @@ from hybridkv.connector.connector import SOURCES
 from hybridkv.connector.stats import EXACT, FAMILIES, PREFIX, PREFIXES
 from hybridkv.core.metrics import MetricFamily
 from hybridkv.multi import stats as multi
-from hybridkv.observe.explanations import DECLINES
+from hybridkv.observe.status import DECLINES
 from tests.documents import DOCS, filled, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS.md"
