@@ -117,9 +117,9 @@ def run_export(arguments: argparse.Namespace) -> int:
     with _appears(Path(arguments.file)) as file:
         bundle = Bundle(file)
         if arguments.disk is not None:
-            left_out = _from_disk(Path(arguments.disk), bundle, prefix)
+            left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix))
         else:
-            left_out = _from_memory(socket_of(arguments), bundle, prefix)
+            left_out = Counter(_from_memory(socket_of(arguments), bundle, prefix))
         bundle.close()
     sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
     _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
@@ -145,8 +145,8 @@ def _appears(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
-    """What was left out, by reason."""
+def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Iterator[str]:
+    """Why each record was left out that was not added."""
     check_root(root, "disk")
     found: list[tuple[float, str, FileName]] = []
     with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
@@ -158,23 +158,20 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
     # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
     known: set[bytes] = set()
-    left_out: Counter[str] = Counter()
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             # There is no proof of a file that a daemon removed.
             if name.key not in known and (proof := files.prove_file(path, name)) is not None:
                 if proof.damage is not None or proof.record is None:
-                    left_out["damaged"] += 1
+                    yield "damaged"
                 else:
                     bundle.add(proof.record, proof.memory)
                     known.add(name.key)
             step()
-    return left_out
 
 
-def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Counter[str]:
-    """What was left out, by reason."""
-    left_out: Counter[str] = Counter()
+def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]:
+    """Why each object was left out that was not added."""
     with ControlClient(socket_path) as control:
         with_parents = {
             (engine.namespace, group.gid)
@@ -191,10 +188,9 @@ def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Counter[str]:
                     if header.namespace.hex().startswith(prefix):
                         has_parent = (header.namespace, header.gid) in with_parents
                         if why := _add_slot(memory, offset, header, has_parent, bundle):
-                            left_out[why] += 1
+                            yield why
                     step()
             memory.release()
-    return left_out
 
 
 def _add_slot(
@@ -202,11 +198,9 @@ def _add_slot(
 ) -> str:
     """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
     shape = header.part_bytes, header.parts
-    size = slot_bytes(*shape)
-    if offset + size > len(memory):
-        return "changed meanwhile"
-    copy = memoryview(bytearray(memory[offset : offset + size]))
-    if unpack_header(bytes(memory[offset : offset + HEADER_BYTES])) != header:
+    copy = memoryview(bytearray(memory[offset : offset + (size := slot_bytes(*shape))]))
+    seen = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
+    if offset + size > len(memory) or seen != header:
         return "changed meanwhile"
     signed = is_signed(copy, *shape, header.generation)
     if signed is None:
@@ -249,7 +243,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             what = f"disk: {arguments.disk} cannot be used ({error})"
             raise ConfigError(what, "another directory works") from error
         try:
-            counts = _put_all(file, arguments.file, tier)
+            counts = Counter(_put_all(file, arguments.file, tier))
         finally:
             tier.close()
             with contextlib.suppress(OSError):
@@ -262,9 +256,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     return int(bool(set(counts) - {"there already"}))
 
 
-def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
-    """What became of the records, in words."""
-    counts: Counter[str] = Counter()
+def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Iterator[str]:
+    """What became of each record, in words."""
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
         for member, proof in _read(file, f"import: {name}"):
@@ -272,22 +265,17 @@ def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
                 # Without this sign of life daemons would take away what is imported already.
                 tier.tend()
                 tend_at = time.monotonic() + TEND_SECONDS
-            if proof.damage is None and proof.record is not None:
-                counts[_put(tier, proof.record, proof.memory)] += 1
+            record = proof.record
+            if proof.damage is not None or record is None:
+                yield "damaged" if member else "the file ends too early"
+            elif tier.peek(key := record.name.key):
+                yield "there already"
             else:
-                counts["damaged" if member else "the file ends too early"] += 1
+                request = WriteRequest(key, [proof.memory], record.parent, record.interior)
+                (error,) = tier.put([request])
+                unwritten = "no room" if isinstance(error, FullError) else "not written"
+                yield "imported" if error is None else unwritten
             step()
-    return counts
-
-
-def _put(tier: DiskTier, record: Record, memory: memoryview) -> str:
-    key = record.name.key
-    if tier.peek(key):
-        return "there already"
-    (error,) = tier.put([WriteRequest(key, [memory], record.parent, record.interior)])
-    if isinstance(error, FullError):
-        return "no room"
-    return "imported" if error is None else "not written"
 
 
 def _print(

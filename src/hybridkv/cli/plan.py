@@ -49,10 +49,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         planned = [_previewed(arguments, ram_bytes or default_ram_bytes())]
     refused = any(one.verdict is Verdict.FAIL for _, findings in planned for one in findings)
     if arguments.json:
-        shown = [
-            {**asdict(plan), "findings": [asdict(finding) for finding in found]}
-            for plan, found in planned
-        ]
+        shown = [{**asdict(plan), "findings": [*map(asdict, found)]} for plan, found in planned]
         print_json({"ok": not refused, "plans": shown})
     else:
         console = PlainConsole(140)
@@ -64,12 +61,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     """The plan of a configuration that nobody serves."""
     report = inspect_model(arguments.model, arguments.vllm_arguments)
-    findings = [
-        one
-        for one in report.findings
-        if one.check not in _OF_THE_COMMAND
-        and (one.verdict is not Verdict.OK or one.check == "first hit")
-    ]
+    about = [one for one in report.findings if one.check not in _OF_THE_COMMAND]
+    findings = [one for one in about if one.verdict is not Verdict.OK or one.check == "first hit"]
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")
@@ -82,10 +75,8 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
     with ControlClient(socket_path) as control:
         engines, arena_bytes = control.engines(), control.welcome.slots_bytes
     if not engines:
-        raise HybridKVError(
-            f"no engine is connected to {socket_path}; "
-            "--model DIR_OR_NAME plans one that is not running"
-        )
+        works = "--model DIR_OR_NAME plans one that is not running"
+        raise HybridKVError(f"no engine is connected to {socket_path}; {works}")
     for engine in engines:
         preview = preview_of(engine)
         geometry, length = preview.geometry, preview.max_model_len
@@ -128,11 +119,8 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
     period = plan.state_period_tokens
     dense = "" if period is None else ", with a state at every boundary"
-    yield (
-        "stored per token",
-        f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}, "
-        f"{saved:.0%} saved{dense}",
-    )
+    stored = f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}"
+    yield "stored per token", f"{stored}, {saved:.0%} saved{dense}"
     yield "chunk", f"{totals.chunk_tokens:,} tokens"
     yield "hit alignment", f"{totals.alignment_tokens:,} tokens"
     yield "hash block", f"{totals.hash_tokens:,} tokens"

@@ -49,8 +49,7 @@ def run_top(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
         raise ConfigError(what, "1 works")
-    socket_path = socket_of(arguments)
-    console = PlainConsole()
+    socket_path, console = socket_of(arguments), PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with ControlClient(socket_path) as control:
             status = _ask(control)
@@ -79,8 +78,9 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
         client = ControlClient(socket_path, ANSWER_SECONDS)
         control: ControlClient | None = stack.enter_context(client)
         status, why = _ask(client), ""
-        live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
-        with live:
+        with Live(
+            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+        ) as live:
             while True:
                 size = console.size
                 text = frame(status, socket_path, size.width, size.height - bool(why))
@@ -123,10 +123,8 @@ def _keys() -> Iterator[None]:
 
 def heard(said: bytes) -> set[str]:
     """The keys in what a terminal sent; Escape is one unless it begins another key's sequence."""
-    if not said:
-        # The terminal has ended.
-        return {"q"}
-    return set(_SEQUENCE.sub("", said.decode(errors="replace")))
+    # Nothing means that the terminal has ended.
+    return set(_SEQUENCE.sub("", said.decode(errors="replace"))) if said else {"q"}
 
 
 def frame(status: Status, place: str, width: int, height: int) -> Text:
@@ -141,9 +139,8 @@ def frame(status: Status, place: str, width: int, height: int) -> Text:
     for one in status.health[: 3 if height else 100]:
         head.append(Text(f"• {plain(one.text)}", COLOURS[one.level]))
     head += [Text(), *_levels(status, width), Text()]
-    parts = [_past(status, width), _groups(status, width), _engines(status, width)]
-    room = height - len(head) if height else None
-    lines = [*head, *_fitted([*parts, _decisions(status)], room)]
+    parts = [part(status, width) for part in (_past, _groups, _engines, _decisions)]
+    lines = [*head, *_fitted(parts, height - len(head) if height else None)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines[:height] if height else lines)
@@ -196,8 +193,7 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
 
 def _past(status: Status, width: int) -> list[Text]:
     """Little charts of the last minutes."""
-    past = status.hour
-    room = width - LABEL - 14
+    past, room = status.hour, width - LABEL - 14
     shown = min(room, len(past.ages))
     if shown < 2:
         return []
@@ -233,34 +229,33 @@ def _groups(status: Status, width: int) -> list[Text]:
         owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
-        line.append(_meter(group.held_bytes / most, meter))
         held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
-        lines.append(line.append(held))
+        lines.append(line.append(_meter(group.held_bytes / most, meter)).append(held))
     return lines
 
 
 def _engines(status: Status, width: int) -> list[Text]:
     lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
+    engine = min(24, width // 6)
+    room = max(width - engine - 45, 0)
     for session in status.sessions:
         state = "" if session.is_connected else "  gone, its workers may still copy"
-        engine = min(24, width // 6)
-        room = max(width - engine - 45, 0)
         model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
         name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
-        writing = format_size(session.writing_bytes)
-        line = Text(f"{name}{session.leases:>4} loads {writing:>9} writing")
-        lines.append(line.append(f"  since {_time(session.since)}").append(state, "yellow"))
+        does = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} writing"
+        line = Text(f"{name}{does}  since {_time(session.since)}")
+        lines.append(line.append(state, "yellow"))
     return lines
 
 
-def _decisions(status: Status) -> list[Text]:
+def _decisions(status: Status, _: int) -> list[Text]:
     lines = [Text("recent decisions", "dim")] if status.decisions else []
     for decision in status.decisions:
-        line = Text(f"{_time(decision.age):>7}  {_cut(decision.request_id, 24):<25}")
-        line.append(f"{_cut(decision.prompt, 13):<14}")
+        named = f"{_cut(decision.request_id, 24):<25}{_cut(decision.prompt, 13):<14}"
         is_loaded = decision.outcome is Outcome.LOADED
-        text = f"{'loaded ' if is_loaded else 'computed: '}{plain(decision.text)}"
-        lines.append(line.append(text, "green" if is_loaded else "dim"))
+        said = ("loaded ", "green") if is_loaded else ("computed: ", "dim")
+        text = said[0] + plain(decision.text), said[1]
+        lines.append(Text.assemble(f"{_time(decision.age):>7}  {named}", text))
     return lines
 
 

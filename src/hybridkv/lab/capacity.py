@@ -95,12 +95,9 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
     served = {group.gid: group for group in geometry.groups} if geometry else {}
     rows = []
     for seen in preview.groups:
-        group = served.get(seen.gid)
-        stored = stored_token_bytes(geometry, group) if geometry and group else 0
-        token_bytes = seen.block_bytes / seen.tokens_per_block
-        rows.append(
-            GroupPlan(**asdict(seen), token_bytes=token_bytes, stored_token_bytes=float(stored))
-        )
+        group, every = served.get(seen.gid), seen.block_bytes / seen.tokens_per_block
+        stored = float(stored_token_bytes(geometry, group)) if geometry and group else 0.0
+        rows.append(GroupPlan(**asdict(seen), token_bytes=every, stored_token_bytes=stored))
     totals = _totals(geometry, preview, ram_bytes, slot_bytes) if geometry else None
     states = recurrent_groups(geometry) if geometry else ()
     period = preview.states.period_tokens(states[0]) if states else None
@@ -140,16 +137,8 @@ def _totals(
     every = sum(Fraction(group.block_bytes, group.tokens_per_block) for group in groups)
     stored = sum(stored_token_bytes(geometry, group) * geometry.parts(group) for group in groups)
     return CapacityTotals(
-        chunk,
-        geometry.alignment_tokens,
-        geometry.hash_tokens,
-        chunk,
-        chunk + 1,
-        float(every * geometry.ranks),
-        float(stored),
-        tokens,
-        prompt_bytes,
-        ram_bytes,
+        *(chunk, geometry.alignment_tokens, geometry.hash_tokens, chunk, chunk + 1),
+        *(float(every * geometry.ranks), float(stored), tokens, prompt_bytes, ram_bytes),
         ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
         ram_bytes / prompt_bytes if prompt_bytes else 0.0,
     )

@@ -44,10 +44,6 @@ _FACTS_SHOWN = (
 )
 
 
-class UnreadableError(Exception):
-    """vLLM's own parser refuses the arguments."""
-
-
 def inspect(arguments: list[str]) -> ConfigReport:
     """Everything that can be known of an engine before it is served."""
     if "HYBRIDKV_SHIMS" in os.environ:
@@ -58,14 +54,14 @@ def inspect(arguments: list[str]) -> ConfigReport:
         triton.set_allocator = lambda allocate: None
 
     def refuse(message: str) -> NoReturn:
-        raise UnreadableError(message)
+        raise HybridKVError(message)
 
     report = ConfigReport()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     parser.error = refuse
     try:
         parsed = parser.parse_args(arguments)
-    except UnreadableError as error:
+    except HybridKVError as error:
         return ConfigReport(unreadable=str(error))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
@@ -79,9 +75,8 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if config is None:
         return report
     seen = _as_children_see_it(config, is_named, report)
-    for child, says_something in seen:
-        found = preflight.config_findings(child)
-        report.findings += [one for one in found if says_something(one.check)]
+    for child, says in seen:
+        report.findings += [one for one in preflight.config_findings(child) if says(one.check)]
     config = seen[0][0]
     with contextlib.suppress(ConfigError):
         report.settings = preflight.settings_of(config)
@@ -138,13 +133,14 @@ def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
 
 def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    groups = list(preflight.group_findings(engine.kv_cache_config, config.speculative_config))
+    kv_cache_config, layouts = engine
+    groups = list(preflight.group_findings(kv_cache_config, config.speculative_config))
     report.findings += groups
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
             asked = report.settings.hybrid_chunk_size
-            geometry = build_geometry(engine.kv_cache_config, engine.layouts, asked)
+            geometry = build_geometry(kv_cache_config, layouts, asked)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     report.preview = describe(config, engine, geometry)
@@ -156,9 +152,8 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
         length_finding(geometry, config.model_config.max_model_len),
         *state_findings(geometry, preflight.state_rule(config)),
     ]
-    known = engine.kv_cache_config, geometry, engine.layouts, report.settings
     try:
-        facts = identity_facts(config, *known)
+        facts = identity_facts(config, kv_cache_config, geometry, layouts, report.settings)
     except HybridKVError as error:
         report.findings.append(failure("identity", error))
         return

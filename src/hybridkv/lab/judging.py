@@ -91,16 +91,15 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     oracle = mixed if external else reference.computed
     failed = measured.delta.get("loads_failed", 0)
     same_bytes = failed == 0 if external or failed else None
-    same_tokens, same_logprobs = (result[key] == oracle[key] for key in ("tokens", "logprobs"))
+    same = {f"same_{key}": result[key] == oracle[key] for key in ("tokens", "logprobs")}
     return measured.row(
+        **same,
         cached_tokens=hit,
         external_tokens=external,
         expected_external_tokens=external if expected is None else expected,
         oracle="own prefix cache" if external else "computed",
-        same_tokens=same_tokens,
-        same_logprobs=same_logprobs,
         same_bytes=same_bytes,
-        ok=right_hit and same_tokens and same_logprobs and same_bytes is not False,
+        ok=right_hit and all(same.values()) and same_bytes is not False,
     )
 
 

@@ -7,9 +7,9 @@ then makes the groups and the layers' views, so every figure is that of a served
 import copy
 import importlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -37,16 +37,12 @@ _PRETENDED_MEMORY_BYTES = 1 << 48
 """Memory for the cache that is never taken: meta tensors have none."""
 
 
-@dataclass(frozen=True)
-class EnginePreview:
-    """What an engine of this configuration would register."""
-
-    kv_cache_config: KVCacheConfig  # As the scheduler role gets it.
-    layouts: Mapping[int, WorkerLayout]  # By rank; every rank has the same.
+EnginePreview = tuple[KVCacheConfig, dict[int, WorkerLayout]]
+"""The KV cache as the scheduler role gets it, and the layouts by rank: every rank has the same."""
 
 
 def preview_engine(vllm_config: Any) -> EnginePreview:
-    """Build the model without memory and let vLLM lay out its cache.
+    """What an engine of this configuration would register: the model is built without memory.
 
     A process can do this once, because layers register by name.
     """
@@ -64,22 +60,16 @@ def preview_engine(vllm_config: Any) -> EnginePreview:
         with set_current_vllm_config(vllm_config):
             worker_config, config = _kv_cache_configs(vllm_config)
             layout = _worker_layout(vllm_config, worker_config)
-    return EnginePreview(config, dict.fromkeys(range(ranks), layout))
+    return config, dict.fromkeys(range(ranks), layout)
 
 
 def describe(vllm_config: Any, engine: EnginePreview, geometry: Geometry | None) -> ConfigPreview:
     """The values for `hybridkv plan`."""
-    model, layout = vllm_config.model_config, engine.layouts[0]
-    gids = range(len(engine.kv_cache_config.kv_cache_groups))
-    return ConfigPreview(
-        model.model,
-        model.max_model_len,
-        kv_dtype(vllm_config, layout),
-        len(engine.layouts),
-        tuple(_group_preview(engine.kv_cache_config, gid, layout) for gid in gids),
-        geometry,
-        state_rule(vllm_config),
-    )
+    model, (config, layouts) = vllm_config.model_config, engine
+    named = model.model, model.max_model_len, kv_dtype(vllm_config, layouts[0])
+    gids = range(len(config.kv_cache_groups))
+    groups = tuple(_group_preview(config, gid, layouts[0]) for gid in gids)
+    return ConfigPreview(*named, len(layouts), groups, geometry, state_rule(vllm_config))
 
 
 def _group_preview(config: KVCacheConfig, gid: int, layout: WorkerLayout) -> GroupPreview:
