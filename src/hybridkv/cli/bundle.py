@@ -1,7 +1,7 @@
-"""`hybridkv export` and `hybridkv import`: the objects of a directory or a daemon as one file.
+"""`hybridkv export`, `import` and `fsck`: the objects of a directory or a daemon.
 
-It is a tar with a member per record, named like its file, and a last one that says that the file is
-complete.  A reader proves every record, since what carried the file may have changed any byte.
+An export is a tar with a member per record, named like its file, and a last one that says that it
+is complete.  A reader proves every record, since what carried the file may have changed any byte.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of
-from hybridkv.cli.terminal import print_json, progress
+from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of, switch
+from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import GroupKind
@@ -32,13 +32,13 @@ from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof
+from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
-LAST = "hybridkv-export"
-"""The name of the last member, which says the version and how many records there are."""
+LAST = "hybridkv-export"  # The last member's name; it says the version and the number of records.
 VERSION = 1
 
 
@@ -198,7 +198,8 @@ def _add_slot(
 ) -> str:
     """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
     shape = header.part_bytes, header.parts
-    copy = memoryview(bytearray(memory[offset : offset + (size := slot_bytes(*shape))]))
+    size = slot_bytes(*shape)
+    copy = memoryview(bytearray(memory[offset : offset + size]))
     seen = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
     if offset + size > len(memory) or seen != header:
         return "changed meanwhile"
@@ -287,3 +288,49 @@ def _print(
     print(sentence)
     for why, count in sorted(left_out.items()):
         print(f"left out {count}: {why}")
+
+
+@command(
+    option("--disk DIRECTORY", "as of hybridkv serve; daemons may use it", required=True),
+    switch(
+        "--repair",
+        "put damaged files into quarantine, give whole ones their own names,"
+        " remove what dead writers began",
+    ),
+    JSON,
+)
+def run_fsck(arguments: argparse.Namespace) -> int:
+    """Prove and print; 1 if anything is damaged and stays so."""
+    root = Path(arguments.disk)
+    check_root(root, "disk")
+    works = f"a directory that you may read{' and write to' if arguments.repair else ''} works"
+    with or_refuse(f"disk: {root} cannot be checked", works):
+        files = list_files(root)
+        with progress("proving", sum(map(len, files.values()))) as step:
+            report = fsck(root, files, arguments.repair, step)
+    status = int(report.damaged > report.repaired)
+    if arguments.json:
+        totals = ("damaged", "repaired", "quarantined", "quarantined_bytes")
+        writers = [
+            vars(writer) | {"damaged": {str(kind): n for kind, n in sorted(writer.damaged.items())}}
+            for writer in report.writers
+        ]
+        found = [finding._asdict() for finding in report.findings]
+        counts = {name: getattr(report, name) for name in totals}
+        print_json({**counts, "writers": writers, "files": found})
+        return status
+    columns = ("whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed")
+    table = new_table(("writer", "lives", *columns), ("writer", "lives", "damaged"))
+    for one in report.writers:
+        damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
+        more = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
+        table.add_row(
+            *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
+            *(format_size(one.whole_bytes), damaged or "0", *map(str, more)),
+        )
+    PlainConsole(120).print(table)
+    for finding in report.findings:
+        done = f"; {finding.done}" if finding.done else ""
+        print(f"{plain(finding.path)}: {finding.damage}{done}")
+    print(f"quarantine: {report.quarantined} files, {format_size(report.quarantined_bytes)}")
+    return status

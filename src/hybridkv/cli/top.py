@@ -66,7 +66,6 @@ def run_top(arguments: argparse.Namespace) -> int:
 
 
 def _ask(control: ControlClient) -> Status:
-    """What the daemon has to show. Raises DaemonUnreachableError."""
     status = control.stats(status=True).status
     assert status is not None, "it was asked for"
     return status
@@ -162,7 +161,8 @@ def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
 
 
 def _levels(status: Status, width: int) -> Iterable[Text]:
-    meter = _meter_columns(width)
+    # A narrow terminal has room left for the figures.
+    meter = min(METER, (width - 20) * 2 // 5)
     values, rates = status.values, status.minute.per_second
     hit, ceiling = status.recent.hit, status.recent.ceiling
     line = _label("hit rate")
@@ -223,7 +223,7 @@ def _groups(status: Status, width: int) -> list[Text]:
         return []
     most = max(group.held_bytes for group in groups)
     lines = [Text("in ram, by group", "dim")]
-    meter = METER if width >= 100 else _meter_columns(width) // 2
+    meter = METER if width >= 100 else min(METER, (width - 20) * 2 // 5) // 2
     room = width - meter - 46
     for group in groups:
         owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
@@ -269,11 +269,6 @@ def _held(name: str, used: float | None, most: float | None, meter: int) -> Text
 
 def _label(name: str) -> Text:
     return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
-
-
-def _meter_columns(width: int) -> int:
-    """The width of a meter, which leaves a narrow terminal room for the figures."""
-    return min(METER, (width - 20) * 2 // 5)
 
 
 def _meter(share: float, size: int, beyond: float | None = None) -> Text:

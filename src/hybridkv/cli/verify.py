@@ -32,8 +32,7 @@ from hybridkv.wire.messages import describe_groups
 CHUNKS = 5  # Whole chunks of a prompt.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
 MAX_TOKENS = 16
-KILLED_TOKENS = 64
-"""Tokens of the arm in which the daemon is killed, so that it dies while the engine computes."""
+KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
 PREEMPTED_PROMPTS = 3
 PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need another block.
 DAEMON_SECONDS = 10.0
@@ -43,10 +42,7 @@ SETTLED_COUNTERS = (
 )
 FLIP_BITS = 0x41
 LEFT = ("arm", "tokens", "log-probs", "bytes", "compared with")
-COLUMNS = (
-    *("arm", "prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored"),
-    *("loaded", *LEFT[1:]),
-)
+RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
 _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
 
 
@@ -79,11 +75,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if ok:
         log_path.unlink(missing_ok=True)
     if arguments.json:
-        told = {
-            name: getattr(proof, name) for name in ("chunk_tokens", "groups", "distinct_tokens")
-        }
-        told |= {"seconds": round(proof.seconds, 1), "arms": [asdict(arm) for arm in arms]}
-        print_json({"ok": ok, "model": model, **told})
+        names = "chunk_tokens", "groups", "distinct_tokens"
+        told = {"ok": ok, "model": model, **{name: getattr(proof, name) for name in names}}
+        print_json({**told, "seconds": round(proof.seconds, 1), "arms": [*map(asdict, arms)]})
     elif arms[0].not_served is not None:
         print(f"NOT SERVED: {NotServedError.TEXT} ({proof.seconds:.0f} s)")
     else:
@@ -95,7 +89,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
-    table = new_table(COLUMNS, LEFT, title)
+    table = new_table((LEFT[0], *RIGHT, *LEFT[1:]), LEFT, title)
     for arm in arms:
         table.add_row(
             arm.name,

@@ -16,8 +16,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
 
-SlotBytes = Callable[[int, int], int]
-"""Arena bytes of a slot from its shape (bytes of one part, parts)."""
+SlotBytes = Callable[[int, int], int]  # Arena bytes of a slot from (bytes of one part, parts).
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class GroupPlan(GroupPreview):
     """One row of the plan, in bytes of one rank."""
 
     token_bytes: float  # Bytes per token of all blocks.
-    stored_token_bytes: float
-    """Bytes per token that are stored; of a recurrent group with a state at every boundary."""
+    stored_token_bytes: float  # Those stored; of a recurrent group with a state at every boundary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,11 @@ class CapacityTotals:
     alignment_tokens: int
     hash_tokens: int
     first_storable_tokens: int  # The shortest prompt of which something is stored.
-    first_hit_tokens: int
-    """The shortest prompt that can hit: the engine computes at least one token itself."""
+    first_hit_tokens: int  # The shortest that can hit: the engine computes at least one token.
     token_bytes: float
     stored_token_bytes: float
     prompt_tokens: int
-    prompt_bytes: int
-    """Arena bytes of one prompt of `prompt_tokens`, with the states that the engine keeps."""
+    prompt_bytes: int  # Arena bytes of one prompt of them, with the states that the engine keeps.
     ram_bytes: int
     ram_tokens: int
     ram_prompts: float

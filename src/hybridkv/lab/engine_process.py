@@ -22,13 +22,12 @@ _LOG_TAIL_LINES = 15
 
 CONNECTOR = "HybridKVConnector"
 
-ENGINE_ENVIRONMENT = {
+ENGINE_ENVIRONMENT = {  # Defaults for a child; what the user has set wins.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-"""Defaults for a child; what the user has set wins."""
 
 
 class AnsweringChild:

@@ -41,8 +41,7 @@ class VerifyArm:
     same_bytes: bool | None = None  # None where nothing was restored.
     ok: bool = False
     preemptions: int = 0
-    not_served: str | None = None
-    """Why no engine has served this arm; then nothing of it was measured or compared."""
+    not_served: str | None = None  # Why no engine served it; then nothing was measured or compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ class ReferenceAnswers:
 
     computed: Mapping[str, Any]
     local_hit: Mapping[str, Any]
-    split_hit: Mapping[str, Any]
-    """A hit on a prompt that was computed in two parts, as in the mixed arm."""
+    split_hit: Mapping[str, Any]  # A hit on a prompt computed in two parts, as in the mixed arm.
     alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
     noise: float  # How far these are from the engine's own answers where it preempts.
 

@@ -27,12 +27,9 @@ from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
-CHUNKS_PER_STEP = 64
-"""Chunks whose objects are stored together, group by group, as after a step of the engine."""
-PAGES_MIN = 8
-"""Pages of the smallest object: rounding its size to pages distorts it by an eighth at most."""
-MAP_NORESERVE = 0x4000
-"""A flag of Linux that the module `mmap` lacks. Most of the memory is never touched."""
+CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
+PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
+MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
 _KEYS = {"tokens": "input_length", "blocks": "hash_ids"}
 
 
