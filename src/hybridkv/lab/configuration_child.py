@@ -50,13 +50,11 @@ from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.preflight import CONNECTOR, state_rule
+from hybridkv.vllm.preflight import CONNECTOR
 
 logger = logging.getLogger("vllm.hybridkv")
 
 _PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tensors have none.
-EnginePreview = tuple[KVCacheConfig, dict[int, built.WorkerLayout]]
-"""The KV cache as the scheduler role gets it, and the layouts by rank: every rank has the same."""
 _TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
 """Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
 _FACTS_SHOWN = (
@@ -102,7 +100,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
         report.settings = preflight.settings_of(config)
     engine = _guarded("KV cache groups", report, lambda: preview_engine(config))
     if engine is not None:
-        _judge_cache(config, engine, report)
+        _judge_cache(config, report, *engine)
     return report
 
 
@@ -151,9 +149,13 @@ def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
         return None
 
 
-def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> None:
+def _judge_cache(
+    config: Any,
+    report: ConfigReport,
+    kv_cache_config: KVCacheConfig,
+    layouts: dict[int, built.WorkerLayout],
+) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    kv_cache_config, layouts = engine
     groups = list(preflight.group_findings(kv_cache_config, config.speculative_config))
     report.findings += groups
     geometry: Geometry | None = None
@@ -163,14 +165,18 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
             geometry = built.build_geometry(kv_cache_config, layouts, asked)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
-    report.preview = describe(config, engine, geometry)
+    model, rule = config.model_config, preflight.state_rule(config)
+    named = model.model, model.max_model_len, built.kv_dtype(config, layouts[0])
+    gids = range(len(kv_cache_config.kv_cache_groups))
+    seen = tuple(_group_preview(kv_cache_config, gid, layouts[0]) for gid in gids)
+    report.preview = ConfigPreview(*named, len(layouts), seen, geometry, rule)
     if geometry is None:
         return
     chunk, alignment = geometry.chunk_tokens, geometry.alignment_tokens
     report.findings += [
         ok("chunk", f"{chunk} tokens; hits are aligned to {alignment}"),
-        length_finding(geometry, config.model_config.max_model_len),
-        *state_findings(geometry, preflight.state_rule(config)),
+        length_finding(geometry, model.max_model_len),
+        *state_findings(geometry, rule),
     ]
     try:
         facts = identity_facts(config, kv_cache_config, geometry, layouts, report.settings)
@@ -183,10 +189,10 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
 
-def preview_engine(vllm_config: Any) -> EnginePreview:
-    """What an engine of this configuration would register: the model is built without memory.
+def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.WorkerLayout]]:
+    """The KV cache as the scheduler role gets it, and the layouts by rank, which are all the same.
 
-    A process can do this once, because layers register by name.
+    The model is built without memory. A process can do this once: layers register by name.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     ranks = parallel.tensor_parallel_size
@@ -203,15 +209,6 @@ def preview_engine(vllm_config: Any) -> EnginePreview:
             worker_config, config = _kv_cache_configs(vllm_config)
             layout = _worker_layout(vllm_config, worker_config)
     return config, dict.fromkeys(range(ranks), layout)
-
-
-def describe(vllm_config: Any, engine: EnginePreview, geometry: Geometry | None) -> ConfigPreview:
-    """The values for `hybridkv plan`."""
-    model, (config, layouts) = vllm_config.model_config, engine
-    named = model.model, model.max_model_len, built.kv_dtype(vllm_config, layouts[0])
-    gids = range(len(config.kv_cache_groups))
-    groups = tuple(_group_preview(config, gid, layouts[0]) for gid in gids)
-    return ConfigPreview(*named, len(layouts), groups, geometry, state_rule(vllm_config))
 
 
 def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) -> GroupPreview:

@@ -30,10 +30,9 @@ BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
 PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
 MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
-_KEYS = {"tokens": "input_length", "blocks": "hash_ids"}
 
 
-class TracePrompt(msgspec.Struct, rename=_KEYS):
+class TracePrompt(msgspec.Struct, rename={"tokens": "input_length", "blocks": "hash_ids"}):
     """One request of a trace: a line of it, as far as it is read."""
 
     tokens: int
