@@ -168,6 +168,7 @@ def _options(command: str) -> str:
         ]
         for action in parser._actions
         if not isinstance(action, argparse._HelpAction) and not _is_of_another(command, action)
+        if action.help != argparse.SUPPRESS
     ]
     return table(["option", "meaning"], rows)
 

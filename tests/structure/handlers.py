@@ -373,7 +373,7 @@ HANDLERS = (
         RAISED,
     ),
     Listed(
-        "_commands",
+        "main",
         "suppress(EOFError, ConnectionError)",
         "The parent says with the end of its connection that the engine is not needed any more.",
         NO + "the parent waits for the process and sees how it ends",
