@@ -151,9 +151,8 @@ class HostCopier:
             else:
                 for batch, size in _batches(_moves(op, band, base + at)):
                     for slot_at, block_at, piece in batch:
-                        ctypes.memmove(
-                            *((slot_at, block_at) if into_slot else (block_at, slot_at)), piece
-                        )
+                        to, source = (slot_at, block_at) if into_slot else (block_at, slot_at)
+                        ctypes.memmove(to, source, piece)
                     yield batch[0][0] - base, size
             at += op.count * band.layer_bytes
 
