@@ -205,14 +205,10 @@ def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
         words: torch.Tensor | None = None
         if len(layers) > 1:
             shape = len(layers), blocks, first.block_bytes // WORD_BYTES
-            strides = layers[1].address - first.address, first.stride_bytes, WORD_BYTES
+            step, start = layers[1].address - first.address, first.address - first.storage
+            strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
             words = torch.empty(0, dtype=torch.int64)
-            words.set_(
-                views[at].untyped_storage(),
-                (first.address - first.storage) // WORD_BYTES,
-                shape,
-                tuple(stride // WORD_BYTES for stride in strides),
-            )
+            words.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
         bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
         at += len(layers)
     return bands

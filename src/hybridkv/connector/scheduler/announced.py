@@ -80,10 +80,8 @@ class AnnouncedChunks:
                 first = min(first, chunk)
             if chunk >= first and not shown.is_end:
                 needs = [needed_chunks(self._geometry, group, chunk + 1) for group in groups]
-                shown.is_end = all(
-                    mask.find(0, need.start, need.stop) < 0
-                    for mask, need in zip(masks, needs, strict=True)
-                )
+                pairs = zip(masks, needs, strict=True)
+                shown.is_end = all(mask.find(0, one.start, one.stop) < 0 for mask, one in pairs)
             before = shown
         return fresh
 

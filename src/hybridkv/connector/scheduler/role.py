@@ -64,14 +64,9 @@ class SchedulerRole:
         self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
         version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
         hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
+        options = settings.daemon_options() if settings.server == "auto" else None
         self._session = DaemonSession(
-            socket_path,
-            hello,
-            facts or {},
-            settings.daemon_options() if settings.server == "auto" else None,
-            events is not None,
-            counters,
-            self._connection_lost,
+            socket_path, hello, facts or {}, options, bool(events), counters, self._connection_lost
         )
         self._requests = requests.RequestRegistry(
             geometry, self._session, self._room, self._meter, counters
