@@ -33,7 +33,7 @@ class WritePolicy(StrEnum):
 class TierSpec:
     """A tier, as its URL describes it."""
 
-    kind: str  # The URL's scheme.
+    kind: str  # The URL's scheme, and the tier's name in metrics and messages.
     location: str  # The URL without its query.
     max_bytes: int | None = None
     """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
@@ -43,11 +43,6 @@ class TierSpec:
     timeout_seconds: float = TIMEOUT_SECONDS
     """`timeout`: the limit of one call; after it the tier counts as failed."""
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
-
-    @property
-    def name(self) -> str:
-        """The name in metrics and messages."""
-        return self.kind
 
     @property
     def shown(self) -> str:

@@ -47,7 +47,6 @@ from hybridkv.core.tier_urls import TIMEOUT_SECONDS, TierSpec, WritePolicy, disk
 )
 def test_what_a_url_says(url: str, spec: TierSpec) -> None:
     assert parse_tier(url, "tier") == spec
-    assert spec.name == spec.kind
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class ValkeyTier(Tier):
 
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
-        self.name = spec.name
+        self.name = spec.kind
         self._pool = ConnectionPool(spec)
         self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
