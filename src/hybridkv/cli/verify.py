@@ -25,8 +25,7 @@ from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
 from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset
+from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import describe_groups
 
 CHUNKS = 5  # Whole chunks of a prompt.
