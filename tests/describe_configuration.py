@@ -33,8 +33,8 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "any": {
         "bytes": (
             "by kind",
-            "The most that the tier may hold, like `200GiB`. "
-            "What it means for a kind is said below.",
+            "The most that a directory may hold, or that this node gives to Mooncake, "
+            "like `200GiB`. Valkey and S3 do not take it: their servers bound them.",
         ),
         "write": (
             "`through`",
@@ -168,6 +168,7 @@ def _options(command: str) -> str:
         ]
         for action in parser._actions
         if not isinstance(action, argparse._HelpAction) and not _is_of_another(command, action)
+        if action.help != argparse.SUPPRESS
     ]
     return table(["option", "meaning"], rows)
 

@@ -13,7 +13,7 @@ import pytest
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.multi.children import OWN_KEYS, MultiSettings
-from hybridkv.observe.explanations import DECLINES
+from hybridkv.observe.status import DECLINES
 from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.factory import make_tier
 from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented

@@ -15,7 +15,7 @@ from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.daemon.handlers import resident_chunks
-from hybridkv.shm import signature as signatures
+from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     HEADER_BYTES,

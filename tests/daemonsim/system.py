@@ -22,7 +22,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from math import inf
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -32,7 +31,7 @@ from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.daemon import background, clients, loop
+from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -811,9 +810,9 @@ class System:
         if server._reserver.reserved_bytes < arena.slots_bytes:
             self.after(500, 40_000, self._reserve)
 
-    def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float = inf) -> bool:
+    def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float | None) -> bool:
         """threading.Condition.wait_for of that thread: goes on once, if it can or need not wait."""
-        if not self._may_wait or (timeout_seconds == inf and not predicate()):
+        if not self._may_wait or (timeout_seconds is None and not predicate()):
             raise WouldWaitError
         self._may_wait = False
         return True
@@ -959,7 +958,7 @@ class System:
         }
         with contextlib.ExitStack() as stack:
             for name, value in server.items():
-                for module in (loop, clients, background):
+                for module in (loop, clients):
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(mock.patch.object(link, "socket", sockets))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.shm.slots import payload_offset, sign, slot_bytes
 from hybridkv.tiers.contract import (
     DamagedError,
     FullError,

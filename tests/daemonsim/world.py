@@ -12,7 +12,7 @@ from typing import Any
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.daemon import background
+from hybridkv.daemon import loop
 from hybridkv.shm import trailer
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotState
 from hybridkv.tiers.jobs import JobKind
@@ -29,6 +29,7 @@ from tests.daemonsim.oracle import (
 )
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
+from tests.invariants import check_daemon
 
 FAULTS = {
     "kill": "the daemon is killed, between any two lines or within a header",
@@ -226,12 +227,8 @@ class World:
         logger = logging.getLogger("hybridkv.daemon")
         logger.addHandler(self._logged)
         logger.propagate = False
-        before = (
-            background.RESERVE_STEP_BYTES,
-            background.RESERVE_AHEAD_BYTES,
-            trailer.PROCESSES_MAX,
-        )
-        background.RESERVE_STEP_BYTES, background.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = (
+        before = (loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX)
+        loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = (
             reserve,
             4 * reserve,
             PROCESSES_MAX,
@@ -240,9 +237,7 @@ class World:
             with self._system.installed():
                 self._live()
         finally:
-            background.RESERVE_STEP_BYTES, background.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = (
-                before
-            )
+            loop.RESERVE_STEP_BYTES, loop.RESERVE_AHEAD_BYTES, trailer.PROCESSES_MAX = before
             logger.removeHandler(self._logged)
             logger.propagate = True
             for strand in self._system.strands:
@@ -437,7 +432,7 @@ class World:
         if server is None:
             return
         daemon = server.daemon
-        daemon.check()
+        check_daemon(daemon)
         self._waits.check()
         self._books.jobs()
         store = daemon.store

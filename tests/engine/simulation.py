@@ -32,8 +32,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import payload_offset
+from hybridkv.shm.slots import committed_slots, payload_offset
 from hybridkv.vllm.layout import group_geometry
 from tests.simulation.oracle import Content, GroupWords, Oracle, Words
 

@@ -79,7 +79,7 @@ def test_every_arm_on_two_ranks(model: str) -> None:
 def test_one_wrong_byte_changes_the_answer(model: str) -> None:
     if not is_served(model):
         pytest.skip("vLLM switches prefix caching off for this model on this machine")
-    status, proof = verify("--model", model, flip="blind")
+    status, proof = verify("--model", model, "--flip", "blind")
     arms = {arm["name"]: arm for arm in proof["arms"]}
     assert status == 1
     assert arms["cold"]["ok"]

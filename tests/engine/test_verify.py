@@ -12,10 +12,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODELS = (pytest.param("gemma3", marks=pytest.mark.slow), "qwen3next")
 
 
-def verify(*arguments: str, flip: str = "") -> tuple[int, dict[str, Any]]:
-    command = ["tests.engine.flipped", flip] if flip else ["hybridkv", "verify"]
+def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
     said = subprocess.run(
-        [sys.executable, "-m", *command, "--json", *arguments],
+        [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -42,7 +41,7 @@ def test_every_arm_is_right(model: str) -> None:
 @pytest.mark.slow
 def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     """The oracle can see a single wrong byte: without it every test above would prove nothing."""
-    status, proof = verify("--model", "gemma3", flip="blind")
+    status, proof = verify("--model", "gemma3", "--flip", "blind")
     arms = {arm["name"]: arm for arm in proof["arms"]}
     assert status == 1
     assert proof["ok"] is False
@@ -53,7 +52,7 @@ def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
 
 @pytest.mark.slow
 def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
-    status, proof = verify("--model", "llama4", flip="detect")
+    status, proof = verify("--model", "llama4", "--flip", "detect")
     arms = {arm["name"]: arm for arm in proof["arms"]}
     assert status == 1
     assert arms["warm"]["same_bytes"] is False

@@ -38,8 +38,14 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import pack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes, unpack_header
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SlotHeader,
+    SlotState,
+    committed_slots,
+    slot_bytes,
+    unpack_header,
+)
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,

@@ -14,8 +14,7 @@ import pytest
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.arena import SHM_DIR
-from hybridkv.shm.signature import is_signed
-from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
+from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, is_signed, payload_offset
 from hybridkv.store.index import Slot
 from hybridkv.tiers import record as records
 from hybridkv.tiers.contract import DamagedError, TierError

@@ -19,9 +19,8 @@ import pytest
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.core.packed import unpack_u64
-from hybridkv.daemon.background import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES
 from hybridkv.daemon.filesystem import stale_arenas
-from hybridkv.daemon.loop import DaemonServer, ServeOptions
+from hybridkv.daemon.loop import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES, DaemonServer, ServeOptions
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.daemon_process import engine_hello as bench_hello
 from hybridkv.wire.codec import Frames, decode_reply

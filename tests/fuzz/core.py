@@ -41,6 +41,7 @@ from hybridkv.wire.messages import (
 )
 from hybridkv.wire.protocol import CLOSING, RULES, ConnectionState, ErrorCode, refused
 from tests.fuzz.liar import KINDS, Liar, Peer
+from tests.invariants import check_daemon
 from tests.unit.daemon.dict_tier import DictTier
 
 ARENA_BYTES = 1 << 19
@@ -139,11 +140,11 @@ class CoreFuzz:
         while clear(self.daemon, ClientConnection(0, Process(0, 0)), Clear(0)).count:
             pass
         assert self.daemon.store.objects == 0
-        self.daemon.check()
+        check_daemon(self.daemon)
 
     def check(self) -> None:
         """The daemon's books in themselves, with ours, and with the headers in the arena."""
-        self.daemon.check()
+        check_daemon(self.daemon)
         values = self.daemon.view.values().named()
         assert values["connections"] == len(self._lines)
         assert values["sessions"] == len(self._accounts)
@@ -161,7 +162,7 @@ class CoreFuzz:
                 assert header.state is SlotState.WRITING
                 writing += slot_bytes(header.part_bytes, header.parts)
         assert values["bytes_writing"] == writing + sum(
-            slot.size_bytes for slot in self.daemon.promotion.slots()
+            read.slot.size_bytes for read in self.daemon.promotion._reads.values()
         )
         waits = [
             wait

@@ -19,8 +19,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SLOT_ALIGN, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, committed_slots, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.store import Store
 from hybridkv.wire.messages import (
@@ -45,6 +44,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, wide
 
 PAGES = 48
@@ -715,7 +715,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        self.daemon.check()
+        check_daemon(self.daemon)
         values = self.daemon.view.values().named()
         assert values["sessions"] == len(self.sessions)
         assert values["leases"] == sum(len(held.leases) for held in self.sessions)

@@ -18,8 +18,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import SLOT_ALIGN, SlotState, payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, SlotState, is_signed, payload_offset, sign, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
@@ -44,6 +43,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
 
@@ -455,7 +455,7 @@ class TiersMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "daemon"):
             return
-        self.daemon.check()
+        check_daemon(self.daemon)
         waits = {
             (engine.number, lease): wait
             for engine in self.engines

@@ -38,7 +38,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "masks-of-the-first-group",
         "every group is said to have what the first one has",
-        "resident_chunks",
+        "Namespace.present",
         "bytes([entry is not None and entry[index] is not None for entry in entries])",
         "bytes([entry is not None and entry[0] is not None for entry in entries])",
         ("A27", "B13"),

@@ -231,7 +231,7 @@ FAULTS: tuple[Mutation, ...] = (
         "pending-loads-untold",
         "loads that have not ended are in no gauge",
         "MultiScheduler.get_kv_connector_stats",
-        "Counter(load.child for load in self._transfers.loads.values())",
+        "Counter(load.child for load in self._loads.values())",
         "Counter[int]()",
         ("B25", "B28"),
         (f"{MULTI}::test_statistics_reach_prometheus",),

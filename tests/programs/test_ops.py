@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from hybridkv.observe.catalog import exposed
+from tests.unit.observe.describe_metrics import exposed
 
 OPS = Path(__file__).parents[2] / "ops"
 DASHBOARD = json.loads((OPS / "grafana-hybridkv.json").read_text())

@@ -11,8 +11,7 @@ from pathlib import Path
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import checksum_offset, payload_offset
+from hybridkv.shm.slots import checksum_offset, committed_slots, payload_offset
 from tests.waiting import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10

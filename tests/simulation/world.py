@@ -23,8 +23,7 @@ from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import SlotHeader, payload_offset, short_hash, slot_bytes
+from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset, short_hash, slot_bytes
 from tests.simulation.engine import CLOCK, Chance, Engine, Shape
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node

@@ -354,6 +354,12 @@ HANDLERS = (
         RAISED,
     ),
     Listed(
+        "_end_other",
+        "suppress(OSError)",
+        "The other daemon has ended by itself, or is in another pid namespace.",
+        NO + "the start of our own daemon says what is in its way",
+    ),
+    Listed(
         "Link.close",
         "suppress(OSError)",
         "The last message is sent only if the daemon is there and the buffer has room.",
@@ -373,7 +379,7 @@ HANDLERS = (
         RAISED,
     ),
     Listed(
-        "_commands",
+        "main",
         "suppress(EOFError, ConnectionError)",
         "The parent says with the end of its connection that the engine is not needed any more.",
         NO + "the parent waits for the process and sees how it ends",

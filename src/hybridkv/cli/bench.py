@@ -29,8 +29,7 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, slot_bytes
+from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
@@ -80,9 +79,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str, Any]]:
     if arguments.what == "lookup":
-        for row in _measure_lookups(socket_path):
-            print(f"lookup {row['lookup tokens']} tokens done", file=sys.stderr)
-            yield row
+        yield from _measure_lookups(socket_path)
         return
     if arguments.what == "disk":
         yield from _measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
@@ -93,11 +90,9 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
     except ImportError as error:
         what = f"bench path needs the engine side ({error.name})"
         raise ConfigError(what, "it works where vLLM is installed") from error
-    total, block = (
-        parse_size(getattr(arguments, name), f"--{name}") for name in ("bytes", "block")
-    )
-    options = arguments.checksum, arguments.device
-    yield measure_path(socket_path, total, arguments.layers, block, *options)
+    total, block = parse_size(arguments.bytes, "--bytes"), parse_size(arguments.block, "--block")
+    options = arguments.layers, block, arguments.checksum, arguments.device
+    yield measure_path(socket_path, total, *options)
 
 
 def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
@@ -119,40 +114,28 @@ def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
                 indexes = pack_u64([index] * count)
                 control.tell(Commit(offsets, generations, indexes, bytes(named)))
         for tokens in LOOKUP_TOKENS:
-            yield _measure_length(control, tokens, hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES])
-
-
-def _measure_length(control: ControlClient, tokens: int, hashes: bytes) -> dict[str, Any]:
-    seconds: list[float] = []
-    for number in range(1, LOOKUPS + 1):
-        lease = tokens + number
-        started = time.perf_counter()
-        found = control.call(Lookup(lease, lease, hashes))
-        seconds.append(time.perf_counter() - started)
-        assert isinstance(found, Found)
-        assert found.chunks * _BLOCK_TOKENS == tokens
-        control.tell(Release(lease))
-    seconds.sort()
-    return {
-        "lookup tokens": tokens,
-        "hit tokens": tokens,
-        "p50_ms": round(seconds[LOOKUPS // 2] * 1e3, 3),
-        "p99_ms": round(seconds[LOOKUPS * 99 // 100] * 1e3, 3),
-    }
+            seconds, prompt = [], hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES]
+            for lease in range(tokens + 1, tokens + LOOKUPS + 1):
+                started = time.perf_counter()
+                found = control.call(Lookup(lease, lease, prompt))
+                seconds.append(time.perf_counter() - started)
+                assert isinstance(found, Found)
+                assert found.chunks * _BLOCK_TOKENS == tokens
+                control.tell(Release(lease))
+            half, most = (sorted(seconds)[LOOKUPS * part // 100] * 1e3 for part in (50, 99))
+            row = {"lookup tokens": tokens, "hit tokens": tokens}
+            yield row | {"p50_ms": round(half, 3), "p99_ms": round(most, 3)}
+            print(f"lookup {tokens} tokens done", file=sys.stderr)
 
 
 def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]]:
     """Rates for objects of several sizes: medians of ROUNDS rounds that measure everything."""
-    least = WRITES_MAX * OBJECT_BYTES[-1]
+    least, size = WRITES_MAX * OBJECT_BYTES[-1], format_size(total_bytes)
     if total_bytes < least:
-        raise ConfigError(
-            f"--bytes {format_size(total_bytes)} is less than"
-            f" what {WRITES_MAX} threads write at once",
-            f"{format_size(least)} works",
-        )
-    what = f"--directory {directory} cannot be used"
+        what = f"--bytes {size} is less than what {WRITES_MAX} threads write at once"
+        raise ConfigError(what, f"{format_size(least)} works")
     with (
-        or_refuse(what, "one that you may write to works"),
+        or_refuse(f"--directory {directory} cannot be used", "one that you may write to works"),
         tempfile.TemporaryDirectory(prefix="hybridkv-bench-", dir=directory) as place,
     ):
         return [_measure_objects(Path(place), size, total_bytes) for size in OBJECT_BYTES]

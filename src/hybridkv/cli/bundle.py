@@ -1,7 +1,7 @@
-"""`hybridkv export` and `hybridkv import`: the objects of a directory or a daemon as one file.
+"""`hybridkv export`, `import` and `fsck`: the objects of a directory or a daemon.
 
-It is a tar with a member per record, named like its file, and a last one that says that the file is
-complete.  A reader proves every record, since what carried the file may have changed any byte.
+An export is a tar with a member per record, named like its file, and a last one that says that it
+is complete.  A reader proves every record, since what carried the file may have changed any byte.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of
-from hybridkv.cli.terminal import print_json, progress
+from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of, switch
+from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import GroupKind
@@ -26,19 +26,25 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import disk_url, parse_tier
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.signature import is_signed
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SlotHeader, slot_bytes, unpack_header
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SHORT_HASH_BYTES,
+    SlotHeader,
+    committed_slots,
+    is_signed,
+    slot_bytes,
+    unpack_header,
+)
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof
+from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
-LAST = "hybridkv-export"
-"""The name of the last member, which says the version and how many records there are."""
+LAST = "hybridkv-export"  # The last member's name; it says the version and the number of records.
 VERSION = 1
 
 
@@ -117,9 +123,9 @@ def run_export(arguments: argparse.Namespace) -> int:
     with _appears(Path(arguments.file)) as file:
         bundle = Bundle(file)
         if arguments.disk is not None:
-            left_out = _from_disk(Path(arguments.disk), bundle, prefix)
+            left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix))
         else:
-            left_out = _from_memory(socket_of(arguments), bundle, prefix)
+            left_out = Counter(_from_memory(socket_of(arguments), bundle, prefix))
         bundle.close()
     sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
     _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
@@ -145,8 +151,8 @@ def _appears(path: Path) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
-    """What was left out, by reason."""
+def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Iterator[str]:
+    """Why each record was left out that was not added."""
     check_root(root, "disk")
     found: list[tuple[float, str, FileName]] = []
     with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
@@ -158,23 +164,20 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Counter[str]:
     # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
     known: set[bytes] = set()
-    left_out: Counter[str] = Counter()
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             # There is no proof of a file that a daemon removed.
             if name.key not in known and (proof := files.prove_file(path, name)) is not None:
                 if proof.damage is not None or proof.record is None:
-                    left_out["damaged"] += 1
+                    yield "damaged"
                 else:
                     bundle.add(proof.record, proof.memory)
                     known.add(name.key)
             step()
-    return left_out
 
 
-def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Counter[str]:
-    """What was left out, by reason."""
-    left_out: Counter[str] = Counter()
+def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]:
+    """Why each object was left out that was not added."""
     with ControlClient(socket_path) as control:
         with_parents = {
             (engine.namespace, group.gid)
@@ -191,10 +194,9 @@ def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Counter[str]:
                     if header.namespace.hex().startswith(prefix):
                         has_parent = (header.namespace, header.gid) in with_parents
                         if why := _add_slot(memory, offset, header, has_parent, bundle):
-                            left_out[why] += 1
+                            yield why
                     step()
             memory.release()
-    return left_out
 
 
 def _add_slot(
@@ -203,10 +205,9 @@ def _add_slot(
     """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
     shape = header.part_bytes, header.parts
     size = slot_bytes(*shape)
-    if offset + size > len(memory):
-        return "changed meanwhile"
     copy = memoryview(bytearray(memory[offset : offset + size]))
-    if unpack_header(bytes(memory[offset : offset + HEADER_BYTES])) != header:
+    seen = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
+    if offset + size > len(memory) or seen != header:
         return "changed meanwhile"
     signed = is_signed(copy, *shape, header.generation)
     if signed is None:
@@ -249,7 +250,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             what = f"disk: {arguments.disk} cannot be used ({error})"
             raise ConfigError(what, "another directory works") from error
         try:
-            counts = _put_all(file, arguments.file, tier)
+            counts = Counter(_put_all(file, arguments.file, tier))
         finally:
             tier.close()
             with contextlib.suppress(OSError):
@@ -262,9 +263,8 @@ def run_import(arguments: argparse.Namespace) -> int:
     return int(bool(set(counts) - {"there already"}))
 
 
-def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
-    """What became of the records, in words."""
-    counts: Counter[str] = Counter()
+def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Iterator[str]:
+    """What became of each record, in words."""
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
         for member, proof in _read(file, f"import: {name}"):
@@ -272,22 +272,17 @@ def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Counter[str]:
                 # Without this sign of life daemons would take away what is imported already.
                 tier.tend()
                 tend_at = time.monotonic() + TEND_SECONDS
-            if proof.damage is None and proof.record is not None:
-                counts[_put(tier, proof.record, proof.memory)] += 1
+            record = proof.record
+            if proof.damage is not None or record is None:
+                yield "damaged" if member else "the file ends too early"
+            elif tier.peek(key := record.name.key):
+                yield "there already"
             else:
-                counts["damaged" if member else "the file ends too early"] += 1
+                request = WriteRequest(key, [proof.memory], record.parent, record.interior)
+                (error,) = tier.put([request])
+                unwritten = "no room" if isinstance(error, FullError) else "not written"
+                yield "imported" if error is None else unwritten
             step()
-    return counts
-
-
-def _put(tier: DiskTier, record: Record, memory: memoryview) -> str:
-    key = record.name.key
-    if tier.peek(key):
-        return "there already"
-    (error,) = tier.put([WriteRequest(key, [memory], record.parent, record.interior)])
-    if isinstance(error, FullError):
-        return "no room"
-    return "imported" if error is None else "not written"
 
 
 def _print(
@@ -299,3 +294,49 @@ def _print(
     print(sentence)
     for why, count in sorted(left_out.items()):
         print(f"left out {count}: {why}")
+
+
+@command(
+    option("--disk DIRECTORY", "as of hybridkv serve; daemons may use it", required=True),
+    switch(
+        "--repair",
+        "put damaged files into quarantine, give whole ones their own names,"
+        " remove what dead writers began",
+    ),
+    JSON,
+)
+def run_fsck(arguments: argparse.Namespace) -> int:
+    """Prove and print; 1 if anything is damaged and stays so."""
+    root = Path(arguments.disk)
+    check_root(root, "disk")
+    works = f"a directory that you may read{' and write to' if arguments.repair else ''} works"
+    with or_refuse(f"disk: {root} cannot be checked", works):
+        files = list_files(root)
+        with progress("proving", sum(map(len, files.values()))) as step:
+            report = fsck(root, files, arguments.repair, step)
+    status = int(report.damaged > report.repaired)
+    if arguments.json:
+        totals = ("damaged", "repaired", "quarantined", "quarantined_bytes")
+        writers = [
+            vars(writer) | {"damaged": {str(kind): n for kind, n in sorted(writer.damaged.items())}}
+            for writer in report.writers
+        ]
+        found = [finding._asdict() for finding in report.findings]
+        counts = {name: getattr(report, name) for name in totals}
+        print_json({**counts, "writers": writers, "files": found})
+        return status
+    columns = ("whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed")
+    table = new_table(("writer", "lives", *columns), ("writer", "lives", "damaged"))
+    for one in report.writers:
+        damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
+        more = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
+        table.add_row(
+            *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
+            *(format_size(one.whole_bytes), damaged or "0", *map(str, more)),
+        )
+    PlainConsole(120).print(table)
+    for finding in report.findings:
+        done = f"; {finding.done}" if finding.done else ""
+        print(f"{plain(finding.path)}: {finding.damage}{done}")
+    print(f"quarantine: {report.quarantined} files, {format_size(report.quarantined_bytes)}")
+    return status

@@ -9,12 +9,11 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
-from hybridkv.observe.explanations import sentences_of_reply
+from hybridkv.observe.status import sentences_of_reply
 from hybridkv.wire.messages import describe_groups
 
-_TIERS = switch(
-    "--tiers", "clear: also all that tiers below RAM have, for every node that uses them"
-)
+_ALL_NODES = "clear: also all that tiers below RAM have, for every node that uses them"
+_TIERS = switch("--tiers", _ALL_NODES)
 _REQUEST = option("request_id REQUEST_ID", "as the engine names it in its answers and logs")
 
 
@@ -35,11 +34,9 @@ def run_stats(arguments: argparse.Namespace) -> int:
         bound = "" if tier.max_bytes is None else f", at most {format_size(tier.max_bytes)}"
         facts[f"tier_{number}"] = f"{tier.name}: written {tier.write}{bound}"
     for number, engine in enumerate(engines):
-        geometry = engine.geometry
-        facts[f"session_{number}"] = (
-            f"chunk {geometry.chunk_tokens} groups {describe_groups(geometry.groups)} "
-            f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
-        )
+        chunk, groups = engine.geometry.chunk_tokens, describe_groups(engine.geometry.groups)
+        named = f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
+        facts[f"session_{number}"] = f"chunk {chunk} groups {groups} {named}"
     if arguments.json:
         print_json({**facts, **report.values}, sort_keys=True)
         return 0
@@ -65,12 +62,9 @@ def run_clear(arguments: argparse.Namespace) -> int:
         said["tiers"] = {
             name: "removing" if well else "out of reach" for name, well in tiers.items()
         }
-        sentences += [
-            f"{name} is removing its own"
-            if is_well
-            else f"{name} is out of reach: what it has comes back with it"
-            for name, is_well in tiers.items()
-        ] or ["there is no tier below RAM"]
+        ends = {True: "removing its own", False: "out of reach: what it has comes back with it"}
+        told = [f"{name} is {ends[well]}" for name, well in tiers.items()]
+        sentences += told or ["there is no tier below RAM"]
     print(json.dumps(said) if arguments.json else "; ".join(sentences))
     return int(not all(tiers.values()))
 
@@ -87,10 +81,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
     facts = sentences_of_reply(explained)
     if not facts:
         latest = ", ".join(map(plain, explained.latest)) or "none"
-        raise UnknownRequestError(
-            f"no request {request_id!r} ended lately (an engine tells of a request when it ends); "
-            f"the latest are: {latest}"
-        )
+        what = f"no request {request_id!r} ended lately (an engine tells of a request when it ends)"
+        raise UnknownRequestError(f"{what}; the latest are: {latest}")
     if arguments.json:
         print_json({"request": request_id, **facts})
     else:

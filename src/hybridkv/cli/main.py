@@ -14,22 +14,21 @@ from hybridkv.core.errors import HybridKVError
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
-COMMANDS = {
+COMMANDS = {  # By name: the module with run_NAME, and what `hybridkv --help` says of it.
     "serve": ("serve", "run the cache daemon of this node"),
     "stats": ("control", "print the daemon's counters"),
     "top": ("top", "show what the daemon does, live"),
     "explain": ("control", "say what became of a request, and why"),
-    "fsck": ("fsck", "prove every object in a directory, and put right what is wrong"),
+    "fsck": ("bundle", "prove every object in a directory, and put right what is wrong"),
     "export": ("bundle", "write objects to one file, from a directory or a daemon's memory"),
     "import": ("bundle", "put the objects of an exported file into a directory"),
     "clear": ("control", "drop everything that the daemon holds"),
     "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
     "replay": ("plan", "say what caches of several sizes would have hit on a trace of prompts"),
-    "doctor": ("doctor", "check a vllm serve command line before it is served"),
+    "doctor": ("plan", "check a vllm serve command line before it is served"),
     "verify": ("verify", "prove on real engines that the cache changes no answer"),
     "bench": ("bench", "measure the byte path and the lookup"),
 }
-"""By name: the module with the function run_NAME, and what `hybridkv --help` says of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,11 @@
-"""`hybridkv plan` and `hybridkv replay`: what the cache costs a model, and what it would hit."""
+"""`hybridkv plan`, `replay` and `doctor`: what the cache costs, would hit, and needs."""
 
 import argparse
 import math
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,26 +13,32 @@ from typing import Any
 
 from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
-from hybridkv.client.control import ControlClient
+from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, Verdict
+from hybridkv.core.findings import Finding, Verdict, fail, failure, ok, warn
 from hybridkv.core.geometry import length_finding
+from hybridkv.core.paths import socket_of_server
 from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.state_boundaries import state_findings
-from hybridkv.lab import capacity, replay
+from hybridkv.daemon.filesystem import check_private_directory
+from hybridkv.lab import capacity, configuration, replay
 from hybridkv.lab.capacity import CapacityPlan, CapacityTotals, ConfigPreview
-from hybridkv.lab.configuration import inspect_model, preview_of
+from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import ReplayHits, TraceReplay, UnlimitedCache
-from hybridkv.shm.arena import default_ram_bytes
+from hybridkv.shm import arena
 from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import PROTOCOL_VERSION
 
 PlannedModel = tuple[CapacityPlan, list[Finding]]
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
 _EVICTION = EvictionPolicy.TWO_QUEUES.value
 PROGRESS_SECONDS = 5.0
+DAEMON_SECONDS = 2.0
+_WORDS = 'a whole "vllm serve MODEL ..." command line, or its arguments'
 SIZES = 6  # The number of sizes that are tried where none is named.
 
 
@@ -46,13 +54,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.model is None and not arguments.vllm_arguments:
         planned = list(_running(socket_of(arguments), ram_bytes))
     else:
-        planned = [_previewed(arguments, ram_bytes or default_ram_bytes())]
+        planned = [_previewed(arguments, ram_bytes or arena.default_ram_bytes())]
     refused = any(one.verdict is Verdict.FAIL for _, findings in planned for one in findings)
     if arguments.json:
-        shown = [
-            {**asdict(plan), "findings": [asdict(finding) for finding in found]}
-            for plan, found in planned
-        ]
+        shown = [{**asdict(plan), "findings": [*map(asdict, found)]} for plan, found in planned]
         print_json({"ok": not refused, "plans": shown})
     else:
         console = PlainConsole(140)
@@ -64,12 +69,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     """The plan of a configuration that nobody serves."""
     report = inspect_model(arguments.model, arguments.vllm_arguments)
-    findings = [
-        one
-        for one in report.findings
-        if one.check not in _OF_THE_COMMAND
-        and (one.verdict is not Verdict.OK or one.check == "first hit")
-    ]
+    about = [one for one in report.findings if one.check not in _OF_THE_COMMAND]
+    findings = [one for one in about if one.verdict is not Verdict.OK or one.check == "first hit"]
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")
@@ -82,10 +83,8 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
     with ControlClient(socket_path) as control:
         engines, arena_bytes = control.engines(), control.welcome.slots_bytes
     if not engines:
-        raise HybridKVError(
-            f"no engine is connected to {socket_path}; "
-            "--model DIR_OR_NAME plans one that is not running"
-        )
+        works = "--model DIR_OR_NAME plans one that is not running"
+        raise HybridKVError(f"no engine is connected to {socket_path}; {works}")
     for engine in engines:
         preview = preview_of(engine)
         geometry, length = preview.geometry, preview.max_model_len
@@ -128,11 +127,8 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
     period = plan.state_period_tokens
     dense = "" if period is None else ", with a state at every boundary"
-    yield (
-        "stored per token",
-        f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}, "
-        f"{saved:.0%} saved{dense}",
-    )
+    stored = f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}"
+    yield "stored per token", f"{stored}, {saved:.0%} saved{dense}"
     yield "chunk", f"{totals.chunk_tokens:,} tokens"
     yield "hit alignment", f"{totals.alignment_tokens:,} tokens"
     yield "hash block", f"{totals.hash_tokens:,} tokens"
@@ -249,3 +245,88 @@ def _preview(arguments: argparse.Namespace) -> ConfigPreview:
         connected = f"{len(engines)} engines are connected to {socket_path}"
         raise HybridKVError(f"{connected}; --model DIR_OR_NAME says which")
     return preview_of(engines[0])
+
+
+@command(JSON, option("vllm_arguments -- VLLM ARGS", _WORDS, nargs="+"))
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Run every check and print; 1 = the engine would not start, or not use the cache."""
+    report = configuration.inspect_arguments(
+        configuration.serve_arguments(arguments.vllm_arguments)
+    )
+    findings = [*report.findings, *host_findings(report)]
+    count = Counter(finding.verdict for finding in findings)
+    failed = count[Verdict.FAIL]
+    if arguments.json:
+        identity = {"identity": report.identity, "identity_facts": report.facts}
+        print_json({"ok": not failed, "checks": [*map(asdict, findings)], **identity})
+        return int(failed > 0)
+    columns = ("check", "state", "what", "remedy")
+    table = new_table(columns, columns, "hybridkv doctor")
+    for column in table.columns:
+        column.overflow = "fold"
+    for finding in findings:
+        words = (finding.check, str(finding.verdict), finding.what, finding.remedy)
+        table.add_row(*words, style=STYLES.get(finding.verdict))
+    console = PlainConsole(160)
+    console.print(table)
+    if report.identity:
+        console.print(f"identity {report.identity}", highlight=False)
+        for name, value in report.facts.items():
+            console.print(f"  {name}: {value}", highlight=False)
+    print(f"{failed} failed, {count[Verdict.WARN]} warnings, {count[Verdict.OK]} ok")
+    return int(failed > 0)
+
+
+def host_findings(report: ConfigReport) -> Iterator[Finding]:
+    """The socket, the daemon, the memory and the room for prompts; nothing is started."""
+    settings = report.settings
+    socket_path = ""
+    try:
+        socket_path = socket_of_server(settings.server, os.environ, os.geteuid())
+        check_private_directory(Path(socket_path).parent, "server")
+        yield ok("socket", socket_path)
+    except ConfigError as error:
+        yield failure("socket", error)
+        if not socket_path:
+            return
+    arena_bytes: int | None = None
+    try:
+        with ControlClient(socket_path, DAEMON_SECONDS) as control:
+            arena_bytes, pid = control.welcome.slots_bytes, control.welcome.pid
+    except DaemonRefusedError as error:
+        works = 'another "server" works, like "unix:///tmp/hybridkv/daemon.sock"'
+        yield fail("daemon", str(error), works)
+    except DaemonUnreachableError as error:
+        if settings.server == "auto":
+            yield ok("daemon", f"none runs at {socket_path}; vLLM will start one")
+        else:
+            yield warn("daemon", error.what, error.remedy)
+    else:
+        what = f"process {pid} of this user at {socket_path}, protocol {PROTOCOL_VERSION}"
+        yield ok("daemon", f"{what}, {format_size(arena_bytes)} of memory")
+    yield _memory(settings, arena_bytes)
+    if report.preview is not None:
+        ram_bytes = arena_bytes or settings.ram_bytes or arena.default_ram_bytes()
+        totals = capacity.make_plan(report.preview, ram_bytes, slot_bytes).totals
+        if totals is not None:
+            yield capacity.room_finding(totals)
+
+
+def _memory(settings: Settings, arena_bytes: int | None) -> Finding:
+    """Whether the machine has the memory that a daemon to be started would take."""
+    machine, free = map(format_size, (arena.machine_memory_bytes(), arena.shm_free_bytes()))
+    may = f"of {machine} that this process may use (machine or control group)"
+    room = f"{may}, {free} free in {arena.SHM_DIR}"
+    if arena_bytes is None:
+        wanted = settings.ram_bytes or arena.default_ram_bytes()
+        try:
+            arena.check_ram(wanted, "kv_connector_extra_config.ram")
+        except ConfigError as error:
+            return failure("memory", error)
+        return ok("memory", f"{format_size(wanted)} {room}")
+    has = format_size(arena_bytes)
+    if settings.ram_bytes is None or settings.ram_bytes == arena_bytes:
+        return ok("memory", f"the daemon has {has} {room}")
+    ram = format_size(settings.ram_bytes)
+    what = f"ram={ram} is asked for, and the running daemon has {has}"
+    return warn("memory", what, "ending that daemon before serving works")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
-from hybridkv.client.spawn import EXIT_ALREADY_SERVED
+from hybridkv.client.control import EXIT_ALREADY_SERVED
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import SERVE_SETTINGS
@@ -74,7 +74,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if not -1 <= port <= _PORT_MAX:
         what = f"metrics-port={port} must be from 0 to {_PORT_MAX}, or -1 for none"
         raise ConfigError(what, f"{METRICS_PORT} works")
-    _log_to(arguments.log_file, socket_path)
+    log_file, line = arguments.log_file, "%(asctime)s %(name)s %(levelname)s %(message)s"
+    if log_file == "auto":
+        make_private_directory(socket_path.parent, "socket")
+        log_file = str(socket_path.with_suffix(".log"))
+    try:
+        logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
+    except OSError as error:
+        what = f"log-file: {log_file} cannot be written ({error.strerror})"
+        raise ConfigError(what, "a file in a directory of yours works") from error
     if arguments.traces is not None and not traces.startswith(("http://", "https://")):
         what = f"traces: {traces!r} is no URL of a collector"
         raise ConfigError(what, '"http://127.0.0.1:4318/v1/traces" works')
@@ -85,16 +93,3 @@ def run_serve(arguments: argparse.Namespace) -> int:
         logging.getLogger("hybridkv.daemon").warning("%s", error)
         return EXIT_ALREADY_SERVED
     return 0
-
-
-def _log_to(log_file: str | None, socket_path: Path) -> None:
-    """Log to a file, to one beside the socket for "auto", or to standard error for None."""
-    if log_file == "auto":
-        make_private_directory(socket_path.parent, "socket")
-        log_file = str(socket_path.with_suffix(".log"))
-    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
-    try:
-        logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
-    except OSError as error:
-        what = f"log-file: {log_file} cannot be written ({error.strerror})"
-        raise ConfigError(what, "a file in a directory of yours works") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from hybridkv.core.findings import Verdict
 
@@ -35,10 +35,8 @@ def new_table(
     columns: Iterable[str], left: Collection[str] = (), title: str | None = None
 ) -> Table:
     """A table whose columns are flush right, but for those in `left`."""
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
-    return table
+    made = (Column(name, justify="left" if name in left else "right") for name in columns)
+    return Table(*made, title=title, title_justify="left")
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:

@@ -49,8 +49,7 @@ def run_top(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
         raise ConfigError(what, "1 works")
-    socket_path = socket_of(arguments)
-    console = PlainConsole()
+    socket_path, console = socket_of(arguments), PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
         with ControlClient(socket_path) as control:
             status = _ask(control)
@@ -67,7 +66,6 @@ def run_top(arguments: argparse.Namespace) -> int:
 
 
 def _ask(control: ControlClient) -> Status:
-    """What the daemon has to show. Raises DaemonUnreachableError."""
     status = control.stats(status=True).status
     assert status is not None, "it was asked for"
     return status
@@ -79,8 +77,9 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
         client = ControlClient(socket_path, ANSWER_SECONDS)
         control: ControlClient | None = stack.enter_context(client)
         status, why = _ask(client), ""
-        live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
-        with live:
+        with Live(
+            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+        ) as live:
             while True:
                 size = console.size
                 text = frame(status, socket_path, size.width, size.height - bool(why))
@@ -123,10 +122,8 @@ def _keys() -> Iterator[None]:
 
 def heard(said: bytes) -> set[str]:
     """The keys in what a terminal sent; Escape is one unless it begins another key's sequence."""
-    if not said:
-        # The terminal has ended.
-        return {"q"}
-    return set(_SEQUENCE.sub("", said.decode(errors="replace")))
+    # Nothing means that the terminal has ended.
+    return set(_SEQUENCE.sub("", said.decode(errors="replace"))) if said else {"q"}
 
 
 def frame(status: Status, place: str, width: int, height: int) -> Text:
@@ -141,9 +138,8 @@ def frame(status: Status, place: str, width: int, height: int) -> Text:
     for one in status.health[: 3 if height else 100]:
         head.append(Text(f"• {plain(one.text)}", COLOURS[one.level]))
     head += [Text(), *_levels(status, width), Text()]
-    parts = [_past(status, width), _groups(status, width), _engines(status, width)]
-    room = height - len(head) if height else None
-    lines = [*head, *_fitted([*parts, _decisions(status)], room)]
+    parts = [part(status, width) for part in (_past, _groups, _engines, _decisions)]
+    lines = [*head, *_fitted(parts, height - len(head) if height else None)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines[:height] if height else lines)
@@ -165,7 +161,8 @@ def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
 
 
 def _levels(status: Status, width: int) -> Iterable[Text]:
-    meter = _meter_columns(width)
+    # A narrow terminal has room left for the figures.
+    meter = min(METER, (width - 20) * 2 // 5)
     values, rates = status.values, status.minute.per_second
     hit, ceiling = status.recent.hit, status.recent.ceiling
     line = _label("hit rate")
@@ -196,8 +193,7 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
 
 def _past(status: Status, width: int) -> list[Text]:
     """Little charts of the last minutes."""
-    past = status.hour
-    room = width - LABEL - 14
+    past, room = status.hour, width - LABEL - 14
     shown = min(room, len(past.ages))
     if shown < 2:
         return []
@@ -227,40 +223,39 @@ def _groups(status: Status, width: int) -> list[Text]:
         return []
     most = max(group.held_bytes for group in groups)
     lines = [Text("in ram, by group", "dim")]
-    meter = METER if width >= 100 else _meter_columns(width) // 2
+    meter = METER if width >= 100 else min(METER, (width - 20) * 2 // 5) // 2
     room = width - meter - 46
     for group in groups:
         owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
-        line.append(_meter(group.held_bytes / most, meter))
         held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
-        lines.append(line.append(held))
+        lines.append(line.append(_meter(group.held_bytes / most, meter)).append(held))
     return lines
 
 
 def _engines(status: Status, width: int) -> list[Text]:
     lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
+    engine = min(24, width // 6)
+    room = max(width - engine - 45, 0)
     for session in status.sessions:
         state = "" if session.is_connected else "  gone, its workers may still copy"
-        engine = min(24, width // 6)
-        room = max(width - engine - 45, 0)
         model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
         name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
-        writing = format_size(session.writing_bytes)
-        line = Text(f"{name}{session.leases:>4} loads {writing:>9} writing")
-        lines.append(line.append(f"  since {_time(session.since)}").append(state, "yellow"))
+        does = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} writing"
+        line = Text(f"{name}{does}  since {_time(session.since)}")
+        lines.append(line.append(state, "yellow"))
     return lines
 
 
-def _decisions(status: Status) -> list[Text]:
+def _decisions(status: Status, _: int) -> list[Text]:
     lines = [Text("recent decisions", "dim")] if status.decisions else []
     for decision in status.decisions:
-        line = Text(f"{_time(decision.age):>7}  {_cut(decision.request_id, 24):<25}")
-        line.append(f"{_cut(decision.prompt, 13):<14}")
+        named = f"{_cut(decision.request_id, 24):<25}{_cut(decision.prompt, 13):<14}"
         is_loaded = decision.outcome is Outcome.LOADED
-        text = f"{'loaded ' if is_loaded else 'computed: '}{plain(decision.text)}"
-        lines.append(line.append(text, "green" if is_loaded else "dim"))
+        said = ("loaded ", "green") if is_loaded else ("computed: ", "dim")
+        text = said[0] + plain(decision.text), said[1]
+        lines.append(Text.assemble(f"{_time(decision.age):>7}  {named}", text))
     return lines
 
 
@@ -274,11 +269,6 @@ def _held(name: str, used: float | None, most: float | None, meter: int) -> Text
 
 def _label(name: str) -> Text:
     return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
-
-
-def _meter_columns(width: int) -> int:
-    """The width of a meter, which leaves a narrow terminal room for the figures."""
-    return min(METER, (width - 20) * 2 // 5)
 
 
 def _meter(share: float, size: int, beyond: float | None = None) -> Text:

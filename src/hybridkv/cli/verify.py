@@ -6,7 +6,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,21 @@ from hybridkv.cli.arguments import JSON, command, model, option
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.geometry import GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.lab import judging
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
 from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
+from hybridkv.shm.arena import Arena, attach_arena
+from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import describe_groups
 
 CHUNKS = 5  # Whole chunks of a prompt.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
 MAX_TOKENS = 16
-KILLED_TOKENS = 64
-"""Tokens of the arm in which the daemon is killed, so that it dies while the engine computes."""
+KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
 PREEMPTED_PROMPTS = 3
 PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need another block.
 DAEMON_SECONDS = 10.0
@@ -37,11 +39,9 @@ SETTLE_SECONDS = 5.0
 SETTLED_COUNTERS = (
     *("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored"),
 )
+FLIP_BITS = 0x41
 LEFT = ("arm", "tokens", "log-probs", "bytes", "compared with")
-COLUMNS = (
-    *("arm", "prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored"),
-    *("loaded", *LEFT[1:]),
-)
+RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
 _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
 
 
@@ -49,6 +49,8 @@ _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
     *model(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
     JSON,
     option("--ram SIZE", "memory of the daemon under test (default: %(default)s)", default="1GiB"),
+    # A test's: a stored byte is made wrong, which is checked for or not.
+    option("--flip", argparse.SUPPRESS, choices=("detect", "blind")),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
     """Run all arms; 0 = every answer and every byte is right and every expected hit happened."""
@@ -61,7 +63,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         log_path = Path(tempfile.gettempdir()) / f"hybridkv-verify-{os.getpid()}.log"
         try:
-            words = model, arguments.vllm_arguments, arguments.ram
+            words = model, arguments.vllm_arguments, arguments.ram, arguments.flip
             proof = Verification(*words, Path(directory), log_path, say)
             arms = proof.run()
         except HybridKVError as error:
@@ -72,11 +74,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if ok:
         log_path.unlink(missing_ok=True)
     if arguments.json:
-        told = {
-            name: getattr(proof, name) for name in ("chunk_tokens", "groups", "distinct_tokens")
-        }
-        told |= {"seconds": round(proof.seconds, 1), "arms": [asdict(arm) for arm in arms]}
-        print_json({"ok": ok, "model": model, **told})
+        names = "chunk_tokens", "groups", "distinct_tokens"
+        told = {"ok": ok, "model": model, **{name: getattr(proof, name) for name in names}}
+        print_json({**told, "seconds": round(proof.seconds, 1), "arms": [*map(asdict, arms)]})
     elif arms[0].not_served is not None:
         print(f"NOT SERVED: {NotServedError.TEXT} ({proof.seconds:.0f} s)")
     else:
@@ -88,7 +88,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
-    table = new_table(COLUMNS, LEFT, title)
+    table = new_table((LEFT[0], *RIGHT, *LEFT[1:]), LEFT, title)
     for arm in arms:
         table.add_row(
             arm.name,
@@ -105,19 +105,18 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
 class Verification:
     """Runs the arms in order; each uses what the one before left behind."""
 
-    checksum = "paranoid"
-
     def __init__(
         self,
         model: str,
         vllm_arguments: Sequence[str],
         ram: str,
+        flip: str | None,
         directory: Path,
         log_path: Path,
         say: Callable[[str], None],
     ) -> None:
         """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size)."""
-        self._log_path, self._say = log_path, say
+        self._flip, self._log_path, self._say = flip, log_path, say
         self._socket_path = str(directory / "daemon.sock")
         self._environment: Mapping[str, str] = {}
         bundled = bundled_models().get(model)
@@ -171,7 +170,10 @@ class Verification:
             self.chunk_tokens, self.groups = geometry.chunk_tokens, describe_groups(geometry.groups)
             self._make_prompts(engine.info)
             self._warm_up(engine)
+            others = self._stored()[1] if self._flip else ()
             yield self._measure(engine, "cold", [self._prompt])
+            if self._flip:
+                self._flip_one_byte(others)
             engine.reset()
             yield self._measure(engine, "warm", [self._prompt], CHUNKS)
             self._compute_split(engine)
@@ -179,6 +181,32 @@ class Verification:
             engine.run(self._first_part, max_tokens=1)
             chunks = CHUNKS - LOCAL_CHUNKS, LOCAL_CHUNKS
             yield self._measure(engine, "mixed local and external", [self._split], *chunks)
+
+    def _stored(self) -> tuple[Arena, dict[int, SlotHeader]]:
+        """The arena, and the header of every committed slot in it by offset."""
+        with ControlClient(self._socket_path) as control:
+            arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+            reserved = int(control.stats().values["bytes_reserved"])
+            return arena, dict(committed_slots(arena.memory[:reserved]))
+
+    def _flip_one_byte(self, others: Collection[int]) -> None:
+        """One wrong byte, as by bad memory, in one stored object that is not at one of `others`.
+
+        The object is one of a full attention group, since every hit needs all of those; without
+        such a group, one byte in every object is flipped. It stands in the middle, since a payload
+        may begin with what an answer does not depend on (an indexer's cache, while every token is
+        selected anyway), and it is the high byte of a float32 and of a bfloat16 alike.
+        """
+        with ControlClient(self._socket_path) as control:
+            groups = [group for engine in control.engines() for group in engine.geometry.groups]
+        full = {group.gid for group in groups if group.kind is GroupKind.FULL}
+        arena, stored = self._stored()
+        slots = {offset: slot for offset, slot in sorted(stored.items()) if offset not in others}
+        wanted = [offset for offset, slot in slots.items() if slot.gid in full][:1] or [*slots]
+        for offset in wanted:
+            at = payload_offset(slots[offset].parts) + slots[offset].part_bytes // 16 * 8 + 3
+            arena.memory[offset + at] ^= FLIP_BITS
+        self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
 
     def _second_engine(self) -> Iterator[Measured]:
         with self._engine("second engine, started later") as engine:
@@ -289,7 +317,8 @@ class Verification:
         self._say(f"starting: {what}")
         arguments = list(self._arguments)
         if connector:
-            extra = {"server": f"unix://{self._socket_path}", "checksum": self.checksum}
+            checksum = "off" if self._flip == "blind" else "paranoid"
+            extra = {"server": f"unix://{self._socket_path}", "checksum": checksum}
             transfer = {
                 "kv_connector": CONNECTOR,
                 "kv_connector_module_path": "hybridkv.connector",

@@ -21,10 +21,6 @@ class _SlotPool:
     """The slots of each request that the daemon has not answered yet."""
     retry_at: float = 0.0
 
-    @property
-    def count(self) -> int:
-        return len(self.offsets) // U64
-
 
 class SlotCredits:
     """Pools of write slots by shape, as packed arrays (core.packed), refilled when half empty."""
@@ -46,10 +42,11 @@ class SlotCredits:
         """(shape, count) of each request to send to the daemon now; `granted` takes the answers."""
         wanted: list[tuple[SlotShape, int]] = []
         for shape, pool in self._pools.items():
-            if not pool.asked and now >= pool.retry_at and pool.count * 2 <= pool.target:
-                whole, rest = divmod(pool.target - pool.count, CHANGES_MAX)
+            count = len(pool.offsets) // U64
+            if not pool.asked and now >= pool.retry_at and count * 2 <= pool.target:
+                whole, rest = divmod(pool.target - count, CHANGES_MAX)
                 pool.asked.extend([CHANGES_MAX] * whole + [rest] * (rest > 0))
-                wanted += [(shape, count) for count in pool.asked]
+                wanted += [(shape, asked) for asked in pool.asked]
         return wanted
 
     def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:

@@ -16,8 +16,7 @@ from hybridkv.wire.protocol import ErrorCode
 RECONNECT_SECONDS = 0.1
 SEND_QUEUE_BYTES_MAX = 8 << 20
 """The connection to a daemon that leaves more than this unread is ended."""
-FLUSH_BYTES = 1 << 18
-"""A longer queue is sent without waiting for `flush`."""
+FLUSH_BYTES = 1 << 18  # A longer queue is sent without waiting for `flush`.
 RECEIVE_BYTES = 1 << 18
 HELLO_SECONDS = 2.0
 

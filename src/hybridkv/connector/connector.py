@@ -12,8 +12,12 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
-from hybridkv.client.spawn import ensure_daemon
+from hybridkv.client.control import (
+    ControlClient,
+    DaemonRefusedError,
+    DaemonUnreachableError,
+    ensure_daemon,
+)
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
@@ -168,13 +172,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             ),
             events=KVEventPublisher(geometry, counters) if wants_events(config) else None,
         )
-        logger.info(
-            "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
-            ", ".join(f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups),
-            geometry.chunk_tokens,
-            namespace.hex()[:12],
-            self._socket_path,
-        )
+        served = [f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups]
+        facts = ", ".join(served), geometry.chunk_tokens, namespace.hex()[:12], self._socket_path
+        logger.info("hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s", *facts)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep the engine's `get_blocks`: `get_block_ids` would read every block of a request."""

@@ -203,38 +203,33 @@ class HybridKVPromMetrics(EngineMetrics):
         super().__init__(PREFIX, FAMILIES, *vllm_arguments)
         # What can be named ahead begins at 0, so that rates know its first increase.
         unlabelled = ((name, ()) for name, family in FAMILIES.items() if not family.labels)
-        for cell in (*EXACT.values(), *unlabelled):
+        for cell in (*EXACT.values(), *unlabelled, cell_of(MALFORMED)):
             for engine in self.per_engine_labelvalues:
                 self.cell(engine, *cell)
-        self._malformed = {
-            engine: self.cell(engine, *cell_of(MALFORMED)) for engine in self.per_engine_labelvalues
-        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one engine's payload; what cannot be read is counted."""
-        if engine_idx not in self._malformed:
-            engine_idx = next(iter(self._malformed))
+        if engine_idx not in self.per_engine_labelvalues:
+            engine_idx = next(iter(self.per_engine_labelvalues))
             transfer_stats_data = {"counters": {MALFORMED: 1}}
         work = partial(self._take, transfer_stats_data, engine_idx)
-        attempt("HybridKVConnector", "observe", work, self._malformed[engine_idx].inc)
+        failed = self.cell(engine_idx, *cell_of(MALFORMED)).inc
+        attempt("HybridKVConnector", "observe", work, failed)
 
     def _take(self, payload: object, engine: int) -> None:
         data = _sound(payload)
         for name, added in data["counters"].items():
             self.cell(engine, *cell_of(name)).inc(added)
-        unknown = 0
         for part, kind in (("gauges", "gauge"), ("observed", "histogram")):
             for name, values in data[part].items():
                 if name not in FAMILIES or FAMILIES[name].kind != kind:
-                    unknown += 1
+                    self.cell(engine, *cell_of(MALFORMED)).inc()
                 elif kind == "gauge":
                     self.cell(engine, name).set(values)
                 else:
                     observe: Callable[[float], None] = self.cell(engine, name).observe
                     for value in values:
                         observe(value)
-        if unknown:
-            self._malformed[engine].inc(unknown)
 
 
 def _sound(given: object) -> dict[str, Any]:
@@ -274,6 +269,6 @@ def _items(part: object, is_good: Callable[[Any], bool]) -> tuple[dict[str, Any]
 
 
 def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBER_MAX
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < NUMBER_MAX

@@ -13,7 +13,7 @@ grows with the length of the prompt. The workers divide them into the copies of 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, count, groupby
 
 from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_counts
 from hybridkv.core.errors import HybridKVError
@@ -23,7 +23,7 @@ from hybridkv.core.packed import U64, unpack_u64
 PAYLOAD_VERSION = 1
 """The layout's version, a part of the identity: the arena outlives an upgrade of the daemon."""
 NULL_BLOCK = 0  # The engine's null block: never stored, never loaded into.
-_ZEROS, _ONES = re.compile(b"\0+"), re.compile(b"\1+")
+_ZEROS = re.compile(b"\0+")
 
 
 # Values that a step makes by the hundred are not frozen, which would cost it six times as much.
@@ -135,10 +135,17 @@ def storable_spans(
             if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):
                 spans.append(span)
                 continue
-            # NULL_BLOCK is 0, so that an object is whole where all its blocks are true.
-            whole = bytes(map(all, zip(*[iter(span.blocks)] * span.count, strict=False)))
-            spans += [span.part(*run.span()) for run in _ONES.finditer(whole)]
-            holes += whole.count(0)
+            size, objects, start = span.count, span.objects, 0
+            # With a null block behind the last one, each search for one finds one.
+            span.blocks = blocks = [*span.blocks, NULL_BLOCK]
+            while start < objects:
+                hole = blocks.index(NULL_BLOCK, start * size)
+                if start < hole // size:
+                    spans.append(span.part(start, hole // size))
+                # The next object that may be whole starts at the next block that is none, or later.
+                block = next(compress(count(hole), blocks[hole:]), objects * size)
+                start = -(-block // size)
+                holes += start - hole // size
     return spans, holes
 
 
@@ -198,16 +205,17 @@ def _spans(
     per_chunk = geometry.blocks_per_chunk(group)
     counts = stored_counts(geometry, group)
     spans: list[ObjectSpan] = []
-    sizes: list[tuple[int, Sequence[int]]] = [(counts[0], chunks)] if chunks else []
+    sizes = [(counts[0], chunks.start, chunks.stop)] if chunks else []
     if len(counts) > 1:
         by_size = groupby(chunks, lambda chunk: counts[chunk % len(counts)])
-        sizes = [(size, list(same)) for size, same in by_size]
-    for size, same in sizes:
-        start, stop = same[0] * per_chunk, (same[-1] + 1) * per_chunk
+        runs = [(size, list(same)) for size, same in by_size]
+        sizes = [(size, run[0], run[-1] + 1) for size, run in runs]
+    for size, first, end in sizes:
+        start, stop = first * per_chunk, end * per_chunk
         if size == per_chunk:
-            spans.append(ObjectSpan(group_index, same[0], size, table[start:stop]))
+            spans.append(ObjectSpan(group_index, first, size, table[start:stop]))
         elif size:
             ends = range(start + per_chunk, stop + 1, per_chunk)
             blocks = [block for end in ends for block in table[end - size : end]]
-            spans.append(ObjectSpan(group_index, same[0], size, blocks))
+            spans.append(ObjectSpan(group_index, first, size, blocks))
     return spans

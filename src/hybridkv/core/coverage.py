@@ -79,10 +79,12 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
     """
     chunks = min(chunks_max, *(len(mask) for mask in masks))
     while chunks > 0:
-        below = min(
-            _fallback(geometry, group, mask, chunks)
-            for group, mask in zip(geometry.groups, masks, strict=True)
-        )
+        below = chunks
+        for group, mask in zip(geometry.groups, masks, strict=True):
+            missing = _missing(geometry, group, mask, chunks)
+            if missing < chunks and group.kind is GroupKind.RECURRENT:
+                missing = mask.rfind(1, 0, chunks) + 1
+            below = min(below, missing)
         if below == chunks:
             break
         chunks = below
@@ -101,11 +103,3 @@ def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
     start = needed_chunks(geometry, group, chunks).start
     missing = mask.find(0, start, chunks)
     return missing if missing >= 0 else min(chunks, max(start, len(mask)))
-
-
-def _fallback(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
-    """`chunks` if the group lacks nothing there, else the next lower number that is possible."""
-    missing = _missing(geometry, group, mask, chunks)
-    if missing < chunks and group.kind is GroupKind.RECURRENT:
-        return mask.rfind(1, 0, chunks) + 1
-    return missing

@@ -20,14 +20,10 @@ from hybridkv.core.findings import Finding, Verdict, fail, judge
 
 CHUNK_TOKENS_MIN = 128
 """The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
-
 GROUPS_MAX = 256
 RANKS_MAX = 1024
 PERIOD_MAX = 1024
-"""The most chunks after which the objects of a chunked local group begin to repeat.
-
-Llama 4 with chunks of 128 tokens needs 64.
-"""
+"""The most chunks until the objects of a chunked local group repeat; Llama 4 (128 tokens): 64."""
 
 
 class GroupKind(StrEnum):

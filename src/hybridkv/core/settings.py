@@ -17,10 +17,8 @@ _WHERE = "kv_connector_extra_config"
 def _server(value: object, where: str) -> str:
     if value == "auto" or (isinstance(value, str) and value.startswith("unix:///")):
         return str(value)
-    raise ConfigError(
-        f'{where}={value!r} must be "auto" or a socket like '
-        '"unix:///run/user/1000/hybridkv/daemon.sock"'
-    )
+    example = '"unix:///run/user/1000/hybridkv/daemon.sock"'
+    raise ConfigError(f'{where}={value!r} must be "auto" or a socket like {example}')
 
 
 def _tiers(values: Mapping[str, object], where: str) -> tuple[str, ...]:

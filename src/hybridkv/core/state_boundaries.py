@@ -18,11 +18,8 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 class StateRule:
     """The engine's settings that decide where recurrent states exist."""
 
-    retention_tokens: int | None = 0
-    """vLLM's prefix_cache_retention_interval.
-
-    0 = only the last boundary of a prompt, None = wherever a step ends.
-    """
+    retention_tokens: int | None = 0  # vLLM's prefix_cache_retention_interval.
+    """0 = only the last boundary of a prompt, None = wherever a step ends."""
     step_tokens: int = 0  # The most tokens of one prompt in one step; 0 = the whole prompt.
 
     def period_tokens(self, group: Group) -> int:
@@ -70,7 +67,14 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
             f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
             "the first prompt that shares a shorter prefix has no hit"
         )
-        found = [warn(check, what, _denser(rule, chunk, groups[0]))]
+        remedy = f"--prefix-cache-retention-interval {chunk} works"
+        every = StateRule(chunk, rule.step_tokens).period_tokens(groups[0])
+        if rule.step_tokens == 0:
+            remedy = f"--enable-chunked-prefill with {remedy}"
+        elif every > chunk:
+            with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
+            remedy = f"{remedy} (a state every {every} tokens; {with_steps})"
+        found = [warn(check, what, remedy)]
     else:
         text = f"groups {gids}: a state every {period} tokens of a prompt and at its last boundary"
         settings = f"steps of {rule.step_tokens} tokens, retention interval {rule.retention_tokens}"
@@ -87,13 +91,3 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
         )
         found.append(warn(check, what, f"hybrid_chunk_size {common} works"))
     return found
-
-
-def _denser(rule: StateRule, chunk: int, group: Group) -> str:
-    """What makes the engine keep states within a prompt, where it keeps only the last."""
-    remedy = f"--prefix-cache-retention-interval {chunk} works"
-    dense = StateRule(chunk, rule.step_tokens).period_tokens(group)
-    if rule.step_tokens == 0:
-        return f"--enable-chunked-prefill with {remedy}"
-    with_steps = f"with --max-num-batched-tokens {chunk}, slower, one every {chunk}"
-    return f"{remedy} (a state every {dense} tokens; {with_steps})" if dense > chunk else remedy

@@ -33,21 +33,16 @@ class WritePolicy(StrEnum):
 class TierSpec:
     """A tier, as its URL describes it."""
 
-    kind: str  # The URL's scheme.
+    kind: str  # The URL's scheme, and the tier's name in metrics and messages.
     location: str  # The URL without its query.
     max_bytes: int | None = None
-    """`bytes`: the most that it may hold; None = the kind's own default."""
+    """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
     write: WritePolicy = WritePolicy.THROUGH
     hourly_bytes: int | None = None
     """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
     timeout_seconds: float = TIMEOUT_SECONDS
     """`timeout`: the limit of one call; after it the tier counts as failed."""
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
-
-    @property
-    def name(self) -> str:
-        """The name in metrics and messages."""
-        return self.kind
 
     @property
     def shown(self) -> str:
@@ -62,6 +57,12 @@ class TierSpec:
                 what = f"tier {self.shown}: unknown option {name!r}"
                 raise ConfigError(what, options.did_you_mean(name, [*names, *_COMMON]))
         return self.options
+
+    def refuse_bytes(self, others: str) -> None:
+        """Raises ConfigError where `bytes` is given though `others` bound what the tier holds."""
+        if self.max_bytes is not None:
+            what = f"tier {self.shown}: bytes= is not taken, since {others} bound it"
+            raise ConfigError(what, "a URL without bytes= works")
 
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {

@@ -22,12 +22,9 @@ logger = logging.getLogger("hybridkv.daemon")
 CONNECTIONS_MAX = 4096
 LAST_WORDS_BYTES_MAX = 4 << 20
 """Read from a connection after its process ended; a socket's buffer holds less."""
-RECEIVE_BYTES = 1 << 14
-"""Read from one client before the next one's turn."""
-TURN_SECONDS = 0.002
-"""The length of one client's turn, because many small requests are also work."""
-SEND_QUEUE_BYTES_MAX = 64 << 20
-"""A client that leaves this much unread is disconnected."""
+RECEIVE_BYTES = 1 << 14  # Read from one client before the next one's turn.
+TURN_SECONDS = 0.002  # The length of one client's turn, because many small requests are also work.
+SEND_QUEUE_BYTES_MAX = 64 << 20  # A client that leaves this much unread is disconnected.
 LISTEN_AGAIN_SECONDS = 0.2
 """After a connection could not be accepted, unless one of ours ends before."""
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
@@ -92,8 +89,7 @@ class ClientSockets:
         """While nobody can be accepted: when to try again, in monotonic seconds."""
         self._is_short = False
         """Whether the last client could not be served for lack of descriptors."""
-        self.connected: dict[int, ClientSocket] = {}
-        """By number."""
+        self.connected: dict[int, ClientSocket] = {}  # By number.
         self._last_number = 0
         self.behind: dict[ClientSocket, None] = {}
         """Clients whose messages wait for their turn, in order."""

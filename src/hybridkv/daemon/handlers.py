@@ -14,7 +14,6 @@ from hybridkv.daemon.sessions import ClientConnection, RequestError
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
-from hybridkv.observe.spans import Facts
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
@@ -91,7 +90,11 @@ class Daemon(DaemonState):
         tier.finished(job, outcome, now)
         is_traced = job.kind in (JobKind.READ, JobKind.WRITE, JobKind.FIND)
         if self.spans is not None and is_traced:
-            facts: Facts = {"tier": tier.name, "objects": len(job.items), "bytes": job.size_bytes}
+            facts: dict[str, str | int] = {
+                "tier": tier.name,
+                "objects": len(job.items),
+                "bytes": job.size_bytes,
+            }
             error = "" if outcome.error is None else str(outcome.error)
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
@@ -128,16 +131,6 @@ class Daemon(DaemonState):
         """An error reply, counted."""
         self.labelled["refused", str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
-
-    def check(self) -> None:
-        """Compute again what can be derived; raises AssertionError where it differs."""
-        self.store.check()
-        pins, writing = self.sessions.check()
-        pins.update(self.promotion.held())
-        pins.update(self.demotion.held())
-        assert all(slot.pins == count for slot, count in pins.items())
-        writing |= set(self.promotion.slots())
-        assert sum(slot.size_bytes for slot in writing) == self.store.writing_bytes
 
     # Sessions
 
@@ -235,7 +228,7 @@ class Daemon(DaemonState):
             self.counters["tokens_hit"] += chunks * geometry.chunk_tokens
         packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
-            facts: Facts = {
+            facts: dict[str, str | int] = {
                 "engine": session.engine_id,
                 "identity": identity.hex()[:12],
                 "asked_tokens": len(entries) * geometry.chunk_tokens,
@@ -300,11 +293,5 @@ class Daemon(DaemonState):
 
 def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
     """What RAM has of some chunks."""
-    get = namespace.entries.get
-    found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
-    entries = [None if entry is None else entry.slots for entry in found]
-    masks = [
-        bytes([entry is not None and entry[index] is not None for entry in entries])
-        for index in range(len(namespace.gids))
-    ]
+    masks, entries = namespace.present(hashes)
     return masks, entries, largest_hit(geometry, masks, len(entries))

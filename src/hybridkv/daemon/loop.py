@@ -1,6 +1,7 @@
 """The daemon's one loop over sockets, processes and threads. It never blocks."""
 
 import contextlib
+import errno
 import importlib
 import logging
 import math
@@ -9,9 +10,12 @@ import resource
 import select
 import selectors
 import signal
+import socket
+import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,20 +25,21 @@ from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients
-from hybridkv.daemon.background import ArenaReserver, Waker, make_tiers
 from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import serve_web
+from hybridkv.shm.arena import Arena
 from hybridkv.store.store import Store
-from hybridkv.tiers.jobs import JobOutcome, TierJob
+from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
+from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
 logger = logging.getLogger("hybridkv.daemon")
 
-IDLE_SECONDS = 0.0005
-"""While nobody sends anything, the ceiling is computed in pieces of so long."""
+IDLE_SECONDS = 0.0005  # While nobody sends anything, the ceiling is computed in pieces of so long.
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -42,28 +47,117 @@ DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 """Descriptors that the daemon may need: a socket and a process for each connection, and some."""
 OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
-CLOSE_SECONDS = 2.0
-"""A tier's threads have so long at the end to finish what they are writing."""
+CLOSE_SECONDS = 2.0  # A tier's threads have so long at the end to finish what they are writing.
+RESERVE_STEP_BYTES = 32 << 20
+RESERVE_AHEAD_BYTES = 256 << 20
+"""Pages are made to exist so far ahead of the used part of the arena."""
+RESERVE_RETRY_SECONDS = 1.0  # How often more memory is asked for while there is none.
 
 
 class ServeOptions(NamedTuple):
     """The settings of `hybridkv serve`."""
 
     socket_path: Path
-    ram_bytes: int | None
-    """None for as much as an earlier daemon left, or else the default."""
+    ram_bytes: int | None  # None for as much as an earlier daemon left, or else the default.
     metrics_port: int
-    fresh: bool = False
-    """Whether to start empty, even where an earlier daemon left an arena."""
+    fresh: bool = False  # Whether to start empty, even where an earlier daemon left an arena.
     eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
-    tiers: tuple[TierSpec, ...] = ()
-    """The tiers below RAM, in the order in which they are asked."""
+    tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""
     """The name of this daemon, in all its lives, among those that use the same tiers."""
-    traces_url: str = ""
-    """The URL of an OpenTelemetry collector; empty to trace nothing."""
+    traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
+
+
+class Waker:
+    """Wakes the loop from other threads and from signal handlers."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()  # Readable from `wake` until `clear`.
+        for end in (self.reader, self._writer):
+            end.setblocking(False)
+
+    def wake(self) -> None:
+        """End the loop's sleep, now or the next time that it sleeps."""
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Forget every `wake` until now; the caller looks at every queue next."""
+        with contextlib.suppress(BlockingIOError):
+            self.reader.recv(4096)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.reader.close()
+        self._writer.close()
+
+
+class ArenaReserver:
+    """Makes pages of the arena exist in a thread, since zeroing them takes milliseconds."""
+
+    def __init__(
+        self, arena: Arena, store: Store, wake: Callable[[], None], counters: Counter[str]
+    ) -> None:
+        self._arena = arena
+        self._store = store
+        self._wake = wake
+        self._counters = counters
+        self.reserved_bytes = store.extents.limit_bytes  # Pages below this exist.
+        self._goal = min(self.reserved_bytes + RESERVE_AHEAD_BYTES, arena.slots_bytes)
+        self._has_failed = False
+        """Whether there was no memory the last time; the store grows no more meanwhile."""
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
+        self._thread.start()
+
+    def adopt(self) -> None:
+        """Give the store the pages that exist by now, and ask for those that are needed next."""
+        extents = self._store.extents
+        if self.reserved_bytes > extents.limit_bytes:
+            self._store.grow(self.reserved_bytes)
+        full = self._has_failed
+        self._store.bound_bytes = extents.limit_bytes if full else self._arena.slots_bytes
+        used = extents.limit_bytes - extents.free_bytes
+        goal = min(used + RESERVE_AHEAD_BYTES, self._arena.slots_bytes)
+        if goal > self._goal:
+            with self._changed:
+                self._goal = goal
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                # While there is no memory, a goal does not matter.
+                seconds = RESERVE_RETRY_SECONDS if self._has_failed else None
+                self._changed.wait_for(self._is_wanted, seconds)
+            if self._closed:
+                return
+            stop = min(self.reserved_bytes + RESERVE_STEP_BYTES, self._arena.slots_bytes)
+            try:
+                self._arena.reserve(self.reserved_bytes, stop)
+            except OSError as error:
+                is_full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+                kind = "shared memory is used up" if is_full else str(error)
+                if not self._has_failed:
+                    logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
+                self._has_failed = True
+                self._counters["reserves_failed"] += 1
+            else:
+                self.reserved_bytes, self._has_failed = stop, False
+            self._wake()
+
+    def _is_wanted(self) -> bool:
+        return self._closed or (not self._has_failed and self.reserved_bytes < self._goal)
 
 
 class DaemonServer:
@@ -87,8 +181,7 @@ class DaemonServer:
             self.daemon.counters["recoveries_failed"] += 1
         self._listener = listen(options.socket_path)
         self.clients = clients.ClientSockets(self.daemon, self._processes, self._listener)
-        self._asked: deque[Future[Snapshot]] = deque()
-        """Snapshots that other threads wait for."""
+        self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
@@ -153,8 +246,12 @@ class DaemonServer:
         """Wait a moment for the tiers: a setting that can never work is told at the start."""
         until = time.monotonic() + OPEN_SECONDS
         self.daemon.tick(time.monotonic())
-        while any(tier.is_opening for tier in self.daemon.tiers) and time.monotonic() < until:
-            select.select([self._waker.reader], [], [], max(0.0, until - time.monotonic()))
+        # A tier that is being opened has no thread for opening it.
+        while not all(tier.has_thread(JobKind.OPEN) for tier in self.daemon.tiers):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            select.select([self._waker.reader], [], [], left)
             self._waker.clear()
             self._take_outcomes(is_start=True)
 
@@ -186,7 +283,7 @@ class DaemonServer:
         first_generation = time.time_ns() // 10**6 << GENERATION_BITS
         rules = options.eviction, options.salt_quota_bytes
         store = Store(memory, first_generation, self._trailer, *rules)
-        tiers, self._threads = make_tiers(options.tiers, options.node, memory, self._job_done)
+        tiers = self._make_tiers(memory)
         sizes = self._arena.size_bytes, self._arena.slots_bytes
         place = boot, str(self._arena.path)
         welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
@@ -207,6 +304,19 @@ class DaemonServer:
             return False
         logger.info("took over %d objects, %s", store.objects, format_size(store.committed_bytes))
         return True
+
+    def _make_tiers(self, memory: memoryview) -> list[TierState]:
+        """The tiers below RAM, each with threads of its own, which copy from and to `memory`."""
+        tiers: list[TierState] = []
+        self._threads: list[TierThreads] = []
+        names: Counter[str] = Counter()
+        for number, spec in enumerate(self._options.tiers):
+            tier = make_tier(spec, self._options.node)
+            names[tier.name] += 1
+            name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
+            self._threads.append(TierThreads(tier, memory, self._job_done))
+            tiers.append(TierState(number, name, tier, spec, self._threads[-1].submit))
+        return tiers
 
     def _export(self) -> Any:
         """Export spans. Raises ConfigError where the library is missing, which only this needs."""

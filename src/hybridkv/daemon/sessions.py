@@ -67,11 +67,9 @@ class Session:
     geometry: Geometry
     namespace: Namespace
     engine_connection: int | None
-    number: int = 0
-    """The number of the engine's greeting."""
+    number: int = 0  # The number of the engine's greeting.
     model: WireModel | None = None
-    since: float = 0.0
-    """When it greeted, by the daemon's clock."""
+    since: float = 0.0  # When it greeted, by the daemon's clock.
     leases: dict[int, list[Slot]] = field(default_factory=dict)
     spans: dict[int, tuple[float, object]] = field(default_factory=dict)
     """By lease, while spans are exported: when it began, and the span of its lookup."""
@@ -93,8 +91,7 @@ class ClientConnection:
     process: Process
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
-    session: Session = field(init=False, repr=False)
-    """The session that it opened, as an engine's."""
+    session: Session = field(init=False, repr=False)  # The session that it opened, as an engine's.
 
 
 class Sessions:
@@ -197,19 +194,6 @@ class Sessions:
         """Every slot that has an object."""
         return chain.from_iterable(one.objects() for one in self.namespaces.values())
 
-    def check(self) -> tuple[Counter[Slot], set[Slot]]:
-        """(pins by leases, slots being written); raises AssertionError where books disagree."""
-        pins: Counter[Slot] = Counter()
-        writing: list[Slot] = []
-        for session in self.all:
-            pins.update(chain.from_iterable(session.leases.values()))
-            own = session.writing.values()
-            assert session.writing_bytes == sum(slot.size_bytes for slot in own)
-            writing += own
-        writing += chain.from_iterable(self.held.values())
-        assert len(set(writing)) == len(writing), "a slot has one writer"
-        return pins, set(writing)
-
     def named(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
         """The namespace of an identity, as an engine told of it. Raises RequestError."""
         gids = tuple(group.gid for group in geometry.groups)
@@ -272,8 +256,7 @@ class Subscriber:
     namespace: Namespace
     queue: dict[tuple[bytes, int], None] = field(default_factory=dict)
     """(chunk hash, group index) of objects that went and are not told, the oldest first."""
-    everything: bool = False
-    """Whether more objects went than the queue takes."""
+    everything: bool = False  # Whether more objects went than the queue takes.
     unheard: int = 0
 
 

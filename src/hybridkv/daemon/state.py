@@ -2,17 +2,19 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hybridkv.daemon.sessions import Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
-from hybridkv.observe.history import RequestHistory
-from hybridkv.observe.series import Histogram
-from hybridkv.observe.spans import SpanSink
+from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import Reply, Welcome
+
+if TYPE_CHECKING:  # The library that it needs is an extra.
+    from hybridkv.observe.traces import SpanExporter
 
 
 class DaemonState:
@@ -23,10 +25,8 @@ class DaemonState:
         self.welcome = welcome
         """What clients are told of the daemon; the `id` is that of their hello."""
         self.tiers = tiers
-        self.counters: Counter[str] = Counter()
-        """Counts of metrics without a label."""
-        self.labelled: Counter[tuple[str, str]] = Counter()
-        """Counts by (metric, label)."""
+        self.counters: Counter[str] = Counter()  # Counts of metrics without a label.
+        self.labelled: Counter[tuple[str, str]] = Counter()  # Counts by (metric, label).
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
@@ -34,13 +34,9 @@ class DaemonState:
         store.on_change = self.subscriptions.object_changed
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
-        self.waits = Histogram()
-        """Seconds that lookups waited for tiers."""
-        self.spans: SpanSink | None = None
-        """Where spans go, if they are exported."""
-        self.metrics_url = ""
-        """The URL of /metrics; empty where no pages are served."""
+        self.waits = Histogram()  # Seconds that lookups waited for tiers.
+        self.spans: SpanExporter | None = None  # Where spans go, if they are exported.
+        self.metrics_url = ""  # The URL of /metrics; empty where no pages are served.
         self.later: deque[tuple[int, Reply]] = deque()
         """(connection, message) of what is to be sent beside the replies to requests."""
-        self.now = 0.0
-        """When the last event came, by the daemon's clock."""
+        self.now = 0.0  # When the last event came, by the daemon's clock.

@@ -6,8 +6,7 @@ from heapq import nlargest
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe import status as shown
 from hybridkv.observe.catalog import TIER_PREFIX, Values
-from hybridkv.observe.history import Snapshot
-from hybridkv.observe.series import Sample, Series
+from hybridkv.observe.history import Sample, Series, Snapshot
 from hybridkv.observe.status import StatusReport
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
@@ -20,8 +19,7 @@ SAMPLED = (
 )
 """Values whose past is kept."""
 SAMPLED_OF_TIERS = ("bytes", "bytes_read", "bytes_written", "failures", "breaker_open")
-HOUR = 10.0, 361
-"""Seconds between two samples, and how many are kept."""
+HOUR = 10.0, 361  # Seconds between two samples, and how many are kept.
 DAY = 60.0, 1441
 STATUS_SECONDS = 0.25
 
@@ -113,8 +111,8 @@ class DaemonView:
             tuple(self._sessions(now)),
             tuple(self.tiers()),
             self._columns,
-            self._hour.samples,
-            self._day.samples,
+            tuple(self._hour.samples),
+            tuple(self._day.samples),
             tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
         )
 

@@ -16,8 +16,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
 
-SlotBytes = Callable[[int, int], int]
-"""Arena bytes of a slot from its shape (bytes of one part, parts)."""
+SlotBytes = Callable[[int, int], int]  # Arena bytes of a slot from (bytes of one part, parts).
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,7 @@ class GroupPlan(GroupPreview):
     """One row of the plan, in bytes of one rank."""
 
     token_bytes: float  # Bytes per token of all blocks.
-    stored_token_bytes: float
-    """Bytes per token that are stored; of a recurrent group with a state at every boundary."""
+    stored_token_bytes: float  # Those stored; of a recurrent group with a state at every boundary.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,11 @@ class CapacityTotals:
     alignment_tokens: int
     hash_tokens: int
     first_storable_tokens: int  # The shortest prompt of which something is stored.
-    first_hit_tokens: int
-    """The shortest prompt that can hit: the engine computes at least one token itself."""
+    first_hit_tokens: int  # The shortest that can hit: the engine computes at least one token.
     token_bytes: float
     stored_token_bytes: float
     prompt_tokens: int
-    prompt_bytes: int
-    """Arena bytes of one prompt of `prompt_tokens`, with the states that the engine keeps."""
+    prompt_bytes: int  # Arena bytes of one prompt of them, with the states that the engine keeps.
     ram_bytes: int
     ram_tokens: int
     ram_prompts: float
@@ -95,12 +91,9 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
     served = {group.gid: group for group in geometry.groups} if geometry else {}
     rows = []
     for seen in preview.groups:
-        group = served.get(seen.gid)
-        stored = stored_token_bytes(geometry, group) if geometry and group else 0
-        token_bytes = seen.block_bytes / seen.tokens_per_block
-        rows.append(
-            GroupPlan(**asdict(seen), token_bytes=token_bytes, stored_token_bytes=float(stored))
-        )
+        group, every = served.get(seen.gid), seen.block_bytes / seen.tokens_per_block
+        stored = float(stored_token_bytes(geometry, group)) if geometry and group else 0.0
+        rows.append(GroupPlan(**asdict(seen), token_bytes=every, stored_token_bytes=stored))
     totals = _totals(geometry, preview, ram_bytes, slot_bytes) if geometry else None
     states = recurrent_groups(geometry) if geometry else ()
     period = preview.states.period_tokens(states[0]) if states else None
@@ -140,16 +133,8 @@ def _totals(
     every = sum(Fraction(group.block_bytes, group.tokens_per_block) for group in groups)
     stored = sum(stored_token_bytes(geometry, group) * geometry.parts(group) for group in groups)
     return CapacityTotals(
-        chunk,
-        geometry.alignment_tokens,
-        geometry.hash_tokens,
-        chunk,
-        chunk + 1,
-        float(every * geometry.ranks),
-        float(stored),
-        tokens,
-        prompt_bytes,
-        ram_bytes,
+        *(chunk, geometry.alignment_tokens, geometry.hash_tokens, chunk, chunk + 1),
+        *(float(every * geometry.ranks), float(stored), tokens, prompt_bytes, ram_bytes),
         ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
         ram_bytes / prompt_bytes if prompt_bytes else 0.0,
     )

@@ -1,6 +1,8 @@
 """The child behind `hybridkv plan` and `doctor`: vLLM's configuration is read, and not served.
 
 It answers once, with a ConfigReport. The arguments after the descriptor are those of `vllm serve`.
+The model is built on torch's meta device, where a tensor has a shape and no bytes. vLLM's own code
+then makes the groups and the layers' views, so every figure is that of a served engine.
 """
 
 import contextlib
@@ -9,43 +11,55 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import msgspec
+import torch
 from pydantic import ValidationError
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.triton_utils import triton
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, iter_layer_specs
+from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.state_boundaries import state_findings
+from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.configuration import ConfigReport
-from hybridkv.lab.preview import EnginePreview, describe, preview_engine
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
+from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.layout import build_geometry
 from hybridkv.vllm.preflight import CONNECTOR
 
 logger = logging.getLogger("vllm.hybridkv")
 
+_PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tensors have none.
 _TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
 """Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
 _FACTS_SHOWN = (
     *("weights", "dtype", "kv_dtype", "quantization", "parallel", "layout", "chunk", "abi", "hash"),
 )
-
-
-class UnreadableError(Exception):
-    """vLLM's own parser refuses the arguments."""
 
 
 def inspect(arguments: list[str]) -> ConfigReport:
@@ -58,14 +72,14 @@ def inspect(arguments: list[str]) -> ConfigReport:
         triton.set_allocator = lambda allocate: None
 
     def refuse(message: str) -> NoReturn:
-        raise UnreadableError(message)
+        raise HybridKVError(message)
 
     report = ConfigReport()
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     parser.error = refuse
     try:
         parsed = parser.parse_args(arguments)
-    except UnreadableError as error:
+    except HybridKVError as error:
         return ConfigReport(unreadable=str(error))
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
@@ -79,15 +93,14 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if config is None:
         return report
     seen = _as_children_see_it(config, is_named, report)
-    for child, says_something in seen:
-        found = preflight.config_findings(child)
-        report.findings += [one for one in found if says_something(one.check)]
+    for child, says in seen:
+        report.findings += [one for one in preflight.config_findings(child) if says(one.check)]
     config = seen[0][0]
     with contextlib.suppress(ConfigError):
         report.settings = preflight.settings_of(config)
     engine = _guarded("KV cache groups", report, lambda: preview_engine(config))
     if engine is not None:
-        _judge_cache(config, engine, report)
+        _judge_cache(config, report, *engine)
     return report
 
 
@@ -136,29 +149,37 @@ def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
         return None
 
 
-def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> None:
+def _judge_cache(
+    config: Any,
+    report: ConfigReport,
+    kv_cache_config: KVCacheConfig,
+    layouts: dict[int, built.WorkerLayout],
+) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    groups = list(preflight.group_findings(engine.kv_cache_config, config.speculative_config))
+    groups = list(preflight.group_findings(kv_cache_config, config.speculative_config))
     report.findings += groups
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
             asked = report.settings.hybrid_chunk_size
-            geometry = build_geometry(engine.kv_cache_config, engine.layouts, asked)
+            geometry = built.build_geometry(kv_cache_config, layouts, asked)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
-    report.preview = describe(config, engine, geometry)
+    model, rule = config.model_config, preflight.state_rule(config)
+    named = model.model, model.max_model_len, built.kv_dtype(config, layouts[0])
+    gids = range(len(kv_cache_config.kv_cache_groups))
+    seen = tuple(_group_preview(kv_cache_config, gid, layouts[0]) for gid in gids)
+    report.preview = ConfigPreview(*named, len(layouts), seen, geometry, rule)
     if geometry is None:
         return
     chunk, alignment = geometry.chunk_tokens, geometry.alignment_tokens
     report.findings += [
         ok("chunk", f"{chunk} tokens; hits are aligned to {alignment}"),
-        length_finding(geometry, config.model_config.max_model_len),
-        *state_findings(geometry, preflight.state_rule(config)),
+        length_finding(geometry, model.max_model_len),
+        *state_findings(geometry, rule),
     ]
-    known = engine.kv_cache_config, geometry, engine.layouts, report.settings
     try:
-        facts = identity_facts(config, *known)
+        facts = identity_facts(config, kv_cache_config, geometry, layouts, report.settings)
     except HybridKVError as error:
         report.findings.append(failure("identity", error))
         return
@@ -166,6 +187,102 @@ def _judge_cache(config: Any, engine: EnginePreview, report: ConfigReport) -> No
     shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}
     report.facts = {key: msgspec.json.encode(fact).decode() for key, fact in shown.items()}
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
+
+
+def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.WorkerLayout]]:
+    """The KV cache as the scheduler role gets it, and the layouts by rank, which are all the same.
+
+    The model is built without memory. A process can do this once: layers register by name.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    ranks = parallel.tensor_parallel_size
+    for name in (parallel.worker_cls, parallel.worker_extension_cls):
+        if isinstance(name, str) and "." in name:
+            # A worker imports them before it builds the model, which changes what can be built.
+            importlib.import_module(name.rpartition(".")[0])
+    with _pretended_ranks(vllm_config, ranks):
+        current = set_current_vllm_config(vllm_config)
+        with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
+            initialize_model(vllm_config=vllm_config, model_config=model)
+        current_platform.update_block_size_for_backend(vllm_config)
+        with set_current_vllm_config(vllm_config):
+            worker_config, config = _kv_cache_configs(vllm_config)
+            layout = _worker_layout(vllm_config, worker_config)
+    return config, dict.fromkeys(range(ranks), layout)
+
+
+def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) -> GroupPreview:
+    group, spec = config.kv_cache_groups[gid], config.kv_cache_groups[gid].kv_cache_spec
+    names = ", ".join(sorted({type(one).__name__ for one in iter_layer_specs(spec)}))
+    tokens, count = spec.block_size, len(group.layer_names)
+    if gid not in config.prefix_cacheable_group_ids:
+        return GroupPreview(gid, f"scratch ({names})", tokens, count, 0)
+    sizes = layout.sizes[gid]
+    try:
+        known = built.group_geometry(gid, spec, sizes)
+    except HybridKVError as error:
+        return GroupPreview(gid, names, tokens, count, sum(sizes), refusal=str(error))
+    return GroupPreview(gid, str(known.kind), tokens, count, known.block_bytes, known.window_tokens)
+
+
+@contextlib.contextmanager
+def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
+    """One process as rank 0 of `ranks`: layers divide by their number, and no rank communicates."""
+    alone = copy.copy(vllm_config)
+    alone.parallel_config = copy.copy(vllm_config.parallel_config)
+    for kind in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        setattr(alone.parallel_config, kind, 1)
+    alone.parallel_config.nnodes = alone.parallel_config.world_size = 1
+    alone.parallel_config.enable_elastic_ep = False
+    with tempfile.TemporaryDirectory(prefix="hybridkv-preview-") as directory:
+        store = f"file://{directory}/store"
+        with set_current_vllm_config(alone):
+            parallel_state.init_distributed_environment(1, 0, store, 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+        parallel_state.get_tp_group().world_size = ranks
+        try:
+            yield
+        finally:
+            parallel_state.get_tp_group().world_size = 1
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+def _kv_cache_configs(vllm_config: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """(a worker's, the scheduler's), by the steps of vLLM's EngineCore."""
+    register_all_kvcache_specs(vllm_config)
+    specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
+    layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    supported = [[layout.name for layout in layouts]]
+    layout = resolve_kv_cache_layout(vllm_config, supported, list(specs.values()))
+    memory = [_PRETENDED_MEMORY_BYTES]
+    (config,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [specs], memory)
+    config.kv_cache_layout = layout.name
+    made = kv_cache_utils.generate_scheduler_kv_cache_config([config])
+    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
+    cacheable = [spec for spec in groups if spec.prefix_cacheable]
+    vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable or groups)
+    blocks = kv_cache_utils.resolve_kv_cache_block_sizes(made, vllm_config)
+    alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(made, vllm_config, *blocks)
+    for each in (config, made):
+        each.hash_block_size, each.cache_hit_alignment_tokens = blocks[1], alignment
+    return config, made
+
+
+def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> built.WorkerLayout:
+    """The layout of the views that a worker would register, from vLLM's allocator."""
+    layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))
+    groups = []
+    for gid, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        own = getattr(spec, "kv_cache_specs", {})
+        named = [(name, layers[name].get_attn_backend()) for name in group.layer_names]
+        groups.append([AttentionGroup(at, [name], own.get(name, spec), gid) for name, at in named])
+    kernel_blocks = prepare_kernel_block_sizes(config, groups)
+    resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
+    views = allocate_kv_cache(config, torch.device("meta"), resolved, kernel_blocks)
+    layout = built.worker_layout(config, built.block_views(config, views))
+    return replace(layout, device=vllm_config.device_config.device_type)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,12 @@ _LOG_TAIL_LINES = 15
 
 CONNECTOR = "HybridKVConnector"
 
-ENGINE_ENVIRONMENT = {
+ENGINE_ENVIRONMENT = {  # Defaults for a child; what the user has set wins.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-"""Defaults for a child; what the user has set wins."""
 
 
 class AnsweringChild:
@@ -128,7 +127,7 @@ class EngineProcess(AnsweringChild):
 
     def __enter__(self) -> Self:
         try:
-            self.info: dict[str, Any] = self._answer("starting")
+            self.info: dict[str, Any] = self.end("starting")
             if "not_served" in self.info:
                 raise NotServedError(NotServedError.TEXT)
         except BaseException:
@@ -155,13 +154,11 @@ class EngineProcess(AnsweringChild):
         try:
             self._pipe.send_bytes(json.dumps({"do": do, **work}).encode())
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._ended() from error
+            raise self._error() from error
 
-    def end(self) -> Any:
+    def end(self, doing: str = "working") -> Any:
         """The answer to the oldest command begun."""
-        return self._answer("working")
 
-    def _answer(self, doing: str) -> Any:
         def progress(seconds: float) -> None:
             self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")
 
@@ -170,12 +167,10 @@ class EngineProcess(AnsweringChild):
         except TimeoutError as error:
             raise self._error(f"is {error}") from error
         if answer is None:
-            raise self._ended()
+            raise self._error()
         return json.loads(answer)
 
-    def _ended(self) -> EngineError:
-        return self._error(f"ended with status {self.process.wait()}")
-
-    def _error(self, what: str) -> EngineError:
+    def _error(self, what: str = "") -> EngineError:
+        what = what or f"ended with status {self.process.wait()}"
         tail = log_tail(self._log_path.read_bytes(), "Error", "hybridkv")
         return EngineError(f"the engine {what}; its log is {self._log_path}:\n{tail}")

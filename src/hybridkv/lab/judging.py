@@ -41,8 +41,7 @@ class VerifyArm:
     same_bytes: bool | None = None  # None where nothing was restored.
     ok: bool = False
     preemptions: int = 0
-    not_served: str | None = None
-    """Why no engine has served this arm; then nothing of it was measured or compared."""
+    not_served: str | None = None  # Why no engine served it; then nothing was measured or compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ class ReferenceAnswers:
 
     computed: Mapping[str, Any]
     local_hit: Mapping[str, Any]
-    split_hit: Mapping[str, Any]
-    """A hit on a prompt that was computed in two parts, as in the mixed arm."""
+    split_hit: Mapping[str, Any]  # A hit on a prompt computed in two parts, as in the mixed arm.
     alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
     noise: float  # How far these are from the engine's own answers where it preempts.
 
@@ -91,16 +89,15 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     oracle = mixed if external else reference.computed
     failed = measured.delta.get("loads_failed", 0)
     same_bytes = failed == 0 if external or failed else None
-    same_tokens, same_logprobs = (result[key] == oracle[key] for key in ("tokens", "logprobs"))
+    same = {f"same_{key}": result[key] == oracle[key] for key in ("tokens", "logprobs")}
     return measured.row(
+        **same,
         cached_tokens=hit,
         external_tokens=external,
         expected_external_tokens=external if expected is None else expected,
         oracle="own prefix cache" if external else "computed",
-        same_tokens=same_tokens,
-        same_logprobs=same_logprobs,
         same_bytes=same_bytes,
-        ok=right_hit and same_tokens and same_logprobs and same_bytes is not False,
+        ok=right_hit and all(same.values()) and same_bytes is not False,
     )
 
 

@@ -12,12 +12,11 @@ _WIDTH = 0.08
 _WIDTHS = {"gptoss": 0.2, "deepseekv2": 0.2, "deepseekv4": 0.2}
 """Widths of the random weights at which greedy tokens vary; most models need only _WIDTH."""
 
-BUNDLED_ENVIRONMENT = {
+BUNDLED_ENVIRONMENT = {  # What the processes of every bundled model's engine need.
     "HF_HUB_OFFLINE": "1",
     # torch would compile a kernel even for an eager model, and fail where there is no compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""What the processes of every bundled model's engine need."""
 
 
 def bundled_environment(name: str) -> dict[str, str]:

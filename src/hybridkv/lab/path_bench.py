@@ -89,11 +89,11 @@ def _measure(
     ops = [CopyOp(ref, 0, chunk, 1, 0, (ids[chunk],)) for chunk, ref in enumerate(refs)]
     done: Queue[HybridKVError | None] = Queue()
 
-    def store() -> None:
-        def stored(op: CopyOp, is_stored: bool) -> None:
-            wrong = None if is_stored else HybridKVError(f"slot {op.slot.offset} was not stored")
-            done.put(wrong)
+    def stored(op: CopyOp, is_stored: bool) -> None:
+        wrong = None if is_stored else HybridKVError(f"slot {op.slot.offset} was not stored")
+        done.put(wrong)
 
+    def store() -> None:
         copier.store(ops, stored)
         _wait(done, len(ops))
 
@@ -132,18 +132,14 @@ def _wait(done: "Queue[HybridKVError | None]", count: int) -> None:
 def _plain_copy(memory: torch.Tensor) -> Callable[[], None]:
     """One copy of all the bytes: memmove on a CPU; pinned host memory to the device on CUDA."""
     source = memory[:, 1:].contiguous()
-    if memory.is_cuda:
-        pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-
-        def copy() -> None:
-            source.copy_(pinned, non_blocking=True)
-            torch.cuda.synchronize()
-
-        return copy
-    target = torch.zeros_like(source)
+    other = torch.zeros(source.shape, dtype=source.dtype, pin_memory=memory.is_cuda)
     size = source.numel() * source.element_size()
 
-    def move() -> None:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
+    def copy() -> None:
+        if memory.is_cuda:
+            source.copy_(other, non_blocking=True)
+            torch.cuda.synchronize()
+        else:
+            ctypes.memmove(other.data_ptr(), source.data_ptr(), size)
 
-    return move
+    return copy

@@ -27,16 +27,12 @@ from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
-CHUNKS_PER_STEP = 64
-"""Chunks whose objects are stored together, group by group, as after a step of the engine."""
-PAGES_MIN = 8
-"""Pages of the smallest object: rounding its size to pages distorts it by an eighth at most."""
-MAP_NORESERVE = 0x4000
-"""A flag of Linux that the module `mmap` lacks. Most of the memory is never touched."""
-_KEYS = {"tokens": "input_length", "blocks": "hash_ids"}
+CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
+PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
+MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
 
 
-class TracePrompt(msgspec.Struct, rename=_KEYS):
+class TracePrompt(msgspec.Struct, rename={"tokens": "input_length", "blocks": "hash_ids"}):
     """One request of a trace: a line of it, as far as it is read."""
 
     tokens: int
@@ -155,39 +151,34 @@ class TraceReplay:
         self._store = Store(self._view, policy=policy)
         self._store.grow(size)
         groups = model.geometry.groups
-        self._namespace = Namespace(
-            bytes(HASH_BYTES),
-            tuple(group.gid for group in groups),
-            (frozenset(),) * len(groups),
-            tuple(group.kind is GroupKind.FULL for group in groups),
-        )
+        gids, full = zip(*((one.gid, one.kind is GroupKind.FULL) for one in groups), strict=True)
+        self._namespace = Namespace(bytes(HASH_BYTES), gids, (frozenset(),) * len(groups), full)
 
     def __enter__(self) -> "TraceReplay":
         return self
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
-            self._store.check()
             del self._store
             self._view.release()
             self._memory.close()
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
         """Look the prompt up, then store it."""
-        model, store = self._model, self._store
+        model, store, groups = self._model, self._store, self._model.geometry.groups
         geometry, hashes = model.geometry, model.hashes(prompt)
         entries = [self._namespace.entries.get(chunk_hash) for chunk_hash in hashes]
         # The slots of every chunk, by group.
         slots = [
-            [None if entry is None else entry.slots[index] for entry in entries]
-            for index in range(len(geometry.groups))
+            [None if entry is None else entry.slots[at] for entry in entries]
+            for at in range(len(groups))
         ]
         masks = [bytes(slot is not None for slot in of_group) for of_group in slots]
         hit = model.hit(prompt, masks)
         if chunks := hit.tokens_hit // geometry.chunk_tokens:
             read = [
                 slot
-                for group, of_group in zip(geometry.groups, slots, strict=True)
+                for group, of_group in zip(groups, slots, strict=True)
                 for chunk in needed_chunks(geometry, group, chunks)
                 if (slot := of_group[chunk]) is not None
             ]
@@ -200,8 +191,7 @@ class TraceReplay:
     def _store_prompt(
         self, prompt: TracePrompt, hashes: Sequence[bytes], masks: Sequence[bytes]
     ) -> None:
-        model = self._model
-        end = max(0, len(hashes) - 1)
+        model, end = self._model, max(0, len(hashes) - 1)
         needs = [needed_chunks(model.geometry, group, end).start for group in model.geometry.groups]
         objects = model.objects(prompt, len(hashes))
         for first in range(0, len(hashes), CHUNKS_PER_STEP):

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,7 @@ class EngineRunner:
                 _take(output, results[output.request_id], now - started)
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
-        preemptions = 0
-        if pool is not None:
-            pool.release()
-            preemptions = sum(pool.preemptions.values())
+        preemptions = 0 if pool is None else pool.release()
         common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": preemptions}
         return [{**result, **common} for result in results.values()]
 
@@ -143,29 +139,23 @@ class _BlockPool:
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._held: list[Any] = []
         self._over = False
-        self.preemptions: dict[str, int] = {}  # How often each request was preempted.
+        self._preemptions: dict[str, int] = {}  # How often each request was preempted.
 
     def starve(self) -> None:
         """Before a step: take every free block; give all back once no request runs any more."""
         requests = self._scheduler.requests.items()
-        self.preemptions |= {name: request.num_preemptions for name, request in requests}
+        self._preemptions |= {name: request.num_preemptions for name, request in requests}
         if self._scheduler.running and not self._over:
             self._held += self._blocks.get_new_blocks(self._blocks.get_num_free_blocks())
         else:
             self.release()
 
-    def release(self) -> None:
-        """Give all blocks back."""
+    def release(self) -> int:
+        """Give all blocks back; returns how often requests were preempted."""
         self._over = True
         self._blocks.free_blocks(self._held)
         self._held = []
-
-
-def _commands(pipe: Connection) -> Iterator[dict[str, Any]]:
-    """What the parent commands, until it has ended or closed its side."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            yield json.loads(pipe.recv_bytes())
+        return sum(self._preemptions.values())
 
 
 def main() -> None:
@@ -182,9 +172,12 @@ def main() -> None:
             return
         runner, model = EngineRunner(engine), engine.vllm_config.model_config
         answer({"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()})
-        for command in _commands(pipe):
-            work = runner.run if command.pop("do") == "run" else runner.reset
-            answer(work(**command))
+        # Until the parent has ended, or closed its side.
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                command = json.loads(pipe.recv_bytes())
+                work = runner.run if command.pop("do") == "run" else runner.reset
+                answer(work(**command))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class MultiSettings:
 
     grace_ms: float = 10.0
     """How long a request with a hit waits for children that could have a better one.
-
     A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
     """
     patience_seconds: float | None = None

@@ -6,6 +6,7 @@ vLLM calls afterwards is here, and each child is called under a supervisor of it
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
 
@@ -17,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.multi.children import ChildConnectors, check_hma, child_specs, parse_multi
-from hybridkv.multi.messages import MultiHandshake
 from hybridkv.multi.ranking import WEIGHT_AUTO
 from hybridkv.multi.scheduler import MultiScheduler
 from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
@@ -25,6 +25,13 @@ from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.layout import group_keeping
 from hybridkv.vllm.supervise import logger
+
+
+@dataclass(frozen=True)
+class MultiHandshake(KVConnectorHandshakeMetadata):
+    """A worker's handshake: each child's own (vLLM gives the first one to all)."""
+
+    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class MultiConnector(multi_connector.MultiConnector):

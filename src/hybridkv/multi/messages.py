@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+
+NOBODY = -1  # The index of a load that no connector does, and which therefore fails.
 
 
 @dataclass
@@ -64,10 +63,3 @@ class MultiReport(KVConnectorWorkerMetadata):
             mine[0].add_events(more.get_all_events())
             mine[0].increment_workers(1)
         return mine[0] if mine else None
-
-
-@dataclass(frozen=True)
-class MultiHandshake(KVConnectorHandshakeMetadata):
-    """A worker's handshake: each child's own (vLLM gives the first one to all)."""
-
-    metadata: tuple[KVConnectorHandshakeMetadata | None, ...]

@@ -3,9 +3,9 @@
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
@@ -13,12 +13,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hybridkv.multi import ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
-from hybridkv.multi.messages import MultiPlan, MultiReport
+from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
 from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
-from hybridkv.multi.transfers import NOBODY, ChildLoad, PendingTransfers
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.supervise import logger
+
+
+@dataclass(eq=False, slots=True)
+class ChildLoad:
+    """An asynchronous load that has not ended."""
+
+    child: int
+    tokens: int
+    started: float
+    announced: bool = False  # Whether the workers know of it.
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +58,11 @@ class MultiScheduler:
     _room: BlockRoom
     _clock: Callable[[], float] = time.monotonic
     _requests: dict[str, MultiLookup] = field(default_factory=dict)
-    _transfers: PendingTransfers = field(default_factory=PendingTransfers)
+    _loads: dict[str, ChildLoad] = field(default_factory=dict)
+    _saves: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The children that hold the blocks of a request, until its save has ended."""
+    _new_saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Those of which the workers do not know yet."""
     _sync_blocks: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     _bad_blocks: set[int] = field(default_factory=set)
     _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
@@ -113,7 +126,7 @@ class MultiScheduler:
         lookup.blocks = frozenset(loaded)
         if decision is not None and decision.is_async:
             load = ChildLoad(NOBODY if chosen is None else chosen, external_tokens, self._clock())
-            self._transfers.loads[request.request_id] = load
+            self._loads[request.request_id] = load
             self._room.hold(*_room_of(request))
         elif chosen is not None and self._children.all[chosen].alive:
             self._sync_blocks[chosen].update(loaded)
@@ -168,18 +181,21 @@ class MultiScheduler:
             blocks = block_ids if is_hma else block_ids[0]
             holds, more = child.call(hook, (False, None), request, blocks, fatal=True)
             if holds:
-                self._transfers.saves[request.request_id].add(child.index)
+                self._saves[request.request_id].add(child.index)
             params = {**(more or {}), **params}
         self._requests.pop(request.request_id, None)
         self._room.ran((request.request_id,))
-        return self._transfers.finished(request.request_id), params or None
+        if request.request_id in self._saves:
+            holders = sorted(self._saves[request.request_id])
+            self._new_saves[request.request_id] = tuple(holders)
+        return request.request_id in self._saves, params or None
 
     def register_finished_partial_tail(self, *args: Any) -> bool:
         """Just before a request is finished: whether some child holds its last, partial blocks."""
         said = self._children.call("register_finished_partial_tail", False, *args, fatal=True)
         holders = [child.index for child, holds in said if holds]
         if holders:
-            self._transfers.saves[args[0].request_id].update(holders)
+            self._saves[args[0].request_id].update(holders)
         return bool(holders)
 
     # Steps
@@ -194,13 +210,19 @@ class MultiScheduler:
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
             plans.append(plan)
+        settled = self._give_up(self._clock())
+        begun = {name: load for name, load in self._loads.items() if not load.announced}
+        for load in begun.values():
+            load.announced = True
         plan = MultiPlan(
             metadata=tuple(plans),
-            settled=self._give_up(self._clock()),
+            loads={name: load.child for name, load in begun.items()},
+            saves=self._new_saves,
+            settled=settled,
             sync_blocks={index: tuple(ids) for index, ids in self._sync_blocks.items()},
             bad_blocks=tuple(self._bad_blocks),
-            **self._transfers.announce(),
         )
+        self._new_saves = {}
         self._sync_blocks.clear()
         self._bad_blocks.clear()
         self._room.ran(output.num_scheduled_tokens)
@@ -211,37 +233,34 @@ class MultiScheduler:
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
         self._children.counters.update(report.counters)
-        for child in self._children.alive:
-            if child.index in report.dead:
-                child.supervisor.switch_off("its part in a worker is")
-        ended = self._transfers.end(output)
-        if ended.absorbed:
-            self._children.counters["reports_absorbed"] += ended.absorbed
-        now = self._clock()
-        for request_id, load in ended.loads.items():
-            if request_id in ended.failed:
-                self._children.counters["loads_failed"] += 1
-                if request_id in self._requests:
-                    self._requests[request_id].refused.add(load.child)
-            elif load.child != NOBODY:
-                child = self._children.all[load.child]
-                child.speed = child.speed.measured(load.tokens, now - load.started, now)
+        failed = set(output.failed_recving or ())
+        loads, saves = self._end(output, failed)
         # Whoever loaded into invalid blocks is not asked again for that request.
         for lookup in self._requests.values() if output.invalid_block_ids else ():
             if lookup.loader is not None and not lookup.blocks.isdisjoint(output.invalid_block_ids):
                 lookup.refused.add(lookup.loader)
         for child in self._children.alive:
+            if child.index in report.dead:
+                child.supervisor.switch_off("its part in a worker is")
+                continue
             index, lost = child.index, "messages of several workers of %s are lost"
             message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
             events = child.attempt("fault_kv_events", lost, None, report.events_of, index)
-            merged = {"kv_connector_worker_meta": message, "kv_cache_events": events}
-            view = dataclasses.replace(output, **ended.of(index), **merged)
+            own = {name for name, load in loads.items() if load.child == index}
+            view = dataclasses.replace(
+                output,
+                finished_recving=own or None,
+                failed_recving=own & failed,
+                finished_sending={name for name in saves if index in saves[name]} or None,
+                kv_connector_worker_meta=message,
+                kv_cache_events=events,
+            )
             child.call("update_connector_output", None, view, fatal=True)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """The choices and other counts since the last call, and the children's own statistics."""
         stats = MultiKVConnectorStats.taken_from(self._children)
-        loading = Counter(load.child for load in self._transfers.loads.values())
+        loading = Counter(load.child for load in self._loads.values())
         for child in self._children.all:
             if loading[child.index] != self._pending_told[child.name]:
                 self._pending_told[child.name] = loading[child.index]
@@ -270,13 +289,11 @@ class MultiScheduler:
                 taken += child.attempt("fault_withdraw", says, [], _listed, connector, "withdraw")
         return taken
 
-    def has_pending_block_frees(self) -> bool:
-        """Whether some child says so."""
-        return any(said for _, said in self._children.call("has_pending_block_frees", False))
+    def _has(self, hook: str) -> bool:
+        return any(said for _, said in self._children.call(hook, False))
 
-    def has_pending_push_work(self) -> bool:
-        """Whether some child says so."""
-        return any(said for _, said in self._children.call("has_pending_push_work", False))
+    has_pending_block_frees = partialmethod(_has, "has_pending_block_frees")
+    has_pending_push_work = partialmethod(_has, "has_pending_push_work")
 
     def reset_cache(self) -> bool:
         """All children forget what they have, or are switched off: the weights may be others."""
@@ -360,20 +377,51 @@ class MultiScheduler:
         table = blocks.blocks[0][local_tokens // tokens_per_block : end]
         return [block.block_id for block in table if not block.is_null]
 
+    def _end(
+        self, output: Any, failed: Container[str]
+    ) -> tuple[dict[str, ChildLoad], dict[str, set[int]]]:
+        """End what workers report, and leave in vLLM's `output` what the engine has to see.
+
+        Returns the loads, and the children that held the blocks of each save. Of a request that was
+        aborted while it loaded, the engine frees the blocks with the first report that it sees, and
+        ends with the second.
+        """
+        received, sent = set(output.finished_recving or ()), set(output.finished_sending or ())
+        loads, saves = received & self._loads.keys(), sent & self._saves.keys()
+        output.finished_recving = {n for n in loads if n not in self._saves or n in saves} or None
+        output.finished_sending = saves - self._loads.keys() or None
+        if absorbed := len(received - loads) + len(sent - saves):
+            self._children.counters["reports_absorbed"] += absorbed
+        ended, now = {name: self._loads.pop(name) for name in loads}, self._clock()
+        for request_id, load in ended.items():
+            if request_id in failed:
+                self._children.counters["loads_failed"] += 1
+                if request_id in self._requests:
+                    self._requests[request_id].refused.add(load.child)
+            elif load.child != NOBODY:
+                child = self._children.all[load.child]
+                child.speed = child.speed.measured(load.tokens, now - load.started, now)
+        return ended, {name: self._saves.pop(name) for name in saves}
+
     def _give_up(self, now: float) -> frozenset[int]:
-        """End what dead children will not end; returns those whose copies have had time to."""
-        dead, settled = set(), set()
+        """End what dead children will not end; returns those whose copies have had time to.
+
+        A load that no worker knows of fails at once. Other loads, and saves, end when the copies of
+        their connector have had time to end.
+        """
+        dead, settled = {NOBODY}, set()
         for child in self._children.all:
             if not child.alive:
                 dead.add(child.index)
                 child.dead_since = now if child.dead_since is None else child.dead_since
                 if now >= child.dead_since + self._settings.settle_seconds:
                     settled.add(child.index)
-        for request_id in self._transfers.give_up(dead, settled):
-            self._children.counters["loads_given_up"] += 1
-            logger.warning(
-                "hybridkv: the load of %s is given up: its connector is switched off", request_id
-            )
+        for request_id, load in self._loads.items():
+            if load.child in settled or (load.child in dead and not load.announced):
+                load.child = NOBODY
+                self._children.counters["loads_given_up"] += 1
+                says = "hybridkv: the load of %s is given up: its connector is switched off"
+                logger.warning(says, request_id)
         return frozenset(settled)
 
 

@@ -1,5 +1,6 @@
 """MultiConnector's worker role: each child's hooks, and each load and save reported once."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
@@ -8,9 +9,66 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
 from hybridkv.multi.children import ChildConnector, ChildConnectors
-from hybridkv.multi.messages import MultiPlan, MultiReport
+from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
-from hybridkv.multi.transfers import NOBODY, TransferLedger
+
+
+@dataclass(slots=True)
+class TransferLedger:
+    """A worker's: loads and saves that were announced, each of which is reported once."""
+
+    loads: dict[str, int] = field(default_factory=dict)  # The connector that loads a request.
+    saves: dict[str, set[int]] = field(default_factory=dict)
+    """The connectors that hold a request's blocks."""
+    tainted: set[str] = field(default_factory=set)  # Loads of which some part has failed already.
+    ended: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
+    absorbed: int = 0  # Reports that nobody waited for.
+
+    def announce(self, loads: Mapping[str, int], saves: Mapping[str, Iterable[int]]) -> None:
+        """The engine waits for these from now on."""
+        self.loads.update(loads)
+        for request_id, children in saves.items():
+            self.saves.setdefault(request_id, set()).update(children)
+
+    def loaded(self, child: int, finished: Iterable[str], failed: Iterable[str]) -> None:
+        """A connector reported these; a failed load ends only when it is finished too."""
+        self.tainted.update(name for name in failed if self.loads.get(name) == child)
+        for request_id in finished:
+            if self.loads.get(request_id) != child:
+                self.absorbed += 1
+                continue
+            del self.loads[request_id]
+            self.ended.finished_recving.add(request_id)
+            if request_id in self.tainted:
+                self.tainted.discard(request_id)
+                self.ended.failed_recving.add(request_id)
+
+    def sent(self, child: int, request_ids: Iterable[str]) -> None:
+        """A connector reported these saves as done."""
+        for request_id in request_ids:
+            if child not in self.saves.get(request_id, ()):
+                self.absorbed += 1
+                continue
+            self.saves[request_id].discard(child)
+            if not self.saves[request_id]:
+                del self.saves[request_id]
+                self.ended.finished_sending.add(request_id)
+
+    def give_up(self, children: Iterable[int]) -> None:
+        """What these connectors owe ends now, whatever they will say, and their loads failed."""
+        for child in children:
+            loads = [name for name, loading in self.loads.items() if loading == child]
+            self.loaded(child, loads, loads)
+            self.sent(child, [name for name, some in self.saves.items() if child in some])
+
+    def is_owed_by(self, child: int) -> bool:
+        """Whether a connector has transfers to report."""
+        return child in self.loads.values() or any(child in some for some in self.saves.values())
+
+    def take(self) -> KVConnectorTransferResults:
+        """What ended since the last call; failed loads are among the finished ones too."""
+        taken, self.ended = self.ended, KVConnectorTransferResults()
+        return taken
 
 
 @dataclass(eq=False)
@@ -74,13 +132,10 @@ class MultiWorker:
                 child.mute = not told
                 if child.mute and child.alive:
                     child.supervisor.switch_off("a fault in get_transfer_results")
-        finished, failed, saved = self._ledger.take()
         if self._ledger.absorbed:
             self._children.counters["reports_absorbed"] += self._ledger.absorbed
             self._ledger.absorbed = 0
-        return KVConnectorTransferResults(
-            finished_sending=saved, finished_recving=finished, failed_recving=failed
-        )
+        return self._ledger.take()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded, of an engine with one group; others fail the requests."""

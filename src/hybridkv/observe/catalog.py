@@ -141,25 +141,6 @@ VALUES = {**PLAIN, **LABELLED} | {TIER_PREFIX + name: one for name, one in TIER.
 NOT_ALONE = frozenset(("lookup_wait_seconds",))  # Values that are part of a metric of another type.
 
 
-def known() -> dict[str, MetricFamily]:
-    """Every metric by its whole name, without the `_total` of counters."""
-    return {f"{PREFIX}{name}": described for name, described in {**VALUES, **MADE}.items()}
-
-
-def exposed() -> dict[str, MetricFamily]:
-    """Every name that a query may contain."""
-    names: dict[str, MetricFamily] = {}
-    for name, described in known().items():
-        match described.kind:
-            case "counter":
-                names[f"{name}_total"] = described
-            case "gauge":
-                names[name] = described
-            case "histogram":
-                names.update((f"{name}_{part}", described) for part in ("bucket", "sum", "count"))
-    return names
-
-
 def _name_of(metric: str, label: str) -> str:
     if not label:
         return metric

@@ -20,11 +20,6 @@ from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 
-REMEMBERED_CHUNKS_MAX = 1 << 18
-"""Chunks of some 150 bytes each; 33 million tokens at the smallest chunk."""
-QUEUED_CHUNKS_MAX = 1 << 16
-"""Chunks of queued events; an event that would go beyond is left out and counted."""
-STEP_CHUNKS = 64  # Chunks of one step, which takes some 50 us.
 IDENTITIES_MAX = 4096
 NAME_BYTES = 16
 """Bytes kept of a chunk's hash; chunks that are confused only make the statistics less exact."""
@@ -34,9 +29,11 @@ NAME_BYTES = 16
 class HitRateCeiling:
     """The chunks of an unlimited cache, and three sums of tokens over the same lookups."""
 
-    remembered_max: int = REMEMBERED_CHUNKS_MAX  # The most chunks that are remembered.
-    queued_max: int = QUEUED_CHUNKS_MAX
-    step: int = STEP_CHUNKS
+    remembered_max: int = 1 << 18
+    """The most chunks that are remembered, some 150 bytes each; 33 million tokens at the least."""
+    queued_max: int = 1 << 16
+    """Chunks of queued events; an event that would go beyond is left out and counted."""
+    step: int = 64  # Chunks of one step, which takes some 50 us.
     asked_tokens: int = 0
     hit_tokens: int = 0
     ceiling_tokens: int = 0  # Tokens that the unlimited cache would have hit.

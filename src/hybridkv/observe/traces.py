@@ -6,7 +6,7 @@ tiers are traces of their own, because one job serves several lookups.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -16,7 +16,6 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, set_span_in_con
 from opentelemetry.trace.span import NonRecordingSpan
 
 from hybridkv import __version__
-from hybridkv.observe.spans import Facts, Times
 
 DELAY_MS = 1000
 EXPORT_SECONDS = 5  # A collector that takes longer loses what it was sent.
@@ -33,7 +32,7 @@ class _CountingExporter(OTLPSpanExporter):
 
 
 class SpanExporter:
-    """A SpanSink whose spans a thread of the library's sends; one thread may put."""
+    """Takes spans from one thread and never blocks or raises; a library's thread sends them."""
 
     def __init__(self, url: str, node: str, spans_max: int = SPANS_MAX) -> None:
         resource = Resource.create(
@@ -49,12 +48,20 @@ class SpanExporter:
         self._spans_max = spans_max
         self._entered = 0
         self._epoch_ns = 0  # The time of day when the daemon's clock was 0.
-        self.dropped = 0
+        self.dropped = 0  # Spans that were not taken because too many waited.
 
     def put(
-        self, name: str, times: Times, facts: Facts, parent: object = None, error: str = ""
+        self,
+        name: str,
+        times: tuple[float, float],
+        facts: Mapping[str, str | int],
+        parent: object = None,
+        error: str = "",
     ) -> SpanContext | None:
-        """As SpanSink.put; times are monotonic seconds."""
+        """Add a span from begin to end, in monotonic seconds.
+
+        Returns what its children name as parent, or None if it was dropped.
+        """
         if self._entered - self._exporter.left >= self._spans_max:
             # The library's queue would drop its oldest span instead, and count nothing.
             self.dropped += 1

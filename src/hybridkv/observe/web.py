@@ -18,6 +18,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import msgspec
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client import metrics_core as families
 from prometheus_client.process_collector import ProcessCollector
@@ -140,7 +141,8 @@ class WebPages(Collector):
             snapshot = self._snapshot()
             if snapshot is None:
                 return _say(start, "503 Service Unavailable", "the daemon's loop does not answer")
-            return _give(start, "200 OK", self._report.encode(snapshot), "application/json")
+            status = msgspec.json.encode(self._report.make(snapshot))
+            return _give(start, "200 OK", status, "application/json")
         if path in self._files:
             return _give(start, "200 OK", *self._files[path])
         return _say(start, "404 Not Found", "there are / and /status.json and /metrics")

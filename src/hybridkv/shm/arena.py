@@ -12,8 +12,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
 
 SHM_DIR = Path("/dev/shm")
-RAM_BYTES_MIN = 512 << 10
-"""The least size of an arena; a smaller one holds next to nothing."""
+RAM_BYTES_MIN = 512 << 10  # The least size of an arena; a smaller one holds next to nothing.
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 8 << 20
 

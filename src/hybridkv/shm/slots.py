@@ -4,12 +4,17 @@ The daemon alone writes headers; workers write their parts of the payload and th
 
     0        128                 payload_offset(parts)
     |header  |checksum per part  |payload: part 0, part 1 ...         | padding to SLOT_ALIGN
+
+The checksum of a part is its *signature*: a 64-bit hash of its bytes, seeded with the generation.
 """
 
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+
+import xxhash
 
 from hybridkv.core.keys import HASH_BYTES
 
@@ -17,6 +22,8 @@ SLOT_ALIGN = 4096
 """Slots start on pages, so that a slot can be written to a file with direct I/O as it is."""
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
+UNSIGNED = bytes(CHECKSUM_BYTES)
+"""The checksum of a part that nobody signed, as with `checksum: "off"`."""
 SHORT_HASH_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
@@ -38,8 +45,7 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     COMMITTED = 2
-    DROPPED = 3
-    """The slot holds no object any more, and is kept for those who still read it."""
+    DROPPED = 3  # The slot holds no object any more, and is kept for those who still read it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,7 @@ class SlotHeader:
     chunk_hash: bytes = bytes(HASH_BYTES)
     parent_short: int = 0
     """`short_hash` of the chunk before, 0 = there is none; only eviction uses it."""
-    tenant: int = 0
-    """The tenant whose quota the object counts against; 0 = none."""
+    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
 
     def pack(self) -> bytes:
         """The header as HEADER_BYTES bytes."""
@@ -105,3 +110,56 @@ def slot_bytes(part_bytes: int, parts: int) -> int:
     """Bytes of the arena that one slot takes."""
     size = payload_offset(parts) + part_bytes * parts
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def hasher(seed: int) -> "xxhash.xxh3_64":
+    """A hasher for callers that hash a part piece by piece while the CPU cache has it."""
+    return xxhash.xxh3_64(seed=seed)
+
+
+def signature(digest: int) -> bytes:
+    """The CHECKSUM_BYTES of a digest. It is never UNSIGNED, so an unsigned slot proves nothing."""
+    return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def part_signature(slot: memoryview, part_bytes: int, parts: int, part: int, seed: int) -> bytes:
+    """The signature of one part of `slot` (a whole slot's memory), made from its bytes."""
+    start = payload_offset(parts) + part * part_bytes
+    return signature(xxhash.xxh3_64(slot[start : start + part_bytes], seed=seed).intdigest())
+
+
+def is_signed(slot: memoryview, part_bytes: int, parts: int, seed: int) -> bool | None:
+    """Whether every part of a slot has its signature; None if some have none, and none is wrong."""
+    unsigned = False
+    for part in range(parts):
+        at = checksum_offset(part)
+        known = bytes(slot[at : at + CHECKSUM_BYTES])
+        if known == UNSIGNED:
+            unsigned = True
+        elif known != part_signature(slot, part_bytes, parts, part, seed):
+            return False
+    return None if unsigned else True
+
+
+def sign(slot: memoryview, part_bytes: int, parts: int, seed: int) -> None:
+    """Sign every part of a slot."""
+    for part in range(parts):
+        at = checksum_offset(part)
+        slot[at : at + CHECKSUM_BYTES] = part_signature(slot, part_bytes, parts, part, seed)
+
+
+def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
+    """The (offset, header) of every committed slot, by walking the pages of `memory`.
+
+    `memory` must be the reserved part of an arena: reading a page that does not exist allocates it,
+    or raises SIGBUS where there is no room for it.
+    """
+    at = 0
+    while at + HEADER_BYTES <= len(memory):
+        header = unpack_header(bytes(memory[at : at + HEADER_BYTES]))
+        if header is None or header.state is SlotState.FREE:
+            at += SLOT_ALIGN
+            continue
+        if header.state is SlotState.COMMITTED:
+            yield at, header
+        at += slot_bytes(header.part_bytes, header.parts)

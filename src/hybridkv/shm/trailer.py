@@ -37,8 +37,7 @@ class WorkerProcess(NamedTuple):
 
     engine: bytes
     pid: int
-    started: int
-    """When it started, which tells it from a later process with the same id."""
+    started: int  # When it started, which tells it from a later process with the same id.
 
 
 class Trailer:
@@ -79,12 +78,8 @@ class Trailer:
         self._numbers[1] = value
 
     def put(self, offset: int, size: int) -> None:
-        """Enter a slot of `size` bytes at `offset`, whose header is written."""
+        """Enter a slot of `size` bytes at `offset`, whose header is written, or remove it (0)."""
         self._entries[offset // SLOT_ALIGN] = size // SLOT_ALIGN
-
-    def clear(self, offset: int) -> None:
-        """Remove the slot at `offset`."""
-        self._entries[offset // SLOT_ALIGN] = 0
 
     def slots(self) -> Iterator[tuple[int, int]]:
         """The (offset, size) of every slot, by offset."""

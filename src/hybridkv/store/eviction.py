@@ -14,7 +14,7 @@ figures behind the defaults.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
@@ -23,11 +23,9 @@ from hybridkv.core.policies import EvictionPolicy
 
 T = TypeVar("T", bound=Hashable)
 
-PROTECTED_SHARE = 2
-"""At most 1/2 of the bytes are protected."""
+PROTECTED_SHARE = 2  # At most 1/2 of the bytes are protected.
 _STALE_MAX = 64
-_INTERIOR, _PROBATION, _PROTECTED = range(3)
-"""The stages, where items wait for their eviction."""
+_INTERIOR, _PROBATION, _PROTECTED = range(3)  # The stages, where items wait for their eviction.
 
 
 @dataclass(slots=True, eq=False)
@@ -121,18 +119,6 @@ class EvictionQueue(Generic[T]):
                 self.offer(cold)
         found = self._oldest(_PROBATION, may_go)
         return found if found is not None else self._oldest(_PROTECTED, may_go)
-
-    def check(self, may_go: Callable[[T], bool], wanted: Collection[T]) -> None:
-        """The items are `wanted`, what may go is offered, and counts agree, or AssertionError."""
-        assert self._items.keys() == set(wanted)
-        offered = {entry for heap in self._heaps for _, entry, _ in heap}
-        for item, queued in self._items.items():
-            assert queued.entry in offered or (not queued.entry and not may_go(item))
-        items = self._items.values()
-        protected = [queued.size for queued in items if queued.stage == _PROTECTED]
-        assert sum(protected) == self.protected_bytes
-        assert self._stale == len(offered) - sum(1 for queued in items if queued.entry)
-        assert sum(self._ghosts.values()) == self._ghost_bytes <= self._bound_bytes
 
     def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         heap = self._heaps[stage]

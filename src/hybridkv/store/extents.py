@@ -4,9 +4,6 @@ Offsets and sizes are in bytes, multiples of SLOT_ALIGN.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
-
-from hybridkv.shm.slots import SLOT_ALIGN
 
 
 class Extents:
@@ -54,24 +51,6 @@ class Extents:
             offset = before
         self._add(offset, size)
         return offset, size
-
-    def check(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Re-derive every count from the (offset, size) that are taken; raises AssertionError."""
-        assert all(offset not in self._start_of_end for offset in self._size_at), "runs touch"
-        end = 0
-        for offset, size in sorted([*taken, *self.runs()]):
-            assert offset == end, "what is taken and free runs must tile the arena"
-            assert size > 0
-            assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
-            end = offset + size
-        assert end == self.limit_bytes
-        assert sum(self._size_at.values()) == self.free_bytes
-        assert self._by_size == sorted((size, offset) for offset, size in self.runs())
-        assert self._start_of_end == {offset + size: offset for offset, size in self.runs()}
-
-    def runs(self) -> list[tuple[int, int]]:
-        """The (offset, size) of every free run, by offset."""
-        return sorted(self._size_at.items())
 
     def _add(self, offset: int, size: int) -> None:
         insort(self._by_size, (size, offset))

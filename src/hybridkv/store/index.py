@@ -1,10 +1,10 @@
 """The index of the RAM tier: namespaces, their chunks, the objects of each chunk."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import SlotShape
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import SlotState, slot_bytes
 
 
@@ -16,21 +16,16 @@ class Slot:
     part_bytes: int
     parts: int
     generation: int
-    owner: bytes = b""
-    """The writer, as `Store.grant` was told; HASH_BYTES."""
+    owner: bytes = b""  # The writer, as `Store.grant` was told; HASH_BYTES.
     state: SlotState = SlotState.WRITING
     pins: int = 0
     entry: "IndexEntry | None" = None
     """The chunk of the object; None while the slot is not in the index."""
     group_index: int = 0
-    parent_short: int = 0
-    """The `short_hash` of the chunk before; 0 = there is none."""
-    tenant: int = 0
-    """The tenant whose quota the object counts against; 0 = none."""
-    interior: bool = False
-    """Whether only a shorter hit needs the object, see store.eviction."""
-    in_tiers: int = 0
-    """A bit for each tier below that has the object, or is about to."""
+    parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
+    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
+    interior: bool = False  # Whether only a shorter hit needs the object, see store.eviction.
+    in_tiers: int = 0  # A bit for each tier below that has the object, or is about to.
 
     @property
     def shape(self) -> SlotShape:
@@ -64,24 +59,10 @@ class IndexEntry:
     namespace: "Namespace"
     chunk_hash: bytes
     number: int
-    slots: list[Slot | None]
-    """The objects by group index."""
-    prefixes: int = 0
-    """How many of the objects are prefix objects."""
+    slots: list[Slot | None]  # The objects by group index.
+    prefixes: int = 0  # How many of the objects are prefix objects.
     parent: "IndexEntry | None" = None
     children: int = 0
-
-    def check(self, children: int) -> None:
-        """Re-derive what can be derived from the chunk; raises AssertionError."""
-        slots = list(filter(None, self.slots))
-        assert {slot.state for slot in slots} == {SlotState.COMMITTED}
-        assert all(slot.entry is self and self.slots[slot.group_index] is slot for slot in slots)
-        assert self.namespace.entries[self.chunk_hash] is self
-        assert self.children == children
-        assert self.prefixes == sum(slot.is_prefix for slot in slots)
-        if self.parent is not None:
-            assert self.prefixes
-            assert self.parent.number < self.number
 
 
 @dataclass(eq=False, repr=False)
@@ -101,10 +82,8 @@ class Namespace:
 
     def __post_init__(self) -> None:
         self.prefixes = self.prefixes or (False,) * len(self.gids)
-        self.held_objects = [0] * len(self.gids)
-        """Per group, objects of the index."""
-        self.held_bytes = [0] * len(self.gids)
-        """Per group, the bytes of these objects."""
+        self.held_objects = [0] * len(self.gids)  # Per group, objects of the index.
+        self.held_bytes = [0] * len(self.gids)  # Per group, the bytes of these objects.
 
     def objects(self) -> Iterator[Slot]:
         """Every object, chunk by chunk."""
@@ -115,6 +94,17 @@ class Namespace:
         """One object, or None where it is not in the index."""
         entry = self.entries.get(chunk_hash)
         return entry.slots[group_index] if entry is not None else None
+
+    def present(self, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
+        """(each group's presence mask, each chunk's objects, None where it has none) of chunks."""
+        get = self.entries.get
+        found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+        entries = [None if entry is None else entry.slots for entry in found]
+        masks = [
+            bytes([entry is not None and entry[index] is not None for entry in entries])
+            for index in range(len(self.gids))
+        ]
+        return masks, entries
 
     def enter(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
         """Put an object into the index. `parent` is the hash of the chunk before."""
@@ -148,13 +138,3 @@ class Namespace:
         if not any(entry.slots):
             del self.entries[entry.chunk_hash]
         return parent
-
-    def check(self) -> None:
-        """Re-derive every count; raises AssertionError."""
-        children = Counter(entry.parent for entry in self.entries.values())
-        for entry in self.entries.values():
-            entry.check(children[entry])
-        for index in range(len(self.gids)):
-            sizes = [slot.size_bytes for slot in self.objects() if slot.group_index == index]
-            held = self.held_objects[index], self.held_bytes[index]
-            assert held == (len(sizes), sum(sizes))

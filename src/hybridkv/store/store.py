@@ -49,8 +49,7 @@ class Store:
         self.extents = Extents()
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. While it is below, nothing is evicted."""
-        self.slots: dict[int, Slot] = {}
-        """Every slot that is not free, by its offset."""
+        self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
         self._by_end: dict[int, Slot] = {}
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
         self._tenant_bytes = tenant_bytes
@@ -58,12 +57,10 @@ class Store:
         self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
-        self.writing_bytes = 0
-        """Bytes in slots that are granted and not yet committed."""
+        self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
-        self.objects = 0
-        """Committed slots."""
+        self.objects = 0  # Committed slots.
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0
@@ -123,7 +120,7 @@ class Store:
             if header is None or not is_sound or not extents.limit_bytes <= offset <= limit - size:
                 if extents.limit_bytes <= offset <= limit - HEADER_BYTES:
                     self._void(offset)
-                self.trailer.clear(offset)
+                self.trailer.put(offset, 0)
                 continue
             extents.grow(offset)
             extents.limit_bytes += size
@@ -226,7 +223,7 @@ class Store:
                     del self.tenants[slot.tenant], self._tenant_queues[slot.tenant]
         slot.state = SlotState.FREE
         self._void(slot.offset)
-        self.trailer.clear(slot.offset)
+        self.trailer.put(slot.offset, 0)
         del self.slots[slot.offset]
         del self._by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
@@ -272,35 +269,6 @@ class Store:
             return self.free(slot)
         self._write_header(slot)
         return None
-
-    def check(self) -> None:
-        """Re-derive every counter and the tiling of the arena; raises AssertionError."""
-        self._check_slots()
-        entries = {slot: slot.entry for slot in self.slots.values() if slot.entry is not None}
-        namespaces = {entry.namespace for entry in entries.values()}
-        for namespace in namespaces:
-            namespace.check()
-        assert set(entries) == {slot for namespace in namespaces for slot in namespace.objects()}
-        self.queue.check(Slot.may_go, entries)
-        for tenant, queue in self._tenant_queues.items():
-            queue.check(Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
-            theirs = [slot for slot in self.slots.values() if slot.tenant == tenant]
-            assert 0 < self.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
-
-    def _check_slots(self) -> None:
-        slots = self.slots.values()
-        taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
-        self.extents.check(taken)
-        assert list(self.trailer.slots()) == taken
-        assert [*self.slots] == [slot.offset for slot in slots]
-        assert self._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
-        held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
-        for slot in slots:
-            held[slot.state] += slot.size_bytes
-            assert slot.pins >= 0
-        assert held[SlotState.WRITING] == self.writing_bytes
-        assert held[SlotState.COMMITTED] == self.committed_bytes
-        assert states[SlotState.COMMITTED] == self.objects
 
     def _evict(self, slot: Slot) -> tuple[int, int]:
         """Drop an object and what is of no use without it; the free run that it is part of then."""

@@ -40,8 +40,7 @@ class WriteRequest(NamedTuple):
     """The record's bytes, in order; each piece starts and ends on a page (SLOT_ALIGN) of memory."""
     parent: bytes = bytes(SHORT_HASH_BYTES)
     """As in the record's header; the record of the parent is evicted after this one."""
-    interior: bool = False
-    """As in the record's header; interior records are evicted first."""
+    interior: bool = False  # As in the record's header; interior records are evicted first.
 
 
 class ReadRequest(NamedTuple):
@@ -55,8 +54,7 @@ class ReadRequest(NamedTuple):
 class Tier(ABC):
     """A store of records below RAM."""
 
-    name: str
-    """One word for settings, metrics and sentences, such as "disk"."""
+    name: str  # One word for settings, metrics and sentences, such as "disk".
 
     @abstractmethod
     def open(self) -> None:

@@ -14,29 +14,23 @@ from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongByte
 from hybridkv.tiers.record import Record, record_of
 from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
-QUEUE_MAX = 1 << 16
-"""Objects that wait to be written to one tier; more are not written."""
+QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier; more are not written.
 TRIES_MAX = 3
 """Writes of an object that fail, before it is given up; while all writes fail none is counted."""
-LOOKS_MAX = 256
-"""Objects that are looked at in one turn of the loop."""
+LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
 HELD_SHARE = 8
 """At most 1/8 of the arena is held for writing to one tier, unless one object is more."""
-HELD_SHARE_ALL = 4
-"""At most 1/4 for all tiers; beyond that each of them has one object at a time."""
+HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one object at a time.
 
 
 class QueuedWrite(NamedTuple):
     """An object that waits to be written to one tier."""
 
     slot: Slot
-    generation: int
-    """The slot's generation when the object was queued."""
-    is_read: bool
-    """Whether a lookup hit it."""
+    generation: int  # The slot's generation when the object was queued.
+    is_read: bool  # Whether a lookup hit it.
     tries: int = 0
-    is_admitted: bool = False
-    """Whether the tier's hourly bound has been charged with it."""
+    is_admitted: bool = False  # Whether the tier's hourly bound has been charged with it.
 
 
 class Demotion:
@@ -52,8 +46,7 @@ class Demotion:
         """Per tier the objects that would be evicted, and are held until they are written."""
         self._unqueued: deque[Slot] = deque()
         """Objects that were stored before a tier was open, and are in no queue yet."""
-        self._looks = LOOKS_MAX
-        """How many more objects are looked at in this turn."""
+        self._looks = LOOKS_MAX  # How many more objects are looked at in this turn.
         self._held_bytes: Counter[TierState] = Counter()
         self._through = [tier for tier in tiers if tier.spec.write is WritePolicy.THROUGH]
         self._back = [tier for tier in tiers if tier.spec.write is WritePolicy.BACK]

@@ -9,8 +9,7 @@ from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.fault_injection import OPTIONS, InjectedTier
 
-INJECT = "inject+"
-"""Before a scheme: see fault_injection."""
+INJECT = "inject+"  # Before a scheme: see fault_injection.
 LIBRARIES = {
     **dict.fromkeys(
         ("valkey", "valkeys", "valkey+unix", "redis", "rediss"), ("valkey.tier", "ValkeyTier")

@@ -30,14 +30,11 @@ import msgspec
 
 from hybridkv.tiers.contract import TierError
 
-ITEMS_MAX = 512
-"""Items in one call, so that a packet stays below what a socket takes."""
+ITEMS_MAX = 512  # Items in one call, so that a packet stays below what a socket takes.
 PACKET_BYTES_MAX = 128 << 10
-START_SECONDS = 10.0
-"""For Python and the library to load on a busy machine."""
+START_SECONDS = 10.0  # For Python and the library to load on a busy machine.
 SETUP_SECONDS_MIN = 1.0
-LAST_WORDS_SECONDS = 0.5
-"""For the end of a process that has hung up."""
+LAST_WORDS_SECONDS = 0.5  # For the end of a process that has hung up.
 
 
 _calls = msgspec.msgpack.Decoder(tuple[str, list[Any]])
@@ -55,8 +52,7 @@ class Lane:
 
     child: "IsolatedProcess"
     sock: socket.socket
-    start: int
-    """Where `memory` starts in the shared memory."""
+    start: int  # Where `memory` starts in the shared memory.
     memory: memoryview
 
     def call(self, deadline: float, method: str, *arguments: object) -> list[int]:
@@ -100,8 +96,7 @@ class IsolatedProcess:
 
         Raises OSError, or RuntimeError where no thread can be started; nothing is left open then.
         """
-        self.name = name
-        """For messages."""
+        self.name = name  # For messages.
         self._changed = threading.Condition()
         self._lanes: list[Lane] = []
         self._dead = False

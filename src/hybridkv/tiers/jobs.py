@@ -15,14 +15,12 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
-from hybridkv.shm.signature import sign
-from hybridkv.shm.slots import HEADER_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, sign
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import Record, head_bytes, is_whole, read_head, write_head
 
-CLEAR_KEYS = 1024
-"""Records that are removed in one call."""
+CLEAR_KEYS = 1024  # Records that are removed in one call.
 
 
 class WrongBytesError(TierError):
@@ -37,8 +35,7 @@ class JobKind(StrEnum):
     FIND = "find"
     READ = "read"
     WRITE = "write"
-    DISCARD = "discard"
-    """Damaged records are put aside."""
+    DISCARD = "discard"  # Damaged records are put aside.
     CLEAR = "clear"
 
 
@@ -66,8 +63,7 @@ class TierJob:
     """Work for a thread of a tier."""
 
     kind: JobKind
-    tier: int
-    """The tier's number."""
+    tier: int  # The tier's number.
     items: Sequence[JobItem] = ()
     submitted_at: float = 0.0
     is_late: bool = False
@@ -82,14 +78,11 @@ class TierJob:
 class JobOutcome:
     """What became of a job."""
 
-    error: TierError | None = None
-    """The error of the whole job, which did nothing."""
+    error: TierError | None = None  # The error of the whole job, which did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)
     """For READ and WRITE: the error of each item, or None."""
-    found: Sequence[bool] = ()
-    """For FIND: whether each record is there."""
-    tenants: Sequence[int] = ()
-    """For READ: the tenant of each item."""
+    found: Sequence[bool] = ()  # For FIND: whether each record is there.
+    tenants: Sequence[int] = ()  # For READ: the tenant of each item.
     config: ConfigError | None = None
     """For OPEN: the error where the tier's settings can never work."""
 

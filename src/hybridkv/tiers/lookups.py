@@ -20,11 +20,9 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.record import RecordName
 from hybridkv.tiers.state import TierState
 
-CUTS = 8
-"""Boundaries that are compared with each other."""
+CUTS = 8  # Boundaries that are compared with each other.
 
-ObjectPlace = tuple[int, int]
-"""(group index, chunk) of an object of a prompt."""
+ObjectPlace = tuple[int, int]  # (group index, chunk) of an object of a prompt.
 
 
 class ShortfallKind(Enum):
@@ -69,10 +67,8 @@ class LookupRequest(NamedTuple):
     """The hashes of the chunks, HASH_BYTES each, of the longest prefix that may be hit."""
     asked_at: float
     deadline: float
-    tokens_per_second: int
-    """How fast the engine computes; 0 = not known."""
-    resident: int
-    """The hit in chunks that RAM alone had at `asked_at`."""
+    tokens_per_second: int  # How fast the engine computes; 0 = not known.
+    resident: int  # The hit in chunks that RAM alone had at `asked_at`.
 
     @property
     def chunks(self) -> int:
@@ -106,30 +102,24 @@ class WaitingLookup:
     request: LookupRequest
     is_over: bool = False
     """Whether it does not wait any more: it is answered, or nobody wants the answer."""
-    target: int = 0
-    """The hit in chunks that the lookup may become, as far as is known."""
+    target: int = 0  # The hit in chunks that the lookup may become, as far as is known.
     located: dict[ObjectPlace, TierState] = field(default_factory=dict)
     """The tier that has an object."""
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects of which some tier must be asked whether it has them."""
-    finding: int = 0
-    """Tiers that are asked, or will be when it is the lookup's turn."""
+    finding: int = 0  # Tiers that are asked, or will be when it is the lookup's turn.
     todo: deque[NeededObject] = field(default_factory=deque)
-    reading: int = 0
-    """Objects that are being read."""
+    reading: int = 0  # Objects that are being read.
     held: list[Slot] = field(default_factory=list)
     """Objects that are pinned until the lookup is answered, once for each time."""
-    is_planned: bool = False
-    """Whether it is decided what to read, once every tier has answered."""
-    started_at: float = 0.0
-    """When that was decided."""
+    is_planned: bool = False  # Whether it is decided what to read, once every tier has answered.
+    started_at: float = 0.0  # When that was decided.
     begun_bytes: Counter[TierState] = field(default_factory=Counter)
     """Bytes of the objects whose read was started, and of those that came."""
     read_bytes: Counter[TierState] = field(default_factory=Counter)
     origins: dict[int, str] = field(default_factory=dict)
     """The name of the tier that gave (a part of) a chunk."""
-    shortfall: str = ""
-    """Why it gets less than the tiers have, if it does."""
+    shortfall: str = ""  # Why it gets less than the tiers have, if it does.
 
 
 def plan_reads(lookup: WaitingLookup, now: float) -> Mapping[str, float]:
@@ -195,13 +185,7 @@ def best_load(
 
 def _masks(lookup: WaitingLookup) -> list[bytes]:
     """Per group the presence mask of what is in RAM or located in a tier."""
-    request = lookup.request
-    known = request.namespace.entries
-    entries = [known.get(request.hash_of(chunk)) for chunk in range(request.chunks)]
-    present = [
-        bytearray(entry is not None and entry.slots[index] is not None for entry in entries)
-        for index in range(len(request.geometry.groups))
-    ]
+    present = list(map(bytearray, lookup.request.namespace.present(lookup.request.hashes)[0]))
     for index, chunk in lookup.located:
         present[index][chunk] = 1
     return [bytes(mask) for mask in present]

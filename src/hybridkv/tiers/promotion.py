@@ -12,7 +12,7 @@ until the daemon has answered them and unpins the slots.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridkv.core.coverage import part_bytes, stored_counts
@@ -32,12 +32,9 @@ from hybridkv.tiers.lookups import (
 from hybridkv.tiers.record import Record
 from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
-WAITING_MAX = 1024
-"""Lookups that wait at the same time; more are answered from RAM."""
-READING_SHARE = 8
-"""At most 1/8 of the arena is being read into from one tier."""
-FIND_KEYS_MAX = 4096
-"""Objects that one lookup asks a tier about."""
+WAITING_MAX = 1024  # Lookups that wait at the same time; more are answered from RAM.
+READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
+FIND_KEYS_MAX = 4096  # Objects that one lookup asks a tier about.
 DAMAGED_MAX = 1024
 """Damaged objects of one tier that wait to be put aside; of more the oldest ones stay there."""
 
@@ -48,8 +45,7 @@ class ObjectRead:
 
     need: NeededObject
     slot: Slot
-    lookups: list[WaitingLookup]
-    """The lookups that wait for it; the first one began to read it."""
+    lookups: list[WaitingLookup]  # The lookups that wait for it; the first one began to read it.
 
 
 class Promotion:
@@ -59,10 +55,8 @@ class Promotion:
         """`tiers` are those below RAM, fastest first."""
         self._store = store
         self._tiers = tiers
-        self._lookups: dict[tuple[int, int], WaitingLookup] = {}
-        """By (connection, lease)."""
-        self._reads: dict[bytes, ObjectRead] = {}
-        """By the object's key."""
+        self._lookups: dict[tuple[int, int], WaitingLookup] = {}  # By (connection, lease).
+        self._reads: dict[bytes, ObjectRead] = {}  # By the object's key.
         self._finds: dict[TierJob, tuple[WaitingLookup, list[ObjectPlace]]] = {}
         self._turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
         """Lookups of which a tier is asked as soon as it has a thread for it, in order."""
@@ -153,7 +147,10 @@ class Promotion:
                 ended.append(self._end(lookup, now))
         for tier in self._tiers:
             self._take_turns(tier, now)
-            self._put_aside(tier, now)
+            damaged = self._damaged[tier]
+            if damaged and tier.has_thread(JobKind.DISCARD):
+                items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
+                tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
         for lookup in list(self._lookups.values()):
             if not lookup.finding and not self._go_on(lookup, now):
                 ended.append(self._end(lookup, now))
@@ -163,15 +160,6 @@ class Promotion:
         """When the next lookup is due."""
         deadlines = (lookup.request.deadline for lookup in self._lookups.values())
         return min(deadlines, default=float("inf"))
-
-    def held(self) -> Iterator[Slot]:
-        """Slots that are pinned for lookups that wait, once for each time."""
-        for lookup in self._lookups.values():
-            yield from lookup.held
-
-    def slots(self) -> Iterator[Slot]:
-        """Slots that are being read into."""
-        return (read.slot for read in self._reads.values())
 
     # Find
 
@@ -269,13 +257,6 @@ class Promotion:
         if items:
             tier.submit(TierJob(JobKind.READ, tier.number, items), now)
         return bool(items)
-
-    def _put_aside(self, tier: TierState, now: float) -> None:
-        """Put aside as many damaged objects as one job takes, if no such job is running."""
-        damaged = self._damaged[tier]
-        if damaged and tier.has_thread(JobKind.DISCARD):
-            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make what was read an object; the slot that has it."""

@@ -17,12 +17,10 @@ from typing import NamedTuple
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm import slots as layout
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, payload_offset
+from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, is_signed, payload_offset, sign
 from hybridkv.store.index import Slot
 
-RECORD_VERSION = 1
-"""The same under the name that the disk tier uses."""
+RECORD_VERSION = 1  # The same under the name that the disk tier uses.
 KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's short hash, tenant,
@@ -54,13 +52,11 @@ class Record(NamedTuple):
     name: RecordName
     part_bytes: int
     parts: int
-    seed: int
-    """The seed of the parts' signatures."""
+    seed: int  # The seed of the parts' signatures.
     parent: bytes = bytes(SHORT_HASH_BYTES)
     """The start of the hash of the chunk before, if a hit needs the group's object there too."""
     tenant: int = 0
-    interior: bool = False
-    """Whether only a shorter hit needs the object, see store.eviction."""
+    interior: bool = False  # Whether only a shorter hit needs the object, see store.eviction.
 
     @property
     def shape(self) -> SlotShape:

@@ -14,8 +14,7 @@ from hybridkv.tiers.record import KEY_BYTES
 NAME_LOOKUPS_MAX = 4
 COPY_STEP_BYTES = 1 << 20
 """One copy is of so much, since other threads wait for the interpreter's lock meanwhile."""
-KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
-"""A pattern for a key in hexadecimal digits."""
+KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"  # A pattern for a key in hexadecimal digits.
 
 Item = TypeVar("Item", ReadRequest, WriteRequest)
 

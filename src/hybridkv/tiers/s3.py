@@ -9,16 +9,14 @@
     PREFIX/quarantine/KEY      a damaged one, put aside
 
 Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, or the
-machine's role.  Without `bytes` the bucket has no bound here, and its owner's lifecycle rules say
-what goes.  With it, what is below the prefix is listed at the start, and the oldest objects go.
+machine's role.  The bucket has no bound here: its owner's lifecycle rules say what goes.
 """
 
 import asyncio
 import concurrent.futures
 import re
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +30,6 @@ from obstore.store import S3Store
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
-from hybridkv.tiers.byte_ledger import ByteLedger
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, copy_steps, in_batches
 
@@ -41,19 +38,14 @@ FLIGHT_BYTES_MAX = 64 << 20
 FLIGHT_REQUESTS_MAX = 16
 WAVE_FIRST = 4
 WAVE_MAX = 32
-DELETE_MAX = 1000
 ASIDE = "quarantine/"
-QUARANTINE_MAX = 16
-"""Damaged objects that are put aside in a tier's life."""
-LIST_SECONDS = 600.0
-"""How often a bounded tier lists what is below its prefix: others may write there too."""
+QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5
 RETRIES_MAX = 1
 
 _T = TypeVar("_T")
 _Request: TypeAlias = Callable[[], Awaitable[_T]]
-_Meaning: TypeAlias = Callable[[Exception], Exception]
-"""What an error means for the caller."""
+_Meaning: TypeAlias = Callable[[Exception], Exception]  # What an error means for the caller.
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
@@ -81,6 +73,7 @@ class S3Tier(Tier):
             )
         self._place = f"s3://{self._bucket}/{prefix}"
         options = replace(spec, location=self._place).known_options("endpoint", "region")
+        spec.refuse_bytes("the bucket's lifecycle rules")
         if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
@@ -112,23 +105,16 @@ class S3Tier(Tier):
         }
         self._timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
-        self._ledger = ByteLedger(spec.max_bytes) if spec.max_bytes else None
-        self._room = threading.Lock()
-        """Held while room is made: its bytes are given to no other write before it is free."""
-        self._listing = threading.Lock()
-        self._lock = threading.Lock()
-        """For the ledger, the loop and what follows here."""
+        self._lock = threading.Lock()  # For what follows here.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread
-        """Serves the loop, where there is one."""
+        self._thread: threading.Thread  # Serves the loop, where there is one.
         self._closed = False
-        self._listed_at = 0.0
         self._aside = 0
 
     # The contract
 
     def open(self) -> None:
-        """See whether the bucket is there and ours; a bounded tier lists it all."""
+        """See whether the bucket is there and ours."""
         try:
             self._opened = S3Store(self._bucket, **self._settings)
         except (*_FAULTS, TypeError) as error:
@@ -143,10 +129,7 @@ class S3Tier(Tier):
                 serve = partial(_serve, self._loop)
                 self._thread = threading.Thread(target=serve, name="hybridkv-s3", daemon=True)
                 self._thread.start()
-        if self._ledger is None:
-            next(self._listed(self._list_error), None)
-        else:
-            self._count(self._ledger, self._list_error)
+        next(self._names(self._list_error), None)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
@@ -159,8 +142,7 @@ class S3Tier(Tier):
         while len(found) < len(keys):
             asked = keys[len(found) : len(found) + wave]
             requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
-            answers = self._sound(requests, deadline)
-            found += [not isinstance(answer, TierError) for answer in answers]
+            found += [not isinstance(one, TierError) for one in self._sound(requests, deadline)]
             if not any(found[-len(asked) :]):
                 break
             wave = min(2 * wave, WAVE_MAX)
@@ -181,37 +163,42 @@ class S3Tier(Tier):
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, read)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        put = partial(self._put_batch, Deadline(self._timeout_seconds))
-        return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, put)
+        deadline = Deadline(self._timeout_seconds)
+
+        def write(some: Sequence[WriteRequest], _sizes: Sequence[int]) -> list[TierError | None]:
+            # A request that is given up may still read the pieces for a moment. The server compares
+            # what came with the signature of what was to come, and takes nothing else.
+            send = partial(obstore.put_async, self._store, use_multipart=False)
+            # Each object once: some servers do not take the same one twice at a time.
+            once = {_path(item.key): item.pieces for item in some}
+            requests = [partial(send, name, pieces) for name, pieces in once.items()]
+            errors: dict[str, TierError | None] = dict.fromkeys(once)
+            for name, answer in zip(once, self._each(requests, deadline), strict=True):
+                if isinstance(answer, contract.MissingError):
+                    errors[name] = TierError(f"{self._place}: the bucket is gone")
+                elif isinstance(answer, TierError):
+                    errors[name] = answer
+            return [errors[_path(item.key)] for item in some]
+
+        return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, write)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         deadline = Deadline(self._timeout_seconds)
-        if damaged and self._ledger is None:
-            # Under a bound sound records need the room that a copy would take.
+        if damaged:
             with self._lock:
                 room = QUARANTINE_MAX - self._aside
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
             self._each(copies, deadline)
-        self._delete([_path(key) for key in keys], deadline)
+        # The library sends as many names in one request as a server takes.
+        delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
+        self._sound([delete], deadline)
 
     def keys(self) -> Iterator[bytes]:
-        for name, _, _ in self._listed(self._wrong):
+        for name in self._names(self._wrong):
             if ours := _OURS.fullmatch(name):
                 yield bytes.fromhex(ours[2])
-
-    def tend(self) -> None:
-        """Now and then, in a bounded tier, see what others have put and removed."""
-        if self._ledger is not None and time.monotonic() - self._listed_at >= LIST_SECONDS:
-            self._count(self._ledger, self._wrong)
-
-    def gauges(self) -> Mapping[str, float]:
-        """Nothing without a bound: nobody counts then."""
-        if self._ledger is None:
-            return {}
-        ledger = self._ledger
-        return {"bytes": ledger.bytes, "bytes_max": ledger.bytes_max, "objects": len(ledger)}
 
     def close(self) -> None:
         with self._lock:
@@ -220,85 +207,6 @@ class S3Tier(Tier):
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(GRACE_SECONDS)
-
-    # Room
-
-    def _put_batch(
-        self, deadline: Deadline, items: Sequence[WriteRequest], sizes: Sequence[int]
-    ) -> list[TierError | None]:
-        names = [_path(item.key) for item in items]
-        try:
-            results = self._make_room(list(zip(names, sizes, strict=True)), deadline)
-        except TierError as error:
-            return [error for _ in items]
-        admitted = [at for at, error in enumerate(results) if error is None]
-        # Each object once: some servers do not take the same one twice at a time.
-        once = {names[at]: items[at].pieces for at in admitted}
-        try:
-            requests = [partial(self._send, *one) for one in once.items()]
-            answers = dict(zip(once, self._each(requests, deadline), strict=True))
-            for at in admitted:
-                answer = answers[names[at]]
-                if isinstance(answer, contract.MissingError):
-                    answer = TierError(f"{self._place}: the bucket is gone")
-                results[at] = answer if isinstance(answer, TierError) else None
-        finally:
-            if self._ledger is not None:
-                with self._lock:
-                    for at in admitted:
-                        self._ledger.written(names[at])
-        return results
-
-    def _make_room(
-        self, wanted: Sequence[tuple[str, int]], deadline: Deadline
-    ) -> list[TierError | None]:
-        """For each None, or that there is no room; the ledger counts others as being written."""
-        results: list[TierError | None] = [None for _ in wanted]
-        if self._ledger is None:
-            return results
-        try:
-            if not self._room.acquire(timeout=deadline.left()):
-                raise TimeoutError
-        except TimeoutError as error:
-            raise self._wrong(error) from None
-        try:
-            with self._lock:
-                plan = self._ledger.plan(wanted)
-            self._delete(plan.victims, deadline)
-            with self._lock:
-                for at, (name, size) in enumerate(wanted):
-                    if plan.admitted[at]:
-                        self._ledger.admit(name, size)
-                    else:
-                        full = f"{self._place} has no room for {size} bytes"
-                        results[at] = contract.FullError(full)
-        finally:
-            self._room.release()
-        return results
-
-    def _count(self, ledger: ByteLedger, wrong: _Meaning) -> None:
-        """List what is there, and remove what is more than the bound."""
-        with self._listing:
-            self._listed_at = time.monotonic()
-            with self._lock:
-                ledger.begin()
-            # Nothing else that is below the prefix may be removed.
-            listed = self._listed(wrong)
-            found = [one for one in listed if _OURS.fullmatch(one[0]) or one[0].startswith(ASIDE)]
-            found.sort(key=lambda one: one[2])
-            with self._room:
-                with self._lock:
-                    ledger.listed((name, size) for name, size, _ in found)
-                    victims = ledger.plan([]).victims
-                self._delete(victims, Deadline(self._timeout_seconds))
-
-    def _delete(self, names: Sequence[str], deadline: Deadline) -> None:
-        for start in range(0, len(names), DELETE_MAX):
-            some = names[start : start + DELETE_MAX]
-            self._sound([partial(obstore.delete_async, self._store, some)], deadline)
-            if self._ledger is not None:
-                with self._lock:
-                    self._ledger.gone(some)
 
     # Asking
 
@@ -317,23 +225,13 @@ class S3Tier(Tier):
             raise contract.DamagedError(f"{len(body)} bytes came instead of {size}")
         return body
 
-    async def _send(self, name: str, pieces: Sequence[memoryview]) -> None:
-        # A request that is given up may still read the pieces for a moment. The server compares
-        # what came with the signature of what was to come, and takes nothing else.
-        await obstore.put_async(self._store, name, pieces, use_multipart=False)
-
-    def _listed(self, wrong: _Meaning) -> Iterator[tuple[str, int, float]]:
-        """What is below the prefix: name, size, and when it was put."""
-        stream = obstore.list(self._store, chunk_size=1000)
-        following = partial(anext, stream, None)
-        while True:
-            (page,) = self._each([following], Deadline(self._timeout_seconds), wrong)
+    def _names(self, wrong: _Meaning) -> Iterator[str]:
+        """What is below the prefix."""
+        following = partial(anext, obstore.list(self._store, chunk_size=1000), None)
+        while page := self._each([following], Deadline(self._timeout_seconds), wrong)[0]:
             if isinstance(page, Exception):
                 raise page
-            if not page:
-                return
-            for one in page:
-                yield one["path"], one["size"], one["last_modified"].timestamp()
+            yield from (one["path"] for one in page)
 
     def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
         """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
@@ -390,23 +288,21 @@ class S3Tier(Tier):
 
     def _list_error(self, error: Exception) -> Exception:
         """What is wrong with the settings, where it is the first listing that fails."""
-        (status, code), place = _status(error), self._place
+        status, code = _status(error)
         if code == "NoSuchBucket" or status == 404:
-            return ConfigError(
-                f"{place}: there is no bucket {self._bucket!r}", "one that exists works"
-            )
-        if status in (401, 403):
-            return ConfigError(
-                f"{place}: access is denied ({code or status})",
+            what, remedy = f"there is no bucket {self._bucket!r}", "one that exists works"
+        elif status in (401, 403):
+            what = f"access is denied ({code or status})"
+            remedy = (
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of"
-                " who may list, read, write and delete there work",
+                " who may list, read, write and delete there work"
             )
-        if status in (301, 307, 400) and code in _REGION_CODES:
-            return ConfigError(
-                f"{place}: the bucket is in another region", "region= of the bucket works"
-            )
-        wrong = self._wrong(error)
-        return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+        elif status in (301, 307, 400) and code in _REGION_CODES:
+            what, remedy = "the bucket is in another region", "region= of the bucket works"
+        else:
+            wrong = self._wrong(error)
+            return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+        return ConfigError(f"{self._place}: {what}", remedy)
 
 
 def _path(key: bytes) -> str:

@@ -15,15 +15,13 @@ logger = logging.getLogger("hybridkv.daemon")
 
 JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
-JOB_BYTES_FIRST = 1 << 20
-"""Bytes of a job for a tier whose speed is not known."""
+JOB_BYTES_FIRST = 1 << 20  # Bytes of a job for a tier whose speed is not known.
 JOB_SECONDS = 0.1
 """How long a job should take at most, because its objects count only when all are there."""
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
-BURST_SHARE = 4
-"""A quarter of an hour's bytes may be written at once."""
+BURST_SHARE = 4  # A quarter of an hour's bytes may be written at once.
 COLD_SHARE = 2
 """Objects that nobody has read are only written while more than half of that is left."""
 
@@ -45,16 +43,13 @@ class TierState:
         self, number: int, name: str, tier: Tier, spec: TierSpec, submit: Callable[[TierJob], None]
     ) -> None:
         self.number = number
-        self.bit = 1 << number
-        """The tier's bit of Slot.in_tiers."""
+        self.bit = 1 << number  # The tier's bit of Slot.in_tiers.
         self.name = name
         self.tier = tier
         self.peek = tier.peek
         self.spec = spec
-        self.speed = Speed()
-        """Bytes per second that lookups saw, over all threads."""
-        self.writing_speed = Speed()
-        """Bytes per second of one job."""
+        self.speed = Speed()  # Bytes per second that lookups saw, over all threads.
+        self.writing_speed = Speed()  # Bytes per second of one job.
         self.is_open = False
         self.counters: Counter[str] = Counter()
         self._submit = submit
@@ -68,11 +63,6 @@ class TierState:
         self._budget = (spec.hourly_bytes or 0) / BURST_SHARE
         """Bytes that the hourly bound admits at once, as of `_budget_at`."""
         self._budget_at = 0.0
-
-    @property
-    def is_opening(self) -> bool:
-        """Whether the tier is being opened, with an unknown outcome."""
-        return self._busy[JobKind.OPEN] > 0
 
     @property
     def is_hung(self) -> bool:

@@ -17,6 +17,7 @@ from hybridkv.core.keys import HASH_BYTES
 ADAPTERS_MAX = 1024
 RECHECK_SECONDS = 1.0
 _PIECE_BYTES = 1 << 20
+_CHANGED = "the adapter's files changed after the engine started"
 _SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".model")
 _Files = tuple[tuple[str, int, int, int, int], ...]
 """(name, size, time of modification, time of change, inode), in the order of the names."""
@@ -54,9 +55,8 @@ class Adapters:
                 if key[0] == request.lora_int_id:
                     known.refuse("another adapter was loaded in place of it")
         if request.lora_int_id in self._replaced:
-            return Adapter(
-                refused="the adapter was loaded in place of another, so its name says nothing"
-            )
+            why = "the adapter was loaded in place of another, so its name says nothing"
+            return Adapter(refused=why)
         key = (request.lora_int_id, request.lora_name, request.lora_path, request.is_3d_lora_weight)
         adapter = self._known.get(key)
         if adapter is None:
@@ -84,9 +84,7 @@ class Adapters:
             adapter.refuse("the adapter's path is no directory with its files")
             return
         if max(max(modified, changed) for _, _, modified, changed, _ in files) >= self._started_ns:
-            adapter.refuse(
-                "the adapter's files changed after the engine started, which may have loaded others"
-            )
+            adapter.refuse(f"{_CHANGED}, which may have loaded others")
             return
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         for name, size, *_ in files:
@@ -101,15 +99,14 @@ class Adapters:
 
     def _recheck(self, adapter: Adapter, directory: Path) -> None:
         if _files(directory) != adapter.files:
-            adapter.refuse(
-                "the adapter's files changed after the engine started, which may load them again"
-            )
+            adapter.refuse(f"{_CHANGED}, which may load them again")
 
 
 def _files(directory: Path) -> _Files:
-    files = (one for one in sorted(directory.iterdir()) if one.suffix in _SUFFIXES)
-    found = [(file.name, file.stat()) for file in files if file.is_file()]
-    return tuple(
-        (name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-        for name, status in found
-    )
+    found = []
+    for file in sorted(directory.iterdir()):
+        if file.suffix in _SUFFIXES and file.is_file():
+            status = file.stat()
+            times = status.st_mtime_ns, status.st_ctime_ns
+            found.append((file.name, status.st_size, *times, status.st_ino))
+    return tuple(found)

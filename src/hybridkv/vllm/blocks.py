@@ -40,11 +40,8 @@ def part_pieces(
 def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
     """(byte offset, bytes) of each contiguous piece of one block, in the order of its elements."""
     size = view.element_size()
-    dims = [
-        (length, stride)
-        for length, stride in zip(view.shape[1:], view.stride()[1:], strict=True)
-        if length != 1
-    ]
+    pairs = zip(view.shape[1:], view.stride()[1:], strict=True)
+    dims = [(length, stride) for length, stride in pairs if length != 1]
     run = 1
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]

@@ -20,10 +20,8 @@ from hybridkv.vllm.layout import group_geometry
 
 VLLM_SUPPORTED = ("0.32",)
 """Minor versions that this connector was run on; others have other hooks and layouts."""
-
 SPECULATIVE_METHODS = ("ngram",)
 """Proven methods: stored blocks hold verified tokens only, and no drafter has own layers."""
-
 CONNECTOR = {
     "kv_connector": "HybridKVConnector",
     "kv_connector_module_path": "hybridkv.connector",

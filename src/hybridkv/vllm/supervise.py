@@ -47,9 +47,8 @@ class Supervisor:
         except Exception:  # the supervised boundary
             self._faults += 1
             self.counters[f"fault_{hook}"] += 1
-            logger.exception(
-                "hybridkv: %s failed in %s; the engine goes on without the cache", self._role, hook
-            )
+            text = "hybridkv: %s failed in %s; the engine goes on without the cache"
+            logger.exception(text, self._role, hook)
             if fatal or not self.healthy:
                 self.switch_off(f"a fault in {hook}" if fatal else f"{FAULTS_MAX} faults")
             return otherwise()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cli import doctor, main
-from hybridkv.cli.doctor import host_findings
+from hybridkv.cli import main
+from hybridkv.cli.plan import host_findings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport, serve_arguments
@@ -94,8 +94,7 @@ def test_the_exit_status_says_whether_anything_failed(
         *([fail("chunk", "it is [odd]", "hybrid_chunk_size 256 works")] if failed else []),
     ]
     monkeypatch.setattr(
-        doctor,
-        "inspect_arguments",
+        "hybridkv.lab.configuration.inspect_arguments",
         lambda arguments: ConfigReport(list(findings), identity="ab" * 32),
     )
     assert main.main(["doctor", "--json", "--", "vllm", "serve", "m"]) == failed

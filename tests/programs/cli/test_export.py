@@ -16,11 +16,11 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import HEADER_BYTES
+from hybridkv.shm.slots import HEADER_BYTES, committed_slots
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS
+from tests.invariants import check_disk
 from tests.layouts import LAYOUTS
 from tests.tier_suite import read, sample
 from tests.unit.daemon.tierclient import (
@@ -186,7 +186,7 @@ def test_members_that_are_no_records_are_left_out(
     )
     assert len(object_files(tmp_path / "to")) == 1
     assert not list(tmp_path.glob("**/evil"))
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 3000, bytes(10240)])
@@ -245,7 +245,7 @@ def test_nobody_takes_away_what_is_being_imported(
     tier._writers._look_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "to/objects").iterdir()] == ["here"]
-    tier.check()
+    check_disk(tier)
     assert 0 < real_bytes(tmp_path / "to") <= 384 << 10
     assert len(list(tier.keys())) == len(object_files(tmp_path / "to")) > 5
 

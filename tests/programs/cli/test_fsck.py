@@ -19,6 +19,7 @@ from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
+from tests.invariants import check_disk
 from tests.tier_suite import read, sample
 from tests.unit.daemon.tierclient import Client, is_written, object_files, until
 
@@ -117,7 +118,7 @@ def test_a_damaged_file_is_told_and_put_aside(
     assert (status, report["damaged"], report["writers"][0]["whole"]) == (0, 0, OBJECTS - 1)
     assert isinstance(read(tier, sample(3)), MissingError), "the daemon that knew it goes on"
     assert tier.put([sample(3).putting()]) == [None]
-    tier.check()
+    check_disk(tier)
 
 
 def swap(one: Path, other: Path) -> None:
@@ -141,7 +142,7 @@ def test_swapped_files_get_their_own_names_back(
     assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
     assert [read(tier, sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_misnamed_file_whose_name_is_taken_goes(
@@ -183,7 +184,7 @@ def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
     assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
     assert read(tier, sample(1)) is None
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_misnamed_record_that_finds_no_place_is_put_aside(
@@ -200,7 +201,7 @@ def test_a_misnamed_record_that_finds_no_place_is_put_aside(
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["files"][0]["done"], report["quarantined"]) == (0, "put aside", 1)
     assert report["writers"][0]["leftovers"] == 0
-    opened(tmp_path).check()
+    check_disk(opened(tmp_path))
 
 
 def test_a_file_in_another_files_place_is_misnamed(
@@ -232,7 +233,7 @@ def test_in_a_living_writers_directory_nothing_appears(
     leftover.unlink()
     for number in (1, 2):
         assert isinstance(read(tier, sample(number)), MissingError)
-    tier.check()
+    check_disk(tier)
     leftover.write_bytes(b"was being written")
     dead(tmp_path)
     report = fsck(tmp_path, capsys, "--repair")[1]

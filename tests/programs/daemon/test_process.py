@@ -12,21 +12,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.client.control import ControlClient, DaemonRefusedError
+from hybridkv.client.control import ControlClient, DaemonRefusedError, ensure_daemon
 from hybridkv.client.link import Link
-from hybridkv.client.spawn import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.slots import slot_bytes
+from hybridkv.shm.slots import committed_slots, slot_bytes
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -327,7 +326,8 @@ def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess
                 assert control.stats().values["bytes_writing"] > 0
                 worker.kill()
                 ask = control.stats
-                until(lambda ask=ask: ask().values["bytes_writing"] == 0, "no slot is written")  # type: ignore[misc]
+                is_free = partial(lambda ask: ask().values["bytes_writing"] == 0, ask)
+                until(is_free, "no slot is written")
                 assert control.stats().values["sessions"] == 0
 
 

@@ -3,10 +3,12 @@
 import contextlib
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import obstore
 import pytest
@@ -15,14 +17,7 @@ from obstore.store import S3Store
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers import s3 as module
-from hybridkv.tiers.contract import (
-    FullError,
-    MissingError,
-    ReadRequest,
-    Tier,
-    TierError,
-    WriteRequest,
-)
+from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.s3 import S3Tier
 from tests.programs.tiers.outages import (
@@ -38,7 +33,13 @@ from tests.programs.tiers.records import (
     assert_other_lengths_are_damaged,
     each_opened,
 )
-from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
+from tests.programs.tiers.servers import (
+    ACCESS_KEY,
+    DEADLINE_SECONDS,
+    SECRET_KEY,
+    S3Server,
+    free_port,
+)
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 
 ASKED_MAX = 20
@@ -141,12 +142,6 @@ class TestS3(TierSuite):
         return PatientTier(parse_tier(self.url, "tier"))
 
 
-class TestBounded(TestS3):
-    @pytest.fixture(autouse=True)
-    def storage(self, server: S3Server, prefix: str) -> None:
-        self.url = server.url(prefix, "&bytes=1GiB")
-
-
 class TestWithoutPrefix(TestS3):
     @pytest.fixture(autouse=True)
     def storage(self, own_server: S3Server) -> None:
@@ -186,14 +181,8 @@ def test_damaged_objects_are_put_aside_and_what_is_not_ours_is_left_alone(
     assert (server.bucket / prefix / "quarantine" / one.key.hex()).read_bytes() == one.memory
     assert list(tier.keys()) == []
     assert isinstance(read(tier, one), MissingError)
-    bounded = make(server.url(prefix, "&bytes=100KiB"))
-    assert bounded.gauges()["objects"] == 1  # the one put aside, which is the first to go
-    samples = [sample(number, 30_000, 1) for number in range(9)]
-    for other in samples:
-        assert bounded.put([other.putting()]) == [None]
     for foreign in ("aa/notes.txt", f"zz/{sample(2).key.hex()}", "aa/aa"):
         assert (server.bucket / prefix / foreign).read_text() == "mine"
-    assert not (server.bucket / prefix / "quarantine" / one.key.hex()).exists()
 
 
 def test_the_number_put_aside_is_bounded(
@@ -214,6 +203,52 @@ def test_many_in_one_call(
     monkeypatch.setattr(module, "FLIGHT_REQUESTS_MAX", 7)
     monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
     assert_many_in_one_call(make(server.url(prefix)), 40)
+
+
+class Deleting(BaseHTTPRequestHandler):
+    """Says of every request that all of its objects were deleted, and counts them."""
+
+    counts: ClassVar[list[int]]
+
+    def do_POST(self) -> None:
+        """DeleteObjects."""
+        body = self.rfile.read(int(self.headers["content-length"]))
+        names = re.findall(rb"<Key>[^<]*</Key>", body)
+        self.counts.append(len(names))
+        deleted = b"".join(b"<Deleted>%b</Deleted>" % name for name in names)
+        self._answer(b"<DeleteResult>%b</DeleteResult>" % deleted)
+
+    def do_GET(self) -> None:
+        """ListObjects: there are none."""
+        self._answer(b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
+
+    def _answer(self, answer: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nothing."""
+
+
+def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Deleting, "counts", [], raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Deleting) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        tier = tier_of(f"s3://bucket/kv?endpoint={address}&region=us-east-1")
+        try:
+            tier.open()
+            tier.discard([])
+            assert not Deleting.counts
+            tier.discard([number.to_bytes(KEY_BYTES) for number in range(2100)])
+        finally:
+            tier.close()
+            server.shutdown()
+            thread.join(DEADLINE_SECONDS)
+    assert sorted(Deleting.counts) == [100, 1000, 1000]
 
 
 def test_a_prompt_that_nobody_stored_costs_a_few_requests(
@@ -242,95 +277,11 @@ def test_a_prompt_that_nobody_stored_costs_a_few_requests(
     assert len(asked) == 9
 
 
-# Room
-
-
-def sizes_below(server: S3Server, prefix: str) -> int:
-    return sum(path.stat().st_size for path in files(server, prefix))
-
-
-def test_the_oldest_go_and_the_bound_holds(server: S3Server, prefix: str, make: Make) -> None:
-    samples = [sample(number, 60_000, 1) for number in range(12)]
-    size = len(samples[0].memory)
-    tier = make(server.url(prefix, f"&bytes={4 * size}"))
-    for one in samples:
-        assert tier.put([one.putting()]) == [None]
-        assert sizes_below(server, prefix) <= 4 * size
-    assert sorted(tier.keys()) == sorted(one.key for one in samples[-4:])
-    assert tier.gauges() == {"bytes": 4 * size, "bytes_max": 4 * size, "objects": 4}
-    # The next one knows their order from the bucket, and keeps a smaller bound.
-    smaller = make(server.url(prefix, f"&bytes={3 * size}"))
-    assert sorted(smaller.keys()) == sorted(one.key for one in samples[-3:])
-    assert smaller.put([samples[0].putting(), samples[1].putting()]) == [None, None]
-    assert sorted(smaller.keys()) == sorted(
-        one.key for one in [samples[-1], samples[0], samples[1]]
-    )
-    errors = smaller.put([one.putting() for one in samples[:5]])
-    assert [type(error) for error in errors] == [type(None)] * 3 + [FullError] * 2
-    assert sizes_below(server, prefix) == 3 * size
-    (error,) = smaller.put([sample(50, 400_000, 1).putting()])
-    assert isinstance(error, FullError)
-    assert sizes_below(server, prefix) == 3 * size
-    assert [read(smaller, one) for one in samples[:3]] == [None] * 3
-
-
-def test_the_bound_holds_among_threads(server: S3Server, prefix: str, make: Make) -> None:
-    samples = [sample(number, 30_000, 1) for number in range(20)]
-    size = len(samples[0].memory)
-    tier = make(server.url(prefix, f"&bytes={5 * size}"))
-    ended, largest = threading.Event(), 0
-
-    def work(number: int) -> None:
-        for at in range(number, 60, 3):
-            tier.put([samples[at % 20].putting(), samples[(at * 7) % 20].putting()])
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-
-    def watch() -> None:
-        nonlocal largest
-        while not ended.is_set():
-            try:
-                sizes = [path.stat().st_size for path in files(server, prefix)]
-            except OSError:
-                continue  # one went while we looked
-            largest = max(largest, sum(sizes))
-
-    watcher = threading.Thread(target=watch)
-    for thread in (*threads, watcher):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ended.set()
-    watcher.join()
-    assert 0 < largest <= 5 * size
-    assert tier._ledger is not None
-    tier._ledger.check()
-    assert tier.gauges()["bytes"] == sizes_below(server, prefix)
-
-
-def test_what_others_put_counts_after_a_while(
-    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = [sample(number, 30_000, 1) for number in range(6)]
-    size = len(samples[0].memory)
-    tier, other = make(server.url(prefix, f"&bytes={4 * size}")), make(server.url(prefix))
-    other.put([one.putting() for one in samples])
-    tier.tend()
-    assert tier.gauges()["objects"] == 0
-    monkeypatch.setattr(module, "LIST_SECONDS", 0.0)
-    tier.tend()
-    assert tier.gauges()["objects"] == 4
-    assert sizes_below(server, prefix) == 4 * size
-
-
 # Servers that are gone, hung, or back again
 
 
-@pytest.mark.parametrize("options", ["", "&bytes=1GiB"])
-def test_a_killed_server_is_an_error_until_it_is_back(
-    own_server: S3Server, make: Make, options: str
-) -> None:
-    tier, one = make(own_server.url("kv", options)), sample(1)
+def test_a_killed_server_is_an_error_until_it_is_back(own_server: S3Server, make: Make) -> None:
+    tier, one = make(own_server.url("kv")), sample(1)
     assert tier.put([one.putting()]) == [None]
     own_server.kill()
     assert_each_fails(calls(tier), SLACK_SECONDS)
@@ -340,11 +291,8 @@ def test_a_killed_server_is_an_error_until_it_is_back(
     assert tier.put([one.putting()]) == [None]
 
 
-@pytest.mark.parametrize("options", ["", "&bytes=1GiB"])
-def test_a_stopped_server_keeps_nobody_waiting(
-    own_server: S3Server, make: Make, options: str
-) -> None:
-    tier = make(own_server.url("kv", f"&timeout=0.3{options}"))
+def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make) -> None:
+    tier = make(own_server.url("kv", "&timeout=0.3"))
     large = [sample(3, 8 << 20, 2), *map(sample, range(40))]
     one = assert_keeps_nobody_waiting(tier, own_server, calls(tier), large)
     patient = make(own_server.url("kv"))
@@ -405,9 +353,6 @@ def sentence(url: str) -> str:
 
 def test_a_bucket_that_is_not_there(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no bucket 'other'" in sentence(server.url("kv").replace("bucket", "other"))
-    assert "no bucket 'other'" in sentence(
-        server.url("kv", "&bytes=1GiB").replace("bucket", "other")
-    )
 
 
 def test_credentials_that_are_wrong(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +394,13 @@ def test_credentials_that_are_revoked_are_an_error_of_each_item(
 )
 def test_a_url_that_cannot_work(url: str, words: str) -> None:
     assert words in sentence(url)
+
+
+def test_a_bound_of_bytes_is_refused() -> None:
+    assert sentence("s3://bucket/kv?bytes=1GiB") == (
+        "tier s3://bucket/kv: bytes= is not taken, since the bucket's lifecycle rules bound it;"
+        " a URL without bytes= works"
+    )
 
 
 def test_an_unknown_option_is_told() -> None:

@@ -5,14 +5,13 @@ import itertools
 import re
 import selectors
 import socket
-import socketserver
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import valkey as library
@@ -30,7 +29,6 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
-from hybridkv.tiers.remote import Deadline
 from hybridkv.tiers.valkey import tier as module
 from hybridkv.tiers.valkey.resp import RespConnection
 from hybridkv.tiers.valkey.tier import ValkeyTier
@@ -49,7 +47,6 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
-from tests.waiting import until
 
 Make = Callable[[str], ValkeyTier]
 _numbers = itertools.count(1)
@@ -178,109 +175,6 @@ def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> 
         assert tier.gauges()["objects"] == errors.count(None)
         tier.discard([one.key for one in samples])
         assert tier.put([samples[-1].putting()]) == [None]
-
-
-def test_the_bound_is_of_the_servers_memory(own_server: ValkeyServer, make: Make) -> None:
-    tier = make(f"{own_server.url}?bytes=24MiB")
-    samples = [sample(number, 1 << 20, 1) for number in range(30)]
-    faults: list[TierError | None] = []
-
-    def put(some: int) -> None:
-        faults.extend(tier.put([one.putting() for one in samples[some::3]]))
-
-    threads = [threading.Thread(target=put, args=(some,)) for some in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {type(error) for error in faults} == {type(None), FullError}
-    # The server counts its connections' buffers too, for some time.
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while True:
-        tier.tend()
-        assert tier.gauges()["bytes"] > 10 << 20
-        if tier.gauges()["bytes"] < 25 << 20:
-            break
-        assert time.monotonic() < deadline, tier.gauges()
-    assert tier.gauges()["bytes_max"] == 24 << 20
-    with raw(own_server) as other:
-        other.flushall()
-    until(lambda: tier.put([samples[0].putting()]) == [None], "the server's buffers are free")
-
-
-def test_what_is_put_while_the_server_says_how_much_it_uses_counts(
-    own_server: ValkeyServer,
-) -> None:
-    """The answer is older than what another thread's put has changed since."""
-    samples = [sample(number, 1 << 20, 1) for number in range(30)]
-    meanwhile: list[TierError | None] = []
-
-    class Late(ValkeyTier):
-        def _used_bytes(self, deadline: Deadline) -> int:
-            used = super()._used_bytes(deadline)
-            if not meanwhile:
-                meanwhile.append(None)
-                meanwhile.extend(self.put([one.putting() for one in samples[:15]]))
-            return used
-
-    tier = Late(parse_tier(f"{own_server.url}?bytes=24MiB", "tier"))
-    try:
-        tier.open()
-        errors = tier.put([one.putting() for one in samples[15:]])
-    finally:
-        tier.close()
-    assert meanwhile.count(None) == 16
-    assert 0 < errors.count(None) < 9
-
-
-class Slow(socketserver.StreamRequestHandler):
-    """A server that uses nothing yet, and answers what it is let answer."""
-
-    answers: ClassVar[dict[bytes, threading.Event]]
-
-    def handle(self) -> None:
-        told = {b"INFO": b"$13\r\nused_memory:0\r\n", b"DBSIZE": b":0\r\n", b"EXISTS": b":0\r\n"}
-        with contextlib.suppress(OSError):
-            while head := self.rfile.readline():
-                words = [
-                    self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2]
-                    for _ in range(int(head[1:]))
-                ]
-                if words[0] not in self.answers or self.answers[words[0]].is_set():
-                    self.wfile.write(told.get(words[0], b"+OK\r\n"))
-
-
-def test_what_was_put_without_an_answer_counts_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [sample(number, 1 << 20, 1) for number in range(3)]
-    info, put = threading.Event(), threading.Event()
-    monkeypatch.setattr(Slow, "answers", {b"INFO": info, b"SET": put}, raising=False)
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Slow) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        tier = tier_of(f"valkey://127.0.0.1:{server.server_address[1]}/0?timeout=1&bytes=5MiB")
-
-        def kinds() -> list[type]:
-            return [type(error) for error in tier.put([one.putting() for one in samples])]
-
-        try:
-            info.set()
-            tier.open()
-            assert kinds() == [TierError] * 3
-            info.clear()
-            assert kinds() == [TierError] * 3, (
-                "as long as it does not answer, no time goes by for those before"
-            )
-            info.set()
-            put.set()
-            assert kinds() == [type(None), FullError, FullError]
-            deadline = time.monotonic() + DEADLINE_SECONDS
-            while kinds() != [type(None)] * 3:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        finally:
-            tier.close()
-            server.shutdown()
-            thread.join(DEADLINE_SECONDS)
 
 
 def test_a_value_longer_than_the_server_takes_is_refused_here(
@@ -450,6 +344,14 @@ def test_a_password_that_was_changed_is_an_error_of_each_item(
 )
 def test_a_url_that_cannot_work(url: str, words: str) -> None:
     assert words in sentence(url)
+
+
+def test_a_bound_of_bytes_is_refused_without_the_password() -> None:
+    assert sentence("valkey://:qzxjwv@127.0.0.1/0?bytes=1GiB") == (
+        "tier valkey://127.0.0.1/0: bytes= is not taken,"
+        " since the server's maxmemory and maxmemory-policy bound it;"
+        " a URL without bytes= works"
+    )
 
 
 def test_an_unknown_option_is_told_without_the_password() -> None:

@@ -11,7 +11,7 @@ from hybridkv.connector.connector import SOURCES
 from hybridkv.connector.stats import EXACT, FAMILIES, PREFIX, PREFIXES
 from hybridkv.core.metrics import MetricFamily
 from hybridkv.multi import stats as multi
-from hybridkv.observe.explanations import DECLINES
+from hybridkv.observe.status import DECLINES
 from tests.documents import DOCS, filled, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS.md"
@@ -22,6 +22,7 @@ MULTI_EVENTS = {
     "fault_aggregate": "the connector could not merge the messages of several workers",
     "fault_kv_events": "the connector could not merge the KV events of several workers",
     "fault_withdraw": "the connector was switched off and could not withdraw its KV events",
+    "fault_shutdown": "the connector raised as it was shut down",
     "fault_stats": "the connector raised in its statistics, which are then incomplete",
     "sync_declined": "a hit was declined: it loads within the step, in a model with several groups",
     "passed_over": "a request waited for the connector's answer in vain",

@@ -37,6 +37,23 @@ Step = tuple[int, int, int, int]
 
 
 @settings(max_examples=400)
+def check(announced: AnnouncedChunks) -> None:
+    """Derive anew what is shown; raises AssertionError where it differs."""
+    for chunk_hash, one in announced._shown.items():
+        assert one.chunk_hash == chunk_hash
+        assert one.is_end or one.behind, "a chunk that is not useful is shown"
+        assert not one.is_end or announced._may_end(one)
+        assert announced._present.get(chunk_hash, 0) & announced._full == announced._full
+        if one.before is None:
+            assert one.chunk == 0
+        else:
+            assert announced._shown[one.before.chunk_hash] is one.before
+            assert one in one.before.behind
+            assert one.before.chunk == one.chunk - 1
+        for other in one.behind:
+            assert announced._shown[other.chunk_hash] is other
+
+
 @given(
     name=st.sampled_from(NAMES),
     steps=st.lists(
@@ -83,7 +100,7 @@ def test_what_is_shown_is_of_use_and_what_is_of_use_is_shown(name: str, steps: l
             assert shown.issuperset(keys[: max(ends, default=-1) + 1]), (
                 "what a lookup would hit is shown"
             )
-        announced.check()
+        check(announced)
         assert {
             key for prompt in range(PROMPTS) for key in keys_of(prompt) if key in announced
         } == shown

@@ -9,7 +9,7 @@ from hybridkv.connector.scheduler.requests import (
     explain_request,
 )
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.observe.explanations import DECLINES, outcome_of, sentences_of
+from hybridkv.observe.status import DECLINES, outcome_of, sentences_of
 from hybridkv.wire.messages import Decline, Found, GroupPresence
 from hybridkv.wire.status import Outcome
 from tests.layouts import LAYOUTS

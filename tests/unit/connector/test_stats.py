@@ -303,7 +303,7 @@ def test_labels_from_outside_are_bounded() -> None:
 
 def test_every_counter_lands_in_one_family() -> None:
     from hybridkv.connector.stats import EXACT, FAMILIES, PREFIXES, cell_of
-    from hybridkv.observe.explanations import DECLINES
+    from hybridkv.observe.status import DECLINES
 
     rooms = ("connector", "vllm")
     source = "".join(path.read_text() for room in rooms for path in (SOURCE / room).rglob("*.py"))

@@ -47,7 +47,6 @@ from hybridkv.core.tier_urls import TIMEOUT_SECONDS, TierSpec, WritePolicy, disk
 )
 def test_what_a_url_says(url: str, spec: TierSpec) -> None:
     assert parse_tier(url, "tier") == spec
-    assert spec.name == spec.kind
 
 
 @pytest.mark.parametrize(
@@ -97,6 +96,13 @@ def test_what_only_a_kind_knows_is_its_own_to_refuse() -> None:
         spec.known_options("endpoint", "region")
     with pytest.raises(ConfigError, match=r"unknown option 'byte'; did you mean 'bytes'\?"):
         parse_tier("disk:///a?byte=1", "tier").known_options()
+
+
+def test_a_bound_is_refused_where_others_bound_the_tier() -> None:
+    parse_tier("s3://bucket", "tier").refuse_bytes("others")
+    says = "^tier redis://host/0: bytes= is not taken, since others bound it; a URL without"
+    with pytest.raises(ConfigError, match=says):
+        parse_tier("redis://:qzxjwv@host/0?bytes=1GiB", "tier").refuse_bytes("others")
 
 
 def test_a_directory_as_a_url() -> None:

@@ -43,6 +43,7 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from hybridkv.wire.protocol import RULES, ConnectionState
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, make
 from tests.unit.daemon.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
 
@@ -85,7 +86,7 @@ def test_stored_then_found_then_released() -> None:
     daemon.handle(1, Release(7, 384, 1000))
     assert daemon.view.values().named()["leases"] == 0
     assert daemon.view.values().named()["tokens_loaded"] == 384
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_a_hit_needs_every_group_at_one_boundary() -> None:
@@ -95,7 +96,7 @@ def test_a_hit_needs_every_group_at_one_boundary() -> None:
     for group, numbers in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2])):
         commit(daemon, 1, grant(daemon, 1, size, len(numbers)), group, numbers)
     assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 2
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
@@ -173,7 +174,7 @@ def test_another_identity_from_now_on() -> None:
     commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [2])
     engine(daemon, 2, QWEN3, "b", b"x" * 32)
     assert [lookup(daemon, 2, number, number).chunks for number in (1, 2)] == [1, 0]
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_a_duplicate_gives_its_slot_back() -> None:
@@ -200,7 +201,7 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     values = daemon.view.values().named()
     assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
     assert values["objects"] == 2, "objects outlive the engine"
-    daemon.check()
+    check_daemon(daemon)
 
 
 @pytest.mark.parametrize("farewell", ["none", "late"])
@@ -270,7 +271,7 @@ def test_a_thousand_engines_come_and_go() -> None:
         "objects",
     ):
         assert after[name] == before[name], name
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
@@ -285,7 +286,7 @@ def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
         commit(daemon, 1, more, 0, [number])
     assert daemon.view.values().named()["evicted"] > 0
     assert lookup(daemon, 1, 2, 0, 1).chunks == 2
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
@@ -298,7 +299,7 @@ def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
     assert daemon.view.values().named()["bytes_committed"] == slot_bytes(PART, 1)
     daemon.handle(1, Release(1))
     assert daemon.view.values().named()["bytes_committed"] == 0
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_a_condemned_object_is_a_miss() -> None:
@@ -311,7 +312,7 @@ def test_a_condemned_object_is_a_miss() -> None:
     assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
     daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation])))
     assert lookup(daemon, 1, 2, 1, 2).chunks == 1
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_unused_slots_can_be_given_back() -> None:
@@ -322,7 +323,7 @@ def test_unused_slots_can_be_given_back() -> None:
     assert daemon.view.values().named()["bytes_writing"] == 0
     commit(daemon, 1, slots, 0, [1, 2])
     assert daemon.view.values().named()["commits_unknown"] == 2
-    daemon.check()
+    check_daemon(daemon)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     assert isinstance(refused, Error)
     assert refused.code == code
     assert daemon.view.values().named()[f"refused_{code}"] == 1
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +362,7 @@ def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert refused.code == "lease"
     daemon.disconnect(2)
     assert isinstance(daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_a_lease_number_is_used_once() -> None:
@@ -429,7 +430,7 @@ def test_a_refused_commit_stores_nothing() -> None:
     assert daemon.view.values().named()["objects"] == 0
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
     assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
-    daemon.check()
+    check_daemon(daemon)
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -450,7 +451,7 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
         assert daemon.handle(1, Commit(b"", b"", groups, b"", 0, before, b"", tenants)) is None, (
             "of nothing"
         )
-        daemon.check()
+        check_daemon(daemon)
     assert known[0] == known[1]
     assert [record.tenant for record in known[0]] == [9] * 3
     assert len({record.parent for record in known[0]}) == 3
@@ -474,7 +475,7 @@ def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
         assert isinstance(refused, Error), wrong
         assert refused.code == "commit"
     assert daemon.view.values().named()["objects"] == 0
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_a_geometry_without_end_is_refused_at_once() -> None:
@@ -539,7 +540,7 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
             else "role"
         )
         assert reply.code == expected
-    daemon.check()
+    check_daemon(daemon)
 
 
 def test_one_process_may_be_worker_twice() -> None:
@@ -552,4 +553,4 @@ def test_one_process_may_be_worker_twice() -> None:
     daemon.disconnect(2)
     assert daemon.handle(1, Drained(3)) is None
     daemon.disconnect(1)
-    daemon.check()
+    check_daemon(daemon)

@@ -12,8 +12,7 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon import sessions
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, is_signed, payload_offset, sign, slot_bytes
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
@@ -33,6 +32,7 @@ from hybridkv.wire.messages import (
     Reply,
     Welcome,
 )
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
 from tests.unit.daemon.harness import commit, engine, grant, hashes
@@ -86,7 +86,7 @@ class Node:
         self.daemon.transferred(job, outcome, self.now)
         self.tick()
         if self.checks:
-            self.daemon.check()
+            check_daemon(self.daemon)
 
     def store(self, geometry: Geometry, numbers: list[int], connection: int = 1) -> None:
         """Store whole chunks of a prompt, with bytes that their names tell."""
@@ -369,10 +369,10 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) -> No
             node.daemon.handle(1, Release(7))
         else:
             node.daemon.disconnect(1)
-        node.daemon.check()
+        check_daemon(node.daemon)
         node.work()
         assert not node.daemon.later
-        node.daemon.check()
+        check_daemon(node.daemon)
         assert len(node.daemon.promotion) == 0
 
 
@@ -627,7 +627,7 @@ def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
     for _ in range(seconds * 8):
         node.work()
         node.tick(0.125)
-    node.daemon.check()
+    check_daemon(node.daemon)
     objects = len(prompts) * len(FULL.groups)
     assert node.daemon.demotion.waiting == node.daemon.store.objects == objects
     assert line.counters["failures"] < objects + 3 * seconds, (
@@ -638,7 +638,7 @@ def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
     node.work()
     assert not node.daemon.demotion.waiting
     assert len(records) == objects
-    node.daemon.check()
+    check_daemon(node.daemon)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -682,7 +682,7 @@ def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
     assert bad[0] not in records
     assert not node.daemon.demotion.waiting, "it is given up"
     assert after_outage or tried[0] == TRIES_MAX
-    node.daemon.check()
+    check_daemon(node.daemon)
 
 
 @pytest.mark.parametrize("hung", [1, 2, 3])
@@ -850,7 +850,7 @@ def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> N
     assert node.daemon.tiers[0].is_hung
     assert not leaving
     assert all(slot is not None and not slot.pins for slot in slots_held)
-    node.daemon.check()
+    check_daemon(node.daemon)
 
 
 def test_another_identity_never_gets_it(tmp_path: Path) -> None:

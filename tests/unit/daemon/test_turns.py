@@ -30,6 +30,7 @@ from hybridkv.wire.messages import (
     Stats,
     geometry_to_wire,
 )
+from tests.invariants import check_daemon
 from tests.unit.daemon.harness import engine, grant, make_daemon
 from tests.waiting import DEADLINE_SECONDS
 
@@ -52,7 +53,7 @@ def test_no_message_changes_more_than_so_many_slots() -> None:
     assert daemon.store.objects == OBJECTS
     for left in (CHANGES_MAX, CHANGES_MAX, 10, 0):
         assert daemon.handle(1, Clear(2)) == Done(2, left)
-        daemon.check()
+        check_daemon(daemon)
     assert daemon.store.objects == 0
 
 

@@ -15,8 +15,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import payload_offset, slot_bytes
+from hybridkv.shm.slots import is_signed, payload_offset, sign, slot_bytes
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,

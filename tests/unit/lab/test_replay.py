@@ -12,6 +12,7 @@ from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
 from hybridkv.shm.slots import slot_bytes
+from tests.invariants import check_store
 from tests.layouts import LAYOUTS
 
 PLENTY = 1 << 30
@@ -19,7 +20,10 @@ RULE = StateRule(None, 2048)
 
 
 def last(cache: TraceReplay | UnlimitedCache, prompts: list[TracePrompt]) -> ReplayHits:
-    return sum(map(cache.serve, prompts), ReplayHits())
+    total = sum(map(cache.serve, prompts), ReplayHits())
+    if isinstance(cache, TraceReplay):
+        check_store(cache._store)
+    return total
 
 
 @st.composite

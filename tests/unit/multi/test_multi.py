@@ -472,8 +472,8 @@ def test_aborted_while_loading(load_steps: int, hold_steps: int, rng: random.Ran
     engine.run()
     for _ in range(10):
         engine.step()
-    state, transfers = engine.connector._part, engine.connector._part._transfers
-    assert not any([transfers.loads, transfers.saves, state._requests, len(state._room)])
+    state = engine.connector._part
+    assert not any([state._loads, state._saves, state._requests, len(state._room)])
 
 
 def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from hybridkv.core.speed import DOUBLING_SECONDS, Speed
 from hybridkv.multi.ranking import (
@@ -15,7 +16,7 @@ from hybridkv.multi.ranking import (
     patience,
 )
 from hybridkv.multi.stats import ConnectorCounts
-from hybridkv.multi.transfers import TransferLedger
+from hybridkv.multi.worker import TransferLedger
 
 LIMITS = 0.01, 2.0
 """The grace and the patience in seconds."""
@@ -145,9 +146,9 @@ def test_every_announced_load_ends_once(events: list[tuple[str, int, str]]) -> N
                 ledger.give_up([child])
             case "taint":
                 ledger.loaded(child, [], ledger.loads)
-        finished, failed, _ = ledger.take()
-        assert failed <= finished
-        ended += finished
+        taken = ledger.take()
+        assert taken.failed_recving <= taken.finished_recving
+        ended += taken.finished_recving
     assert len(ended) == len(set(ended))
     assert set(ended).isdisjoint(ledger.loads)
     assert {*ended, *ledger.loads} == {"x", "y"}
@@ -159,10 +160,10 @@ def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
     ledger.announce({}, {"x": (0, 1)})
     for _ in range(3):
         ledger.sent(order[0], ["x"])
-    assert not ledger.take()[2]
+    assert not ledger.take().finished_sending
     ledger.give_up([order[1]])
     ledger.sent(order[1], ["x"])
-    assert ledger.take()[2] == {"x"}
+    assert ledger.take().finished_sending == {"x"}
     assert ledger.absorbed == 3
 
 
@@ -170,11 +171,13 @@ def test_a_part_that_failed_before_the_end_counts() -> None:
     ledger = TransferLedger()
     ledger.announce({"x": 0}, {})
     ledger.loaded(0, [], ["x"])
-    assert ledger.take() == (set(), set(), set())
+    assert ledger.take() == KVConnectorTransferResults()
     ledger.loaded(1, ["x"], ["x"])
-    assert ledger.take() == (set(), set(), set()), "another child does not load it"
+    assert ledger.take() == KVConnectorTransferResults(), "another child does not load it"
     ledger.loaded(0, ["x"], [])
-    assert ledger.take() == ({"x"}, {"x"}, set())
+    assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, {"x"})
     ledger.announce({"x": 1}, {})
     ledger.loaded(1, ["x"], [])
-    assert ledger.take() == ({"x"}, set(), set()), "the next load is another one"
+    assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, set()), (
+        "the next load is another one"
+    )

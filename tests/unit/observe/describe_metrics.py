@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from hybridkv.core.metrics import MetricFamily
-from hybridkv.observe.catalog import LABELLED, MADE, PLAIN, PREFIX, TIER, TIER_PREFIX
+from hybridkv.observe.catalog import LABELLED, MADE, PLAIN, PREFIX, TIER, TIER_PREFIX, VALUES
 from tests.documents import DOCS, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS-daemon.md"
@@ -50,6 +50,21 @@ always hit <= ceiling <= asked.
 - The counting is done while nobody asks the daemon for anything. Lookups for which there was never
   time are in none of the three numbers, and are counted in `ceiling_lookups_left_out_total`.
 """
+
+
+def known() -> dict[str, MetricFamily]:
+    """Every metric by its whole name, without the `_total` of counters."""
+    return {f"{PREFIX}{name}": described for name, described in {**VALUES, **MADE}.items()}
+
+
+def exposed() -> dict[str, MetricFamily]:
+    """Every name that a query may contain."""
+    parts = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    return {
+        f"{name}{part}": described
+        for name, described in known().items()
+        for part in parts[described.kind]
+    }
 
 
 def _rows(prefix: str, described: Iterable[tuple[str, MetricFamily]]) -> Iterable[list[str]]:

@@ -39,7 +39,7 @@ from hybridkv.wire.messages import (
 from hybridkv.wire.status import SessionStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.daemon.tierclient import Client, is_written, until
-from tests.unit.observe.describe_metrics import DOCUMENT, document
+from tests.unit.observe.describe_metrics import DOCUMENT, document, exposed, known
 from tests.waiting import DEADLINE_SECONDS
 
 PART = 256
@@ -83,13 +83,13 @@ def test_the_document_is_what_the_code_gives() -> None:
 
 
 def test_names_and_help_are_what_prometheus_wants() -> None:
-    for name, described in catalog.known().items():
+    for name, described in known().items():
         assert name.startswith("hybridkv_daemon_")
         assert not name.endswith("_total"), "the suffix is a counter's own"
         assert described.help.endswith(".")
         assert "_seconds" not in name or "econds" in described.help
         assert "bytes" not in name or "ytes" in described.help
-    assert len(catalog.exposed()) == len(set(catalog.exposed()))
+    assert len(exposed()) == len(set(exposed()))
 
 
 def counted(package: ModuleType) -> Iterator[tuple[str, bool]]:
@@ -133,7 +133,7 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
     )
     engine(core, 2, SMALL, name="other", identity=b"m" * 32)
     before: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    counters = {name for name, described in catalog.exposed().items() if described.kind != "gauge"}
+    counters = {name for name, described in exposed().items() if described.kind != "gauge"}
     for turn in range(8):
         connection = 1 + turn % 2
         slots = grant(core, connection, PART, 4)

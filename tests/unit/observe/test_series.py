@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.observe.series import Histogram, Past, Sample, Series
+from hybridkv.observe.history import Histogram, Past, Sample, Series
 
 COLUMNS = (("part", ""), ("whole", ""))
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.store.extents import Extents
+from tests.invariants import check_extents, free_runs
 
 P = SLOT_ALIGN
 
@@ -24,7 +25,7 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
         if number == len(steps) // 2:
             extents.grow((first + more) * P)
         if allocate:
-            longest = max((run for _, run in extents.runs()), default=0)
+            longest = max((run for _, run in free_runs(extents)), default=0)
             offset = extents.allocate(size * P)
             assert (offset is None) == (longest < size * P), (
                 "an allocation fails only where no run is long enough"
@@ -34,9 +35,9 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
         elif taken:
             offset = sorted(taken)[size % len(taken)]
             extents.free(offset, taken.pop(offset))
-        extents.check(taken.items())
+        check_extents(extents, taken.items())
         end = 0
-        for offset, length in sorted([*taken.items(), *extents.runs()]):
+        for offset, length in sorted([*taken.items(), *free_runs(extents)]):
             assert offset == end
             end = offset + length
         assert end == extents.limit_bytes

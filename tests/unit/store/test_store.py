@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv.core.policies import EvictionPolicy
-from hybridkv.shm.scan import committed_slots
-from hybridkv.shm.signature import is_signed
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     SlotState,
+    committed_slots,
+    is_signed,
     payload_offset,
     read_generation,
     slot_bytes,
@@ -23,6 +23,7 @@ from hybridkv.shm.slots import (
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import VAIN_MAX, Store
+from tests.invariants import check_store, free_runs
 
 SIZES = (100, 5000, 9000)
 SHAPES = [(size, parts) for size in SIZES for parts in (1, 2)]
@@ -66,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
                 slot.size_bytes
                 for slot in {*self.writing, *slots, *(s for p in self.pinned for s in p)}
             )
-            longest = max((size for _, size in self.store.extents.runs()), default=0)
+            longest = max((size for _, size in free_runs(self.store.extents)), default=0)
             assert longest < slot_bytes(*shape)
             assert taken or not self.committed(), (
                 "nothing more is granted only where something is in the way"
@@ -167,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "store"):
             return
-        self.store.check()
+        check_store(self.store)
         for tenant in (1, 2):
             theirs = sum(slot.size_bytes for slot in self.committed() if slot.tenant == tenant)
             assert self.quota is None or theirs <= self.quota
@@ -252,7 +253,7 @@ def test_of_a_prompt_without_room_the_prefix_is_kept(
     put(store, space, range(30), tenant=7)
     assert kept(space)[:3] == [0, 1, 2]
     assert len(kept(space)) == 4
-    store.check()
+    check_store(store)
 
 
 def test_the_oldest_prompt_goes_first_and_its_window_with_it() -> None:
@@ -364,7 +365,7 @@ def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
         store.commit(slot, space, 0, number.to_bytes(32, "little"))
     assert len(store.grant(large, 4)) == 4
     assert store.evicted <= 4 * 2 * 16
-    store.check()
+    check_store(store)
 
 
 def test_a_large_slot_that_has_no_place_does_not_cost_everything() -> None:
@@ -389,7 +390,7 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     later = Store(memory, trailer=trailer, tenant_bytes=4 * SIZE)
     namespaces, _ = later.recover()
     space = later.regroup(namespaces[bytes(32)], full_and_window())
-    later.check()
+    check_store(later)
     put(later, space, [4], tenant=1)
     assert kept(space) == [0, 1, 2, 4]
     read(later, space, [0, 1])

@@ -21,6 +21,7 @@ from hybridkv.tiers.disk.files import QUARANTINE_MAX, FileName, records
 from hybridkv.tiers.disk.index import STUCK_MAX
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.factory import make_tier
+from tests.invariants import check_disk
 from tests.tier_suite import SampleObject, TierSuite, read, sample
 
 
@@ -124,7 +125,7 @@ def test_the_bound_holds_for_what_the_files_really_take(tmp_path: Path, rng: ran
     for number in range(200):
         assert tier.put([sample(number, rng.randrange(1, 60_000)).putting()]) == [None]
         assert real_bytes(tmp_path) <= 1 << 20
-        tier.check()
+        check_disk(tier)
     assert tier.gauges()["bytes"] > 800 << 10
 
 
@@ -142,7 +143,7 @@ def test_a_lower_bound_holds_as_soon_as_the_next_one_opens(tmp_path: Path) -> No
     assert real_bytes(tmp_path) > 1 << 20
     again = opened(tmp_path, size="1MiB")
     assert real_bytes(tmp_path) <= 1 << 20
-    again.check()
+    check_disk(again)
     assert read(again, sample(14, 100_000)) is None, "the oldest go"
 
 
@@ -159,7 +160,7 @@ def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> Non
         assert there[0]
         assert sorted(there, reverse=True) == there, "what is left is a prefix"
         assert not all(there)
-        tier.check()
+        check_disk(tier)
 
 
 def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
     put(tier, [(one, other.record.name.chunk_hash[:8]), (other, one.record.name.chunk_hash[:8])])
     for number in range(20):
         assert tier.put([sample(10 + number).putting()]) == [None]
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) 
     tier.tend()
     assert not (tmp_path / "objects/lost").exists()
     assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
-    tier.check()
+    check_disk(tier)
     tier._writers._look_at = 0
     tier.tend()
     kept = [
@@ -260,7 +261,7 @@ def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
     assert read(tier, sample(1)) is None, "it is the other's now"
     assert tier.put([sample(2).putting()]) == [None]
     assert read(tier, sample(2)) is None
-    tier.check()
+    check_disk(tier)
 
 
 def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
@@ -302,10 +303,10 @@ def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
         assert all(tier.find([one.key for one in samples])), "nothing was evicted in vain"
         tier.discard([samples[0].key], damaged=True)
         assert isinstance(read(tier, samples[0]), MissingError)
-        tier.check()
+        check_disk(tier)
     for number in range(40, 60):
         assert tier.put([sample(number, 9000).putting()]) == [None]
-        tier.check()
+        check_disk(tier)
     tier.tend()
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
     assert not [
@@ -313,7 +314,7 @@ def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
         for path in tmp_path.glob("objects/here/??/*")
         if path.name.startswith(samples[0].key.hex())
     ]
-    tier.check()
+    check_disk(tier)
 
 
 def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
     assert tier.put([one.putting()]) == [None]
     assert len(list(tmp_path.glob("objects/here/??/*"))) == 1
     assert read(tier, one) is None
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("cut", range(0, 24_576, 512))
@@ -361,7 +362,7 @@ def test_a_file_that_vanished_is_missing(tmp_path: Path) -> None:
     path.unlink()
     assert isinstance(read(tier, sample(1)), MissingError)
     assert tier.find([sample(1).key]) == [False]
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +379,7 @@ def test_an_error_of_the_file_system_is_the_items_own(tmp_path: Path, number: in
         assert isinstance(read(tier, sample(3)), MissingError)
         if number != errno.ENOSPC:
             assert isinstance(read(tier, sample(1)), TierError)
-    tier.check()
+    check_disk(tier)
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
     assert tier.put([sample(2).putting()]) == [None]
 
@@ -395,7 +396,7 @@ def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None
         signal.signal(signal.SIGXFSZ, before)
     assert isinstance(error, TierError)
     assert not list(tmp_path.glob("objects/here/??/*"))
-    tier.check()
+    check_disk(tier)
 
 
 def test_another_versions_directory_is_refused(tmp_path: Path) -> None:
@@ -429,7 +430,7 @@ def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, wr
 
     with mock.patch("os.open", meanwhile):
         assert isinstance(read(tier, one), MissingError)
-    tier.check()
+    check_disk(tier)
     assert read(tier, one) is None
 
 
@@ -440,7 +441,7 @@ def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> Non
     tier.discard([sample(1).key], damaged=True)
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
@@ -450,10 +451,10 @@ def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_pat
     with mock.patch("os.rename", side_effect=missing):
         tier.discard([sample(1).key], damaged=True)
     assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
-    tier.check()
+    check_disk(tier)
     tier.tend()
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -472,7 +473,7 @@ def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool
         tier.discard([sample(number).key for number in range(3)], damaged)
     assert spare == [0, 0, 0]
     assert tier.gauges()["bytes"] == 0
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
@@ -492,7 +493,7 @@ def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
     with mock.patch("os.unlink", watched):
         assert tier.put([one.putting()]) == [None]
     assert [bytes_ >= 0 for bytes_ in spare] == [True]
-    tier.check()
+    check_disk(tier)
 
 
 def failing(*paths: str) -> Any:
@@ -512,13 +513,13 @@ def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Pat
     tier.put([one.putting()])
     with failing():
         tier.discard([one.key])
-    tier.check()
+    check_disk(tier)
     assert tier.put([one.putting()]) == [None]
     assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
-    tier.check()
+    check_disk(tier)
     tier.tend()
     assert read(tier, one) is None
-    tier.check()
+    check_disk(tier)
 
 
 def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
@@ -531,10 +532,10 @@ def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
         tier.tend()
         assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
         assert tier.gauges()["bytes"] == real_bytes(tmp_path)
-        tier.check()
+        check_disk(tier)
     tier.tend()
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
-    tier.check()
+    check_disk(tier)
 
 
 def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
@@ -549,11 +550,11 @@ def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> Non
         tier.tend()
         for number in range(30, 60):
             assert tier.put([sample(number, 9000).putting()]) == [None]
-            tier.check()
+            check_disk(tier)
         assert all(map(os.path.exists, bad))
     tier.tend()
     assert not any(map(os.path.exists, bad))
-    tier.check()
+    check_disk(tier)
 
 
 def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
@@ -565,9 +566,9 @@ def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) 
             tier.put([sample(number, 9000).putting()])
         assert isinstance(tier.put([sample(50, 9000).putting()])[0], TierError)
         assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
-        tier.check()
+        check_disk(tier)
     assert tier.put([sample(50, 9000).putting()]) == [None]
-    tier.check()
+    check_disk(tier)
 
 
 def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path) -> None:
@@ -582,10 +583,10 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path
 
     with mock.patch("hybridkv.tiers.disk.index.records", listed):
         tier.tend()
-    tier.check()
+    check_disk(tier)
     assert tier.put([sample(1).putting()]) == [None]
     assert read(tier, sample(1)) is None
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("remover", ["others", "we", "reader"])
@@ -614,7 +615,7 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
     tier._writers.look()
     tier._writers.look()
     assert read(tier, one) is None
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -638,7 +639,7 @@ def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, fir
     tier.discard([one.key])
     tier._writers.look()
     assert read(tier, one) is None
-    tier.check()
+    check_disk(tier)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -663,7 +664,7 @@ def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
     with mock.patch("os.open", meanwhile):
         assert isinstance(read(tier, one), MissingError)
     assert tier.find([one.key]) == [elsewhere]
-    tier.check()
+    check_disk(tier)
 
 
 def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
@@ -680,7 +681,7 @@ def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
     tier._index._strays = Listed(tier._index._strays)
     tier.tend()
     assert read(tier, one) is None
-    tier.check()
+    check_disk(tier)
 
 
 def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
@@ -691,7 +692,7 @@ def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_pa
     with failing(*bad):
         for number in range(30, 60):
             assert tier.put([sample(number, 9000).putting()]) == [None]
-            tier.check()
+            check_disk(tier)
         assert len(tier._index._strays) == len(bad)
 
 
@@ -710,7 +711,7 @@ def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_pa
     with mock.patch.object(tier._writers, "enter", then):
         tier.open()
     assert list(tmp_path.glob("objects/here/tmp/*/*"))
-    tier.check()
+    check_disk(tier)
     tier.open()
     assert tier.gauges()["bytes"] == 0
-    tier.check()
+    check_disk(tier)

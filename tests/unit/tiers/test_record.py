@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.signature import is_signed, sign
-from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, payload_offset, slot_bytes
+from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, is_signed, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, MissingError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError, execute

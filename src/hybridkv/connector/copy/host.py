@@ -12,7 +12,7 @@ from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import consecutive
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.signature import hasher
+from hybridkv.shm.slots import hasher
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
 BATCH_BYTES = 256 << 10
@@ -151,9 +151,8 @@ class HostCopier:
             else:
                 for batch, size in _batches(_moves(op, band, base + at)):
                     for slot_at, block_at, piece in batch:
-                        ctypes.memmove(
-                            *((slot_at, block_at) if into_slot else (block_at, slot_at)), piece
-                        )
+                        to, source = (slot_at, block_at) if into_slot else (block_at, slot_at)
+                        ctypes.memmove(to, source, piece)
                     yield batch[0][0] - base, size
             at += op.count * band.layer_bytes
 
@@ -206,14 +205,10 @@ def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
         words: torch.Tensor | None = None
         if len(layers) > 1:
             shape = len(layers), blocks, first.block_bytes // WORD_BYTES
-            strides = layers[1].address - first.address, first.stride_bytes, WORD_BYTES
+            step, start = layers[1].address - first.address, first.address - first.storage
+            strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
             words = torch.empty(0, dtype=torch.int64)
-            words.set_(
-                views[at].untyped_storage(),
-                (first.address - first.storage) // WORD_BYTES,
-                shape,
-                tuple(stride // WORD_BYTES for stride in strides),
-            )
+            words.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
         bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
         at += len(layers)
     return bands

@@ -11,8 +11,14 @@ from typing import Protocol
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.signature import hasher, signature
-from hybridkv.shm.slots import CHECKSUM_BYTES, checksum_offset, payload_offset, read_generation
+from hybridkv.shm.slots import (
+    CHECKSUM_BYTES,
+    checksum_offset,
+    hasher,
+    payload_offset,
+    read_generation,
+    signature,
+)
 
 
 class BadSlotError(HybridKVError):

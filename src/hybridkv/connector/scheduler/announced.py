@@ -80,10 +80,8 @@ class AnnouncedChunks:
                 first = min(first, chunk)
             if chunk >= first and not shown.is_end:
                 needs = [needed_chunks(self._geometry, group, chunk + 1) for group in groups]
-                shown.is_end = all(
-                    mask.find(0, need.start, need.stop) < 0
-                    for mask, need in zip(masks, needs, strict=True)
-                )
+                pairs = zip(masks, needs, strict=True)
+                shown.is_end = all(mask.find(0, one.start, one.stop) < 0 for mask, one in pairs)
             before = shown
         return fresh
 
@@ -96,8 +94,7 @@ class AnnouncedChunks:
             del self._present[chunk_hash]
         else:
             self._present[chunk_hash] = known & ~bit
-        shown = self._shown.get(chunk_hash)
-        if shown is None:
+        if (shown := self._shown.get(chunk_hash)) is None:
             return []
         # Every hit behind an object of full attention needs it.
         is_full = bool(bit & self._full)
@@ -112,22 +109,6 @@ class AnnouncedChunks:
         self._shown.clear()
         self._present.clear()
         return hashes
-
-    def check(self) -> None:
-        """Derive anew what is shown; raises AssertionError where it differs."""
-        for chunk_hash, one in self._shown.items():
-            assert one.chunk_hash == chunk_hash
-            assert one.is_end or one.behind, "a chunk that is not useful is shown"
-            assert not one.is_end or self._may_end(one)
-            assert self._present.get(chunk_hash, 0) & self._full == self._full
-            if one.before is None:
-                assert one.chunk == 0
-            else:
-                assert self._shown[one.before.chunk_hash] is one.before
-                assert one in one.before.behind
-                assert one.before.chunk == one.chunk - 1
-            for other in one.behind:
-                assert self._shown[other.chunk_hash] is other
 
     def _may_end(self, shown: _AnnouncedChunk) -> bool:
         """Whether the groups with windows and states have what a hit that ends there needs."""

@@ -294,13 +294,9 @@ class LoadPlanner:
             counters[f"tokens_loaded_from_{tier}"] += tokens
         seconds = now - load.allocated_at
         self.requests.meter.observe("load_seconds", seconds)
-        logger.debug(
-            "hybridkv: loaded %d tokens, %s, for %s in %.1f ms",
-            load.tokens,
-            format_size(loaded_bytes),
-            tracked.request.request_id,
-            1e3 * seconds,
-        )
+        request_id, size = tracked.request.request_id, format_size(loaded_bytes)
+        text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"
+        logger.debug(text, load.tokens, size, request_id, 1e3 * seconds)
         load.total = load.total[0] + load.tokens, load.total[1] + loaded_bytes
         self.requests.release(tracked, now, (load.tokens, loaded_bytes))
         self.requests.advance(tracked, RequestEvent.LOADED, now)

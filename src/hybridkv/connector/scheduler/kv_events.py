@@ -70,14 +70,13 @@ class KVEventPublisher:
 
     def found(self, tracked: TrackedRequest, found: Found) -> None:
         """A lookup found these objects in RAM."""
-        hashes = _split(tracked.lookup.hashes)
         present = [
             (chunk, index)
             for index, mask in enumerate(found.masks)
             for chunk, is_there in enumerate(mask)
             if is_there
         ]
-        self._learn(tracked, hashes, present)
+        self._learn(tracked, _split(tracked.lookup.hashes), present)
 
     def removed(self, removed: Removed) -> None:
         """RAM has these objects no more."""

@@ -14,14 +14,9 @@ from typing import Any
 from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler import requests
 from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
-from hybridkv.connector.scheduler.requests import (
-    RequestEvent,
-    RequestRegistry,
-    RequestState,
-    TrackedRequest,
-)
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.connector.stats import HybridKVStats, StatsCollector
@@ -69,16 +64,13 @@ class SchedulerRole:
         self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
         version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
         hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
+        options = settings.daemon_options() if settings.server == "auto" else None
         self._session = DaemonSession(
-            socket_path,
-            hello,
-            facts or {},
-            settings.daemon_options() if settings.server == "auto" else None,
-            events is not None,
-            counters,
-            self._connection_lost,
+            socket_path, hello, facts or {}, options, bool(events), counters, self._connection_lost
         )
-        self._requests = RequestRegistry(geometry, self._session, self._room, self._meter, counters)
+        self._requests = requests.RequestRegistry(
+            geometry, self._session, self._room, self._meter, counters
+        )
         self._lookups = Lookups(settings, self._requests, self._events)
         self._loads = LoadPlanner(self._requests)
         self._stores = StorePlanner(geometry, tokens_per_step, settings.store_generated, counters)
@@ -94,12 +86,12 @@ class SchedulerRole:
         """A new request; its lookup leaves with the engine's next question, or its next plan."""
         now = time.monotonic()
         if request.prompt_embeds is not None:
-            tracked = TrackedRequest(request)
+            tracked = requests.TrackedRequest(request)
             self._requests.decline(tracked, "lookups_unhashable")
             self._requests.report(tracked, now)
             return
         lora = request.lora_request
-        tracked = TrackedRequest(
+        tracked = requests.TrackedRequest(
             request,
             ChunkHashChain(request, self._geometry.chunk_tokens) if self._own_hashes else None,
             None if lora is None else self._adapters.of(lora, now),
@@ -120,9 +112,9 @@ class SchedulerRole:
             return 0
         tracked.local_seen = local_tokens
         is_resumed = request.num_preemptions > tracked.preemptions
-        if is_resumed and tracked.storable and tracked.state is RequestState.READY:
+        if is_resumed and tracked.storable and tracked.state is requests.RequestState.READY:
             tracked.preemptions = request.num_preemptions
-            self._requests.advance(tracked, RequestEvent.RESUMED, now)
+            self._requests.advance(tracked, requests.RequestEvent.RESUMED, now)
             self._lookups.begin(tracked, now)
         return self._lookups.offer(tracked, local_tokens, now) if tracked.is_prefetching else 0
 
@@ -137,7 +129,7 @@ class SchedulerRole:
         elif external_tokens:
             self._loads.allocated(tracked, tables, external_tokens, now)
         else:
-            self._requests.advance(tracked, RequestEvent.SETTLED, now)
+            self._requests.advance(tracked, requests.RequestEvent.SETTLED, now)
 
     def must_fail(self, request_id: str, external_tokens: int) -> None:
         """The engine waits for a load of `external_tokens` tokens that nobody planned."""
@@ -197,7 +189,7 @@ class SchedulerRole:
         """The request ended or was aborted."""
         tracked = self._requests.by_id.get(request_id)
         if tracked is not None:
-            self._requests.advance(tracked, RequestEvent.FINISHED, time.monotonic())
+            self._requests.advance(tracked, requests.RequestEvent.FINISHED, time.monotonic())
 
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """The weights changed: what is being computed belongs to no identity."""
@@ -256,8 +248,10 @@ class SchedulerRole:
     def _poll(self, now: float) -> None:
         # A queued lookup's deadline begins before an answer is read that sets another one.
         self._flush(now)
-        for reply in self._session.replies(now):
+        for reply in self._session.link.poll(now):
             self._take(reply, now)
+            if not self._session.is_connected:
+                break  # The replies behind this one are of a session that has ended.
         if self._session.follow(now):
             self._reserve(now)
         self._flush(now)

@@ -5,13 +5,13 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from hybridkv.client.control import start_detached
 from hybridkv.client.link import Link
-from hybridkv.client.spawn import start_detached
 from hybridkv.core.breaker import Breaker
 from hybridkv.wire import messages as wire
 
@@ -60,16 +60,6 @@ class DaemonSession:
             self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
         return sent
 
-    def replies(self, now: float) -> Iterator[wire.Reply]:
-        """Replies that have arrived, up to one whose handling loses the connection.
-
-        The replies behind that one are of a session that has ended.
-        """
-        for reply in self.link.poll(now):
-            yield reply
-            if self.link.welcome is None:
-                return
-
     def follow(self, now: float) -> bool:
         """Do what the connection's state asks for; True for another life of the daemon.
 
@@ -104,9 +94,8 @@ class DaemonSession:
     def _lost(self, why: str) -> None:
         self.counters["losses"] += 1
         if self.boot:
-            logger.warning(
-                "hybridkv: lost the daemon (%s); requests are computed until it is back", why
-            )
+            text = "hybridkv: lost the daemon (%s); requests are computed until it is back"
+            logger.warning(text, why)
         self.on_loss()
 
     def _respawn(self) -> None:

@@ -149,13 +149,8 @@ class StorePlanner:
 
     def _commit(self, storing: _StoreRun, start: int, stop: int) -> Iterator[Commit]:
         """For the run's objects from `start` on, before `stop`."""
-        run, tracked, hashes, geometry = (
-            storing.run,
-            storing.tracked,
-            storing.hashes,
-            self._geometry,
-        )
-        span = run.span
+        run, tracked, hashes = storing.run, storing.tracked, storing.hashes
+        span, geometry = run.span, self._geometry
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
         self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters["objects_stored"] += stop - start

@@ -152,17 +152,15 @@ class WorkerRole:
                     return
                 del self._loading[request_id]
                 self._finished.add(request_id)
-                seconds = time.perf_counter() - started
-                self._report.counters["load_seconds"] += seconds
+                self._report.counters["load_seconds"] += time.perf_counter() - started
                 if error is None:
                     return
                 self._failed.add(request_id)
                 self._report.counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
                     self._report.corrupt.add((error.op.slot.offset, error.op.slot.generation))
-            logger.warning(
-                "hybridkv: loading %s failed and is computed instead: %s", request_id, error
-            )
+            text = "hybridkv: loading %s failed and is computed instead: %s"
+            logger.warning(text, request_id, error)
 
         _, copier = self._copiers.get(load.boot, (None, None))
         if copier is None:
@@ -179,9 +177,8 @@ class WorkerRole:
         with self._lock:
             if self._expected is not plan:
                 self._expected = plan
-                self._storing.update(
-                    (number, set(range(run.objects))) for number, run in plan.stores.items()
-                )
+                for number, run in plan.stores.items():
+                    self._storing[number] = set(range(run.objects))
 
     def _stored(self, number: int, place: int, stored: bool) -> None:
         with self._lock:

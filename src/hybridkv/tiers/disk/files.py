@@ -14,10 +14,8 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.tiers.record import KEY_BYTES, Record, head_bytes, is_whole, parts_of, read_head
 
-QUARANTINE_MAX = 16
-"""Damaged files that are kept."""
-BLOCK_BYTES = 512
-"""The unit of st_blocks."""
+QUARANTINE_MAX = 16  # Damaged files that are kept.
+BLOCK_BYTES = 512  # The unit of st_blocks.
 
 
 class FileName(NamedTuple):
@@ -98,8 +96,7 @@ class FileDamage(StrEnum):
     LENGTH = "length"
     HEADER = "header"
     BYTES = "bytes"
-    MISNAMED = "misnamed"
-    """It is a whole record of another name."""
+    MISNAMED = "misnamed"  # It is a whole record of another name.
     UNREADABLE = "unreadable"
 
 
@@ -107,8 +104,7 @@ class FileProof(NamedTuple):
     """The result of reading and proving a file."""
 
     damage: FileDamage | None
-    record: Record | None = None
-    """What the file's header says, if that is sound."""
+    record: Record | None = None  # What the file's header says, if that is sound.
     memory: memoryview = memoryview(b"")
     """The file's bytes, on pages of their own, if they are a whole record."""
 

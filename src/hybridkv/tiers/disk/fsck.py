@@ -17,8 +17,7 @@ from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
 from hybridkv.tiers.disk.writers import QUIET_SECONDS, TMP, clock, homes, silent_seconds
 
-FINDINGS_MAX = 1000
-"""Damaged files that the report names."""
+FINDINGS_MAX = 1000  # Damaged files that the report names.
 
 
 class FileFinding(NamedTuple):
@@ -26,8 +25,7 @@ class FileFinding(NamedTuple):
 
     path: str
     damage: FileDamage
-    done: str
-    """What was done about it; empty = nothing."""
+    done: str  # What was done about it; empty = nothing.
 
 
 @dataclass
@@ -37,16 +35,12 @@ class WriterReport:
     name: str
     is_alive: bool
     whole: int = 0
-    whole_bytes: int = 0
-    """Bytes that the whole records take."""
+    whole_bytes: int = 0  # Bytes that the whole records take.
     damaged: Counter[FileDamage] = field(default_factory=Counter)
     damaged_bytes: int = 0
-    repaired: int = 0
-    """How many of the damaged files were repaired."""
-    foreign: int = 0
-    """Files that are not the tier's."""
-    leftovers: int = 0
-    """Files in tmp; a writer that lives is writing them."""
+    repaired: int = 0  # How many of the damaged files were repaired.
+    foreign: int = 0  # Files that are not the tier's.
+    leftovers: int = 0  # Files in tmp; a writer that lives is writing them.
     leftovers_removed: int = 0
 
 

@@ -34,8 +34,7 @@ class OwnFile(NamedTuple):
     taken_bytes: int
     parent: bytes
     """The short key of the record that must not be evicted before this one; empty = none."""
-    touched: float
-    """Its time of change, seconds since the epoch."""
+    touched: float  # Its time of change, seconds since the epoch.
 
 
 class FileIndex:
@@ -58,16 +57,12 @@ class FileIndex:
         self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
         self._children: Counter[bytes] = Counter()
         """By short key: how many records must be evicted before it; empty = before none."""
-        self._keys: dict[bytes, bytes] = {}
-        """Key by short key."""
-        self._taken_bytes = 0
-        """Bytes of the files in `ours`, and of the strays."""
-        self.writing_bytes = 0
-        """The most that the files take that are being written."""
+        self._keys: dict[bytes, bytes] = {}  # Key by short key.
+        self._taken_bytes = 0  # Bytes of the files in `ours`, and of the strays.
+        self.writing_bytes = 0  # The most that the files take that are being written.
         self._strays: dict[str, int] = {}
         """This daemon's files that could not be removed yet, and the bytes that they take."""
-        self._stuck = 0
-        """Victims in a row that could not be removed since the last `sweep`."""
+        self._stuck = 0  # Victims in a row that could not be removed since the last `sweep`.
 
     @property
     def held_bytes(self) -> int:
@@ -241,18 +236,6 @@ class FileIndex:
         if key in self._doubled:
             self._doubled.remove(key)
             self._again.add(os.path.dirname(FileName(key).path))
-
-    def check(self) -> None:
-        """Derive again what can be derived while nobody uses the index; raises AssertionError."""
-        ours = self.ours.values()
-        self._order.check(self._may_go, self.ours)
-        taken = sum(file.taken_bytes for file in ours) + sum(self._strays.values())
-        assert taken == self._taken_bytes <= self.max_bytes
-        assert not self.writing_bytes
-        assert not self.ours.keys() & self.others.keys()
-        assert self._doubled <= self.ours.keys() | self.others.keys()
-        assert not self._strays.keys() & {file.path for file in ours}
-        assert +self._children == Counter(file.parent for file in ours)
 
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:

@@ -36,8 +36,7 @@ from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
 
 logger = logging.getLogger("hybridkv.daemon")
 
-_SLACK_BYTES = SLOT_ALIGN
-"""What a file may take beside its bytes."""
+_SLACK_BYTES = SLOT_ALIGN  # What a file may take beside its bytes.
 _ROOM_BYTES = 64 << 10
 """What is evicted where a full file system has no room for the little that a start writes."""
 _SETTINGS = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
@@ -153,15 +152,6 @@ class DiskTier(Tier):
     def leave(self) -> None:
         """There will be no next life of this writer: others may take over what it wrote, now."""
         os.utime(self._writers.alive, (0, 0))
-
-    def check(self) -> None:
-        """Derive again what can be derived while nobody uses the tier; raises AssertionError."""
-        with self._index.lock:
-            self._index.check()
-            home = self._writers.home
-            files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
-            real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
-            assert real <= self._index.held_bytes
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self._index, item.key

@@ -25,19 +25,15 @@ logger = logging.getLogger("hybridkv.daemon")
 
 LAYOUT = "1\n"
 LAYOUT_FILE = "hybridkv-tier"
-ALIVE_SECONDS = 30.0
-"""How often a writer touches its `alive`."""
+ALIVE_SECONDS = 30.0  # How often a writer touches its `alive`.
 QUIET_SECONDS = 10 * ALIVE_SECONDS
 """A writer that has been silent for so long writes nothing at the moment."""
-LOST_SECONDS = 3600.0
-"""A writer that has been silent for so long is gone for good."""
-LOOK_SHARE = 50
-"""At most 1/50 of the time is spent on looking for what others wrote."""
+LOST_SECONDS = 3600.0  # A writer that has been silent for so long is gone for good.
+LOOK_SHARE = 50  # At most 1/50 of the time is spent on looking for what others wrote.
 TMP = "tmp"
 TMP_DIRECTORIES = 8
 """New files are begun in so many in turn: threads that use one directory wait for each other."""
-_LOST = ".lost-"
-"""In the name of a writer's directory that is being taken over."""
+_LOST = ".lost-"  # In the name of a writer's directory that is being taken over.
 
 
 def homes(root: Path) -> list[Path]:
@@ -93,8 +89,7 @@ class Writers:
         self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
-        self.token = uuid.uuid4().hex
-        """What `alive` says while the directory is this daemon's."""
+        self.token = uuid.uuid4().hex  # What `alive` says while the directory is this daemon's.
         self._alive_at = 0.0
         self._look_at = 0.0
         self._seen: dict[str, tuple[int, int]] = {}

@@ -92,7 +92,7 @@ class MooncakeTier(Tier):
 
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError for settings that can never work."""
-        self.name = spec.name
+        self.name = spec.kind
         self._timeout_seconds = spec.timeout_seconds
         self._master = _address(spec.location)
         options = spec.known_options(*_OPTIONS)

@@ -18,8 +18,7 @@ from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, RespConnec
 
 PREFIX = "hybridkv:1:"
 PORT = 6379
-IDLE_MAX = 16
-"""Connections that are kept for the next call."""
+IDLE_MAX = 16  # Connections that are kept for the next call.
 IDLE_SECONDS_MAX = 30.0
 """The network may forget a connection that is idle for longer without telling either end."""
 _NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
@@ -68,10 +67,8 @@ class ConnectionPool:
         self._tls: ssl.SSLContext | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._idle: list[RespConnection] = []
-        """The one used last is at the end, and is used next."""
-        self._live: set[RespConnection] = set()
-        """All connections, idle or in use."""
+        self._idle: list[RespConnection] = []  # The one used last is at the end, and is used next.
+        self._live: set[RespConnection] = set()  # All connections, idle or in use.
 
     def _works(self, login: str = "") -> str:
         """A URL like this one, for a message."""

@@ -15,8 +15,7 @@ from hybridkv.tiers.remote import Deadline
 
 BUFFER_BYTES = 64 << 10
 LINE_BYTES_MAX = 16 << 10
-BULK_BYTES_MAX = 64 << 20
-"""The size of a bulk string that is no value: of INFO, or of SCAN's keys."""
+BULK_BYTES_MAX = 64 << 20  # The size of a bulk string that is no value: of INFO, or of SCAN's keys.
 ELEMENTS_MAX = 1 << 20
 DEPTH_MAX = 2
 _END = b"\r\n"
@@ -29,8 +28,7 @@ class ProtocolError(Exception):
 class RefusedCommand(NamedTuple):
     """The server's own error for one command; the connection is as good as before."""
 
-    code: str
-    """The error's first word, as OOM. The rest is not kept: it may repeat a password."""
+    code: str  # The error's first word, as OOM. The rest is not kept: it may repeat a password.
 
 
 Reply: TypeAlias = "int | bytes | RefusedCommand | list[Reply] | None"
@@ -49,10 +47,8 @@ class RespConnection(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock = sock
-        self.deadline = deadline
-        """Of the call that uses it now."""
-        self.used_at = 0.0
-        """When the last call ended, by the monotonic clock."""
+        self.deadline = deadline  # Of the call that uses it now.
+        self.used_at = 0.0  # When the last call ended, by the monotonic clock.
         self._buffered = io.BufferedReader(self, BUFFER_BYTES)
 
     def readable(self) -> bool:

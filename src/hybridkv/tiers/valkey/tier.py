@@ -7,42 +7,36 @@
     valkey+unix:///run/valkey.sock?db=0
 
 The server decides what goes where its memory ends: `maxmemory` with `maxmemory-policy allkeys-lru`
-makes a cache of it.  With `noeviction` puts are refused once it is full, and so they are with
-`bytes` once the server uses as much.
+makes a cache of it.  With `noeviction` puts are refused once it is full.
 """
 
 import re
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
-from hybridkv.tiers.byte_ledger import WriteBudget
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, batches, sizes_of
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
-VALUE_BYTES_MAX = 512 << 20
-"""The server's default of proto-max-bulk-len."""
+VALUE_BYTES_MAX = 512 << 20  # The server's default of proto-max-bulk-len.
 FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
 FLIGHT_COMMANDS_MAX = 1000
 TRIES = 2
+_MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d{1,20})\r?$", re.MULTILINE)
 
 
 class PendingCommand(NamedTuple):
     """A command and where its answer goes."""
 
     send: Sequence[bytes | memoryview]
-    value_bytes: int = 0
-    """The size of the value in the command or in its answer."""
-    into: Sequence[memoryview] | None = None
-    """Where the answer goes, if it is a value."""
+    value_bytes: int = 0  # The size of the value in the command or in its answer.
+    into: Sequence[memoryview] | None = None  # Where the answer goes, if it is a value.
 
 
 _Answer: TypeAlias = "Reply | TierError"
@@ -53,15 +47,13 @@ class ValkeyTier(Tier):
 
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError where the URL says nothing that could work."""
-        self.name = spec.name
+        self.name = spec.kind
         self._pool = ConnectionPool(spec)
         self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
-        self._budget = spec.max_bytes and WriteBudget(spec.max_bytes, spec.timeout_seconds)
-        self._lock = threading.Lock()
-        """For the budget."""
         self._gauges: dict[str, float] = {}
+        spec.refuse_bytes("the server's maxmemory and maxmemory-policy")
 
     # The contract
 
@@ -71,10 +63,9 @@ class ValkeyTier(Tier):
         self._pool.open(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
         for answer in (*probe, *self._look(deadline)):
-            if isinstance(answer, TierError):
-                raise answer
             if isinstance(answer, RefusedCommand):
                 raise self._pool.refused(answer)
+            self._sound(answer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         answers = self._ask_each(b"EXISTS", keys, Deadline(self._timeout_seconds))
@@ -90,48 +81,19 @@ class ValkeyTier(Tier):
         return [self._got(size, answer) for size, answer in zip(sizes, answers, strict=True)]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        deadline = Deadline(self._timeout_seconds)
         sizes = sizes_of(items)
-        results = self._admit(sizes, deadline)
-        sent = [at for at, error in enumerate(results) if error is None]
-        asks = []
-        for at in sent:
-            name, pieces = self._name(items[at].key), items[at].pieces
-            asks.append(PendingCommand(command(b"SET", name, value=pieces), sizes[at]))
-        try:
-            for at, answer in zip(sent, self._ask(asks, deadline), strict=True):
-                results[at] = self._wrong(answer)
-        finally:
-            if self._budget:
-                ended = [at for at in sent if isinstance(results[at], contract.FullError | None)]
-                confirmed = sum(sizes[at] for at in ended)
-                with self._lock:
-                    self._budget.ended(confirmed, sum(sizes[at] for at in sent) - confirmed)
-        return results
-
-    def _admit(self, sizes: Sequence[int], deadline: Deadline) -> list[TierError | None]:
-        """For each value None or why it is not put; the budget counts the others from now on."""
-        results: list[TierError | None] = [None for _ in sizes]
-        for at, size in enumerate(sizes):
-            if size > VALUE_BYTES_MAX:
-                results[at] = contract.FullError(f"{self._place} takes no value of {size} bytes")
-        budget = self._budget
-        if not budget or not sizes:
-            return results
-        wanted = [at for at, error in enumerate(results) if error is None]
-        with self._lock:
-            question = budget.ask(time.monotonic())
-        try:
-            used = self._used_bytes(deadline)
-        except TierError as error:
-            return [error for _ in sizes]
-        with self._lock:
-            fits = budget.admit(question, used, [sizes[at] for at in wanted], time.monotonic())
-        for at, fit in zip(wanted, fits, strict=True):
-            if not fit:
-                full = f"{self._place} uses all of bytes={budget.bytes_max}"
-                results[at] = contract.FullError(full)
-        return results
+        asks = [
+            PendingCommand(command(b"SET", self._name(item.key), value=item.pieces), size)
+            for item, size in zip(items, sizes, strict=True)
+            if size <= VALUE_BYTES_MAX
+        ]
+        answers = iter(self._ask(asks, Deadline(self._timeout_seconds)))
+        return [
+            self._wrong(next(answers))
+            if size <= VALUE_BYTES_MAX
+            else contract.FullError(f"{self._place} takes no value of {size} bytes")
+            for size in sizes
+        ]
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         # A damaged value is not put aside: it would take the memory of sound ones.
@@ -170,21 +132,15 @@ class ValkeyTier(Tier):
 
     # Asking
 
-    def _used_bytes(self, deadline: Deadline) -> int:
-        (answer,) = self._ask([PendingCommand(command(b"INFO", b"memory"))], deadline)
-        return _info(self._sound(answer)).get("used_memory", 0)
-
     def _look(self, deadline: Deadline) -> list[_Answer]:
         """Ask for what `gauges` says; returns the answers."""
         commands = (command(b"INFO", b"memory"), command(b"DBSIZE"))
-        answers = self._ask([PendingCommand(one) for one in commands], deadline)
-        memory, objects = answers
+        memory, objects = answers = self._ask([PendingCommand(one) for one in commands], deadline)
         if isinstance(memory, bytes) and isinstance(objects, int):
-            info = _info(memory)
-            gauges: dict[str, float] = {"bytes": info.get("used_memory", 0), "objects": objects}
-            own = self._budget.bytes_max if self._budget else 0
-            bounds = [bound for bound in (info.get("maxmemory", 0), own) if bound]
-            self._gauges = gauges | ({"bytes_max": min(bounds)} if bounds else {})
+            said = {name: int(number) for name, number in _MEMORY.findall(memory)}
+            gauges: dict[str, float] = {"bytes": said.get(b"used_memory", 0), "objects": objects}
+            bound = said.get(b"maxmemory", 0)
+            self._gauges = gauges | ({"bytes_max": bound} if bound else {})
         return answers
 
     def _ask_each(self, verb: bytes, keys: Sequence[bytes], deadline: Deadline) -> list[_Answer]:
@@ -226,26 +182,16 @@ class ValkeyTier(Tier):
         return self._wrong(answer)
 
     def _wrong(self, answer: _Answer) -> TierError | None:
-        if isinstance(answer, TierError):
-            return answer
-        if not isinstance(answer, RefusedCommand):
-            return None
-        kind = contract.FullError if answer.code == "OOM" else TierError
-        return kind(f"{self._place} refuses ({answer.code})")
+        if isinstance(answer, RefusedCommand):
+            kind = contract.FullError if answer.code == "OOM" else TierError
+            return kind(f"{self._place} refuses ({answer.code})")
+        return answer if isinstance(answer, TierError) else None
 
     def _sound(self, answer: _Answer) -> Reply:
-        error = self._wrong(answer)
-        if error is not None:
+        if error := self._wrong(answer):
             raise error
         assert not isinstance(answer, TierError)
         return answer
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + key.hex().encode()
-
-
-def _info(answer: Reply) -> dict[str, int]:
-    """The numbers of an answer to INFO."""
-    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else ""
-    pairs = (line.partition(":")[::2] for line in text.splitlines())
-    return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}

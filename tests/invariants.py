@@ -1,0 +1,160 @@
+"""What always holds in the daemon's state: derived again, and compared with what is kept.
+
+Every function raises AssertionError where the two differ.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable
+from itertools import chain
+from typing import TypeVar
+
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.sessions import Sessions
+from hybridkv.shm.slots import SLOT_ALIGN, SlotState
+from hybridkv.store.eviction import _PROTECTED, EvictionQueue
+from hybridkv.store.extents import Extents
+from hybridkv.store.index import IndexEntry, Namespace, Slot
+from hybridkv.store.store import Store
+from hybridkv.tiers.disk.files import BLOCK_BYTES
+from hybridkv.tiers.disk.index import FileIndex
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.disk.writers import TMP
+
+T = TypeVar("T", bound=Hashable)
+
+
+def check_daemon(daemon: Daemon) -> None:
+    """The store, the sessions, and the pins of everybody who reads or writes."""
+    check_store(daemon.store)
+    pins, writing = check_sessions(daemon.sessions)
+    pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
+    pins.update(daemon.demotion.held())
+    assert all(slot.pins == count for slot, count in pins.items())
+    writing |= {read.slot for read in daemon.promotion._reads.values()}
+    assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
+
+
+def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
+    """(pins by leases, slots being written), as the books of all sessions say."""
+    pins: Counter[Slot] = Counter()
+    writing: list[Slot] = []
+    for session in sessions.all:
+        pins.update(chain.from_iterable(session.leases.values()))
+        own = session.writing.values()
+        assert session.writing_bytes == sum(slot.size_bytes for slot in own)
+        writing += own
+    writing += chain.from_iterable(sessions.held.values())
+    assert len(set(writing)) == len(writing), "a slot has one writer"
+    return pins, set(writing)
+
+
+def check_store(store: Store) -> None:
+    """Every counter, the tiling of the arena, the index, and the order of eviction."""
+    _check_slots(store)
+    entries = {slot: slot.entry for slot in store.slots.values() if slot.entry is not None}
+    namespaces = {entry.namespace for entry in entries.values()}
+    for namespace in namespaces:
+        _check_namespace(namespace)
+    assert set(entries) == {slot for namespace in namespaces for slot in namespace.objects()}
+    check_queue(store.queue, Slot.may_go, entries)
+    for tenant, queue in store._tenant_queues.items():
+        check_queue(queue, Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
+        theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
+        assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
+
+
+def _check_slots(store: Store) -> None:
+    slots = store.slots.values()
+    taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
+    check_extents(store.extents, taken)
+    assert list(store.trailer.slots()) == taken
+    assert [*store.slots] == [slot.offset for slot in slots]
+    assert store._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
+    held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
+    for slot in slots:
+        held[slot.state] += slot.size_bytes
+        assert slot.pins >= 0
+    assert held[SlotState.WRITING] == store.writing_bytes
+    assert held[SlotState.COMMITTED] == store.committed_bytes
+    assert states[SlotState.COMMITTED] == store.objects
+
+
+def _check_namespace(namespace: Namespace) -> None:
+    children = Counter(entry.parent for entry in namespace.entries.values())
+    for entry in namespace.entries.values():
+        _check_entry(entry, children[entry])
+    for index in range(len(namespace.gids)):
+        sizes = [slot.size_bytes for slot in namespace.objects() if slot.group_index == index]
+        held = namespace.held_objects[index], namespace.held_bytes[index]
+        assert held == (len(sizes), sum(sizes))
+
+
+def _check_entry(entry: IndexEntry, children: int) -> None:
+    slots = list(filter(None, entry.slots))
+    assert {slot.state for slot in slots} == {SlotState.COMMITTED}
+    assert all(slot.entry is entry and entry.slots[slot.group_index] is slot for slot in slots)
+    assert entry.namespace.entries[entry.chunk_hash] is entry
+    assert entry.children == children
+    assert entry.prefixes == sum(slot.is_prefix for slot in slots)
+    if entry.parent is not None:
+        assert entry.prefixes
+        assert entry.parent.number < entry.number
+
+
+def check_queue(
+    queue: EvictionQueue[T], may_go: Callable[[T], bool], wanted: Collection[T]
+) -> None:
+    """The items are `wanted`, what may go is offered, and counts agree."""
+    assert queue._items.keys() == set(wanted)
+    offered = {entry for heap in queue._heaps for _, entry, _ in heap}
+    for item, queued in queue._items.items():
+        assert queued.entry in offered or (not queued.entry and not may_go(item))
+    items = queue._items.values()
+    protected = [queued.size for queued in items if queued.stage == _PROTECTED]
+    assert sum(protected) == queue.protected_bytes
+    assert queue._stale == len(offered) - sum(1 for queued in items if queued.entry)
+    assert sum(queue._ghosts.values()) == queue._ghost_bytes <= queue._bound_bytes
+
+
+def check_extents(extents: Extents, taken: Iterable[tuple[int, int]]) -> None:
+    """Every count, from the (offset, size) that are taken."""
+    free = free_runs(extents)
+    assert all(offset not in extents._start_of_end for offset in extents._size_at), "runs touch"
+    end = 0
+    for offset, size in sorted([*taken, *free]):
+        assert offset == end, "what is taken and free runs must tile the arena"
+        assert size > 0
+        assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
+        end = offset + size
+    assert end == extents.limit_bytes
+    assert sum(extents._size_at.values()) == extents.free_bytes
+    assert extents._by_size == sorted((size, offset) for offset, size in free)
+    assert extents._start_of_end == {offset + size: offset for offset, size in free}
+
+
+def free_runs(extents: Extents) -> list[tuple[int, int]]:
+    """The (offset, size) of every free run, by offset."""
+    return sorted(extents._size_at.items())
+
+
+def check_disk(tier: DiskTier) -> None:
+    """The index and the files of a directory tier that nobody uses meanwhile."""
+    index = tier._index
+    with index.lock:
+        _check_files(index)
+        home = tier._writers.home
+        files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
+        real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
+        assert real <= index.held_bytes
+
+
+def _check_files(index: FileIndex) -> None:
+    ours = index.ours.values()
+    check_queue(index._order, index._may_go, index.ours)
+    taken = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
+    assert taken == index._taken_bytes <= index.max_bytes
+    assert not index.writing_bytes
+    assert not index.ours.keys() & index.others.keys()
+    assert index._doubled <= index.ours.keys() | index.others.keys()
+    assert not index._strays.keys() & {file.path for file in ours}
+    assert +index._children == Counter(file.parent for file in ours)
