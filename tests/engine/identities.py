@@ -27,6 +27,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     BASE: {},
     "same, asked for twice": {},
     "cache_salt": {"salt": "tenant-7"},
+    "a salt that is no UTF-8": {"salt": "u\ud800"},
+    "that salt again": {"salt": "u\ud800"},
     "weights (seed)": {"arguments": ["--seed=1"]},
     "weights (contents)": {"environment": {"HYBRIDKV_WIDEN": "7:0.08"}},
     "weights_identity": {"extra": {"weights_identity": "another"}},

@@ -23,7 +23,9 @@ def tenant_of(cache_salt: str | None) -> int:
     """The tenant whose quota a request's chunks use: 1 to 2**64 - 1, or 0 without a salt."""
     if not cache_salt:
         return 0
-    return int.from_bytes(hashlib.sha256(cache_salt.encode()).digest()[:8], "little") or 1
+    # Any text that Python can hold: a client's salt may have halves of surrogate pairs.
+    digest = hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "little") or 1
 
 
 def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from hybridkv.core.breaker import FAILURES_TO_OPEN, PAUSE_SECONDS, Breaker
-from hybridkv.core.keys import fingerprint, pack_hashes
+from hybridkv.core.keys import fingerprint, pack_hashes, tenant_of
 
 FACTS = {"model": "m", "groups": [[0, "full", 128]], "dtype": "bf16", "epoch": 0}
 
@@ -55,3 +55,10 @@ def test_the_breaker_opens_probes_and_closes() -> None:
     assert not breaker.asked(probe_at).allows(probe_at), "one probe in a pause"
     assert breaker.failed(probe_at).is_open
     assert not breaker.succeeded().is_open
+
+
+def test_any_salt_has_a_tenant() -> None:
+    """Also one that no encoding takes (a client's JSON may have half of a surrogate pair)."""
+    salts = ["a", "b", "u\ud800", "u\udfff", "\ud83d\ude00", "\U0001f600"]
+    assert len({tenant_of(salt) for salt in salts}) == len(salts)
+    assert tenant_of(None) == tenant_of("") == 0

@@ -219,9 +219,10 @@ class RequestRegistry:
     def report(self, tracked: TrackedRequest, now: float) -> None:
         """Send the daemon what became of a request that ended, for `hybridkv explain`."""
         if self.session.is_connected:
-            request_id = str(tracked.request.request_id)[: wire.TEXT_MAX]
+            # A client may choose the id, also one that is no UTF-8.
+            request_id = str(tracked.request.request_id).encode("utf-8", "replace").decode()
             explanation = explain_request(self.geometry, tracked)
-            self.session.send(wire.ReportRequest(request_id, explanation), now)
+            self.session.send(wire.ReportRequest(request_id[: wire.TEXT_MAX], explanation), now)
 
 
 def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.RequestExplanation:
