@@ -14,8 +14,7 @@ from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Reques
 from hybridkv.wire.protocol import ErrorCode
 
 RECONNECT_SECONDS = 0.1
-SEND_QUEUE_BYTES_MAX = 8 << 20
-"""The connection to a daemon that leaves more than this unread is ended."""
+SEND_QUEUE_BYTES_MAX = 8 << 20  # A connection on which more than this is unread is ended.
 FLUSH_BYTES = 1 << 18  # A longer queue is sent without waiting for `flush`.
 RECEIVE_BYTES = 1 << 18
 HELLO_SECONDS = 2.0
@@ -35,8 +34,7 @@ class Link:
         self._socket_path = socket_path
         self._hello = hello
         self._on_loss = on_loss
-        self.greetings = 0
-        """How often the daemon was greeted; an engine sends this number in Hello."""
+        self.greetings = 0  # How often the daemon was greeted; an engine's Hello has it.
         self._sock: socket.socket | None = None
         self._frames = Frames()
         self._in = memoryview(bytearray(RECEIVE_BYTES))

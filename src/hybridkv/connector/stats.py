@@ -15,8 +15,7 @@ from hybridkv.core.metrics import MetricFamily, counter, gauge
 from hybridkv.vllm.metrics import Deltas, EngineMetrics, attempt
 
 PREFIX = "vllm:hybridkv_"
-OBSERVATIONS_MAX = 1024
-"""Values of one histogram in one payload; those beyond it are counted as dropped."""
+OBSERVATIONS_MAX = 1024  # Values of one histogram in one payload; more are counted as dropped.
 NAMES_MAX = 1024  # Counters, gauges or histograms in one payload.
 NUMBER_MAX = 1 << 62  # Larger numbers, infinities and what is no number are not believed.
 MALFORMED = "stats_malformed"

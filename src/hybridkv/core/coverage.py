@@ -18,8 +18,7 @@ from functools import lru_cache
 
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
-SlotShape = tuple[int, int]
-"""(bytes of one part, parts) of an object and of the slot that takes it."""
+SlotShape = tuple[int, int]  # (bytes of one part, parts) of an object and of its slot.
 
 
 def needed_blocks(group: Group, boundary: int) -> range:

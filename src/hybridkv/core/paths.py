@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from hybridkv.core.errors import ConfigError
 
-_NODE_NAME_MAX = 200
-"""The most bytes in a name of a node, which begins names of directories and files."""
+_NODE_NAME_MAX = 200  # Bytes in a node's name, which begins names of directories and files.
 _SOCKET_PATH_MAX = 107  # Bytes that the kernel allows in the path of a Unix socket.
 
 

@@ -25,8 +25,7 @@ LAST_WORDS_BYTES_MAX = 4 << 20
 RECEIVE_BYTES = 1 << 14  # Read from one client before the next one's turn.
 TURN_SECONDS = 0.002  # The length of one client's turn, because many small requests are also work.
 SEND_QUEUE_BYTES_MAX = 64 << 20  # A client that leaves this much unread is disconnected.
-LISTEN_AGAIN_SECONDS = 0.2
-"""After a connection could not be accepted, unless one of ours ends before."""
+LISTEN_AGAIN_SECONDS = 0.2  # After a connection could not be accepted, unless one ends before.
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
 """Errors that pass, and say nothing of what was asked for."""
 
@@ -87,8 +86,7 @@ class ClientSockets:
         self._listener = listener
         self._listen_at = math.inf
         """While nobody can be accepted: when to try again, in monotonic seconds."""
-        self._is_short = False
-        """Whether the last client could not be served for lack of descriptors."""
+        self._is_short = False  # Whether descriptors were lacking for the last client.
         self.connected: dict[int, ClientSocket] = {}  # By number.
         self._last_number = 0
         self.behind: dict[ClientSocket, None] = {}

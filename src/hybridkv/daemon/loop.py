@@ -49,8 +49,7 @@ OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
 CLOSE_SECONDS = 2.0  # A tier's threads have so long at the end to finish what they are writing.
 RESERVE_STEP_BYTES = 32 << 20
-RESERVE_AHEAD_BYTES = 256 << 20
-"""Pages are made to exist so far ahead of the used part of the arena."""
+RESERVE_AHEAD_BYTES = 256 << 20  # Pages exist so far ahead of the used part of the arena.
 RESERVE_RETRY_SECONDS = 1.0  # How often more memory is asked for while there is none.
 
 
@@ -65,8 +64,7 @@ class ServeOptions(NamedTuple):
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
     tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
-    node: str = ""
-    """The name of this daemon, in all its lives, among those that use the same tiers."""
+    node: str = ""  # This daemon's name, in all its lives, among those with the same tiers.
     traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
 
 

@@ -22,8 +22,7 @@ class DaemonState:
 
     def __init__(self, store: Store, welcome: Welcome, tiers: Sequence[TierState]) -> None:
         self.store = store
-        self.welcome = welcome
-        """What clients are told of the daemon; the `id` is that of their hello."""
+        self.welcome = welcome  # What clients are told; the `id` is that of their hello.
         self.tiers = tiers
         self.counters: Counter[str] = Counter()  # Counts of metrics without a label.
         self.labelled: Counter[tuple[str, str]] = Counter()  # Counts by (metric, label).

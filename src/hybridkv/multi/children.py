@@ -65,8 +65,7 @@ class ChildConnector:
     supervisor: Supervisor
     weight: float = 1.0
     speed: Speed = field(default_factory=Speed)  # Tokens per second of its loads.
-    breaker: Breaker = field(default_factory=Breaker)
-    """Open after answers that did not come in time."""
+    breaker: Breaker = field(default_factory=Breaker)  # Open after answers that came too late.
     dead_since: float | None = None  # When it was known to be switched off, here or in a worker.
     withdrawn: bool = False  # Whether it was asked for its last events after it was switched off.
     mute: bool = False  # Whether it cannot report any more what became of its transfers.

@@ -15,8 +15,7 @@ from hybridkv.wire.messages import Decline, Explained, RequestExplanation
 MINUTE_SECONDS = 60.0
 RECENT_SECONDS = 600.0  # Failures of so long ago are still shown.
 HOUR_SECONDS = 3600.0
-SMOOTH_STEPS = 6
-"""Shares are those of so many steps, because a single step may have next to nothing."""
+SMOOTH_STEPS = 6  # Shares are those of so many steps, because one may have next to nothing.
 GROUPS_SHOWN_MAX = 64  # Groups of all identities; the smaller ones are summed up.
 SESSIONS_SHOWN_MAX = 256
 DECISIONS_SHOWN_MAX = 50

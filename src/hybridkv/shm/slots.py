@@ -22,8 +22,7 @@ SLOT_ALIGN = 4096
 """Slots start on pages, so that a slot can be written to a file with direct I/O as it is."""
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
-UNSIGNED = bytes(CHECKSUM_BYTES)
-"""The checksum of a part that nobody signed, as with `checksum: "off"`."""
+UNSIGNED = bytes(CHECKSUM_BYTES)  # The checksum of a part that nobody signed, as with "off".
 SHORT_HASH_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
@@ -59,8 +58,7 @@ class SlotHeader:
     gid: int = 0
     namespace: bytes = bytes(HASH_BYTES)
     chunk_hash: bytes = bytes(HASH_BYTES)
-    parent_short: int = 0
-    """`short_hash` of the chunk before, 0 = there is none; only eviction uses it."""
+    parent_short: int = 0  # `short_hash` of the chunk before, 0 = none; only eviction uses it.
     tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
 
     def pack(self) -> bytes:

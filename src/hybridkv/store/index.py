@@ -19,8 +19,7 @@ class Slot:
     owner: bytes = b""  # The writer, as `Store.grant` was told; HASH_BYTES.
     state: SlotState = SlotState.WRITING
     pins: int = 0
-    entry: "IndexEntry | None" = None
-    """The chunk of the object; None while the slot is not in the index."""
+    entry: "IndexEntry | None" = None  # The object's chunk; None while it is not in the index.
     group_index: int = 0
     parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
     tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.

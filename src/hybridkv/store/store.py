@@ -63,8 +63,7 @@ class Store:
         self.objects = 0  # Committed slots.
         self.evicted = 0
         self.duplicates = 0
-        self.over_quota = 0
-        """Objects that were not stored, or were evicted, for their tenant's bound."""
+        self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
         self.before_evict: Callable[[Slot], bool] | None = None
         """Called before an object is evicted for room; True = it has pinned the object instead."""
         self.on_change: Callable[[Slot, bool], None] | None = None

@@ -18,8 +18,7 @@ QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier; more are not
 TRIES_MAX = 3
 """Writes of an object that fail, before it is given up; while all writes fail none is counted."""
 LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
-HELD_SHARE = 8
-"""At most 1/8 of the arena is held for writing to one tier, unless one object is more."""
+HELD_SHARE = 8  # At most 1/8 of the arena is held for one tier, unless one object is more.
 HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one object at a time.
 
 

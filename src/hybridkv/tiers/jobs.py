@@ -83,8 +83,7 @@ class JobOutcome:
     """For READ and WRITE: the error of each item, or None."""
     found: Sequence[bool] = ()  # For FIND: whether each record is there.
     tenants: Sequence[int] = ()  # For READ: the tenant of each item.
-    config: ConfigError | None = None
-    """For OPEN: the error where the tier's settings can never work."""
+    config: ConfigError | None = None  # For OPEN: why the tier's settings can never work.
 
 
 def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
@@ -189,8 +188,7 @@ class TierThreads:
         self._jobs: SimpleQueue[TierJob | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._idle = 0
-        """Threads without a job; if negative, the number of jobs that wait for a thread."""
+        self._idle = 0  # Threads without a job; if negative, jobs that wait for a thread.
 
     def submit(self, job: TierJob) -> None:
         """Give a job to a thread. If none can be started, it waits for a running one, or fails."""

@@ -63,8 +63,7 @@ class LookupRequest(NamedTuple):
     lease: int
     namespace: Namespace
     geometry: Geometry
-    hashes: bytes
-    """The hashes of the chunks, HASH_BYTES each, of the longest prefix that may be hit."""
+    hashes: bytes  # The chunks' hashes, HASH_BYTES each, of the longest prefix that may be hit.
     asked_at: float
     deadline: float
     tokens_per_second: int  # How fast the engine computes; 0 = not known.
@@ -103,8 +102,7 @@ class WaitingLookup:
     is_over: bool = False
     """Whether it does not wait any more: it is answered, or nobody wants the answer."""
     target: int = 0  # The hit in chunks that the lookup may become, as far as is known.
-    located: dict[ObjectPlace, TierState] = field(default_factory=dict)
-    """The tier that has an object."""
+    located: dict[ObjectPlace, TierState] = field(default_factory=dict)  # The tier that has it.
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects of which some tier must be asked whether it has them."""
     finding: int = 0  # Tiers that are asked, or will be when it is the lookup's turn.

@@ -22,8 +22,7 @@ TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
 BURST_SHARE = 4  # A quarter of an hour's bytes may be written at once.
-COLD_SHARE = 2
-"""Objects that nobody has read are only written while more than half of that is left."""
+COLD_SHARE = 2  # Objects that nobody has read are written while more than half of that is left.
 
 _LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
 """Jobs on all records have no time limit; other jobs show whether the tier hangs."""
@@ -54,8 +53,7 @@ class TierState:
         self.counters: Counter[str] = Counter()
         self._submit = submit
         self._reading = Breaker()
-        self.writing = Breaker()
-        """Of writes; while it is open, the next write is a probe with one object."""
+        self.writing = Breaker()  # Of writes; while it is open, the next write is a probe.
         self._running: dict[TierJob, None] = {}
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0

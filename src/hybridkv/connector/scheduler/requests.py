@@ -43,8 +43,7 @@ class RequestState(StrEnum):
 class RequestEvent(StrEnum):
     """What the engine or the workers report."""
 
-    SETTLED = "settled"
-    """The answer is no: a miss, a passed deadline, or nothing beyond the local hit."""
+    SETTLED = "settled"  # The answer is no: a miss, too late, or nothing beyond the local hit.
     ALLOCATED = "allocated"  # The engine has blocks for an external hit.
     PLANNED = "planned"  # The load plan left for the workers.
     LOADED = "loaded"
@@ -107,8 +106,7 @@ class TrackedRequest:
     """One request of the engine."""
 
     request: Any
-    chain: ChunkHashChain | None = None
-    """Makes the chunk hashes where the engine's own cannot be used."""
+    chain: ChunkHashChain | None = None  # Makes the hashes where the engine's own cannot be used.
     adapter: Adapter | None = None
     """The LoRA adapter; the request's chunks have no hashes while its identity is unknown."""
     adapter_hash: bytes = b""  # The adapter's identity, once it is known.

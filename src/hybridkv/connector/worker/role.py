@@ -42,8 +42,7 @@ class WorkerRole:
         self._part = PartLayout(rank, ranks, checksum, shared)
         hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id)
         self._link = Link(socket_path, hello, lambda why: None)
-        self._groups: list[list[torch.Tensor]] = []
-        """The blocks of each layer of each served group."""
+        self._groups: list[list[torch.Tensor]] = []  # Blocks of each layer of each served group.
         self.layout: WorkerLayout | None = None
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}

@@ -22,8 +22,7 @@ from hybridkv.tiers.disk.files import FileName, records, taken_bytes
 
 TOUCH_SECONDS = 600.0
 """A file's time of change, by which it is ordered after a restart, is at most so late."""
-STUCK_MAX = 3
-"""Victims in a row that may be impossible to remove; after them no other one is tried."""
+STUCK_MAX = 3  # Victims in a row that may be impossible to remove; then no other is tried.
 FULL_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 

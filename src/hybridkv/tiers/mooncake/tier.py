@@ -53,8 +53,7 @@ SEGMENT_BYTES_MIN = 16 << 20
 BUFFER_BYTES = 512 << 20
 BUFFER_BYTES_MIN = 4 << 20
 LANES = 4
-GROUP_BYTES = 8 << 20
-"""Bytes of records in one call to the client, unless a single record has more."""
+GROUP_BYTES = 8 << 20  # Bytes of records in one call to the client, unless one record has more.
 MASTER_PORT = 50051
 ADMIN_PORT = 9003
 DISCARDED_MAX = 1 << 16

@@ -43,8 +43,7 @@ class ConnectionPool:
         self.place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         """The URL for people: without user and password."""
         options = replace(spec, location=self.place).known_options("prefix", own)
-        self.prefix = options.get("prefix", PREFIX)
-        """The beginning of the names of this tier's values."""
+        self.prefix = options.get("prefix", PREFIX)  # How the names of its values begin.
         self._host, self._port = parts.hostname or "", parts.port or PORT
         self._socket = unquote(parts.path) if is_unix else ""
         self._authority = options.get("ca")
