@@ -201,10 +201,8 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
 def _end_other(socket_path: str, why: str) -> None:
     """End a daemon that engines of this version cannot use."""
     pid = peer_pid(socket_path)
-    logger.warning(
-        "hybridkv: the daemon at %s (%s) is told to end: %s",
-        *(socket_path, _described(socket_path), why),
-    )
+    text = "hybridkv: the daemon at %s (%s) is told to end: %s"
+    logger.warning(text, socket_path, _described(socket_path), why)
     with contextlib.suppress(OSError):
         process = os.pidfd_open(pid)
         try:
