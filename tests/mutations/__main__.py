@@ -93,6 +93,8 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
             PACKAGE_VARIABLE: str(package),
             RESULTS_VARIABLE: f"{directory}/results.json",
         }
+        if mutation is not None:
+            environment["HYBRIDKV_TEST_DEADLINE"] = "10"
         outcomes: dict[str, bool | None] = {}
         ours = [test for test in tests if not is_command(test)]
         if ours:
