@@ -1,33 +1,33 @@
 """Copies between the arena's slots and an engine's blocks in ordinary memory."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import NamedTuple
 
 import torch
 
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.packed import consecutive
+from hybridkv.core.packed import pack_u64
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.slots import hasher
+from hybridkv.shm.slots import PIECE_BYTES, hash_pieces
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
-BATCH_BYTES = 256 << 10
+BATCH_BYTES = 256 << 10  # What is copied before it is hashed, so that it is in a core's cache.
 WORD_BYTES = 8
 STRIDED_WORDS_MAX = 32 * 1024 - 1
 """The most elements that torch copies in the calling thread (its grain size, less one)."""
-BAND_BLOCK_BYTES_MAX = 128 << 10
-"""Larger blocks are copied faster by memmove, which then writes past the cache."""
-Move = tuple[int, int, int]  # (address in the slot, address in the engine's block, bytes).
+BAND_BLOCK_BYTES_MAX = 8 << 10
+"""Larger blocks are copied faster by memmove, one by one."""
 PARALLEL_BYTES_MIN = 1 << 20
 """Fewer bytes are copied by one thread, because a second one costs more than it saves."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HostLayer:
+class _HostLayer(NamedTuple):
     address: int
     storage: int  # The address of the allocation.
     stride_bytes: int
@@ -35,17 +35,46 @@ class _HostLayer:
     runs: tuple[tuple[int, int], ...]
 
 
+class _Move(NamedTuple):
+    """One piece of a stored block, of at most BATCH_BYTES."""
+
+    offset: int  # In the band's bytes of the slot.
+    number: int  # Of the stored block.
+    address: int  # Of the piece in the engine's block 0.
+    stride_bytes: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Band:
-    """Consecutive layers of a group whose blocks are equally spaced in one allocation.
+    """Consecutive layers of a group that are copied in the same way.
 
-    One strided copy copies a block of all layers. A single layer has no `words` and is copied run
-    by run.
+    Where blocks are small and equally spaced in one allocation, there are `words`: one strided copy
+    copies a block of some layers. All others are copied run by run.
     """
 
     layers: list[_HostLayer]
     layer_bytes: int  # Bytes of one block in all layers.
     words: torch.Tensor | None  # The blocks as 64-bit words: [layer, block, word].
+    _batches: dict[int, list[tuple[list[_Move], int]]] = field(default_factory=dict)
+
+    def batches(self, count: int) -> list[tuple[list[_Move], int]]:
+        """The moves of `count` stored blocks in the slot's order, about BATCH_BYTES at a time.
+
+        With each batch stands where it ends in the band's bytes of the slot.
+        """
+        if count not in self._batches:
+            made: list[tuple[list[_Move], int]] = []
+            batch: list[_Move] = []
+            start = 0
+            for move in _moves(self.layers, count):
+                batch.append(move)
+                end = move.offset + move.size_bytes
+                if end - start >= BATCH_BYTES or end == count * self.layer_bytes:
+                    made.append((batch, end))
+                    batch, start = [], end
+            self._batches[count] = made
+        return self._batches[count]
 
 
 class HostCopier:
@@ -86,30 +115,31 @@ class HostCopier:
     ) -> list[Exception | None]:
         """Run `work` on every op, on two threads if that is faster; the error of each, or None."""
 
-        def run(share: Sequence[CopyOp]) -> list[Exception | None]:
-            errors: list[Exception | None] = []
+        errors: list[Exception | None] = [None] * len(ops)
+        left = iter(enumerate(ops))  # Both threads take from it: neither waits for a slow one.
+
+        def run() -> None:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
-                for op in share:
+                for number, op in left:
                     try:
                         work(op)
-                        errors.append(None)
                     except Exception as error:  # noqa: BLE001  # the caller raises it
-                        errors.append(error)
-            return errors
+                        errors[number] = error
 
         total = sum(len(op.blocks) * self._block_bytes[op.group_index] for op in ops)
-        if total < PARALLEL_BYTES_MIN or len(ops) < 2:
-            return run(ops)
-        half = len(ops) // 2
-        other = self._pool.submit(run, ops[half:])
-        return run(ops[:half]) + other.result()
+        is_shared = total >= PARALLEL_BYTES_MIN and len(ops) > 1
+        other = self._pool.submit(run) if is_shared else None
+        run()
+        if other is not None and not other.cancel():
+            other.result()
+        return errors
 
     def _store_one(self, op: CopyOp) -> None:
         part_bytes = op.count * self._block_bytes[op.group_index]
-        digest = self._copy(op, part_bytes, into_slot=True)
-        if digest is not None:
-            self._part.write_signature(self._arena, op, digest)
+        digests = self._copy(op, part_bytes, into_slot=True)
+        if digests is not None:
+            self._part.write_signature(self._arena, op, digests)
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
 
@@ -119,46 +149,60 @@ class HostCopier:
         if len(op.blocks) < op.count:
             self._part.prove(self._arena, op, part_bytes)
         self._part.recheck(self._arena, op)
-        digest = self._copy(op, part_bytes, into_slot=False)
-        if digest is not None:
-            self._part.check_signature(self._arena, op, digest)
+        digests = self._copy(op, part_bytes, into_slot=False)
+        if digests is not None:
+            self._part.check_signature(self._arena, op, digests)
         self._part.recheck(self._arena, op)
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
 
-    def _copy(self, op: CopyOp, part_bytes: int, into_slot: bool) -> int | None:
-        """Copy; the part's digest if the whole part was copied and checksums are on, else None."""
-        steps = self._steps(op, part_bytes, into_slot)
+    def _copy(self, op: CopyOp, part_bytes: int, into_slot: bool) -> bytes | None:
+        """Copy; the part's digests if the whole part was copied and checksums are on, else None."""
+        most = self._num_blocks[op.group_index]
+        if min(op.blocks) < 0 or max(op.blocks) >= most:
+            raise HybridKVError(f"a block id is outside the engine's {most} blocks")
+        start = self._part.payload(op, part_bytes)
+        steps = self._steps(op, start, into_slot)
         if self._part.checksum == "off" or len(op.blocks) < op.count:
             for _ in steps:
                 pass
             return None
         # Each piece is hashed right after its copy, while it is in the cache.
-        hashed = hasher(op.slot.generation)
-        for start, size in steps:
-            hashed.update(self._arena.memory[start : start + size])
-        return hashed.intdigest()
+        part = self._arena.memory[start : start + part_bytes]
+        digests: list[int] = []
+        hashed = 0
+        for end in steps:
+            copied = end - start
+            whole = copied if copied == part_bytes else copied - copied % PIECE_BYTES
+            digests += hash_pieces(part, range(hashed, whole, PIECE_BYTES))
+            hashed = whole
+        return pack_u64(digests)
 
-    def _steps(self, op: CopyOp, part_bytes: int, into_slot: bool) -> Iterator[tuple[int, int]]:
-        """Copy piece by piece in the slot's order; yields (offset in the arena, bytes) of each."""
-        most, base = self._num_blocks[op.group_index], self._arena.address
-        if min(op.blocks) < 0 or max(op.blocks) >= most:
-            raise BadSlotError(op, f"a block id is outside the engine's {most} blocks")
-        at = self._part.payload(op, part_bytes)
+    def _steps(self, op: CopyOp, at: int, into_slot: bool) -> Iterator[int]:
+        """Copy the part, which is at this offset of the arena, in batches of about BATCH_BYTES.
+
+        Yields the offset up to which the part was copied, after each batch.
+        """
+        base, memmove, blocks, first = self._arena.address, ctypes.memmove, op.blocks, op.first
         for band in self._groups[op.group_index]:
             if band.words is not None and at % WORD_BYTES == 0:
                 yield from self._band_steps(op, band, band.words, at, into_slot)
             else:
-                for batch, size in _batches(_moves(op, band, base + at)):
-                    for slot_at, block_at, piece in batch:
-                        to, source = (slot_at, block_at) if into_slot else (block_at, slot_at)
-                        ctypes.memmove(to, source, piece)
-                    yield batch[0][0] - base, size
+                for batch, end in band.batches(op.count):
+                    for offset, number, address, stride_bytes, size in batch:
+                        if number >= first:
+                            slot = base + at + offset
+                            block = address + blocks[number - first] * stride_bytes
+                            if into_slot:
+                                memmove(slot, block, size)
+                            else:
+                                memmove(block, slot, size)
+                    yield at + end
             at += op.count * band.layer_bytes
 
     def _band_steps(
         self, op: CopyOp, band: _Band, words: torch.Tensor, at: int, into_slot: bool
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterator[int]:
         """As `_steps`, some layers at a time, which torch copies in this thread and its cache."""
         layers, _, width = words.shape
         row_words = op.count * width
@@ -172,14 +216,18 @@ class HostCopier:
                     slot.copy_(engine.select(1, block))
                 else:
                     engine.select(1, block).copy_(slot)
-            yield start * WORD_BYTES, rows * row_words * WORD_BYTES
+            yield (start + rows * row_words) * WORD_BYTES
 
     def _compare(self, op: CopyOp, part_bytes: int) -> None:
         at = self._arena.address + self._part.payload(op, part_bytes)
         for band in self._groups[op.group_index]:
-            for slot_at, block_at, size in _moves(op, band, at):
-                if ctypes.string_at(slot_at, size) != ctypes.string_at(block_at, size):
-                    raise BadSlotError(op, "the engine's blocks are not what was copied")
+            for move in chain.from_iterable(batch for batch, _ in band.batches(op.count)):
+                if move.number >= op.first:
+                    block = op.blocks[move.number - op.first]
+                    there = move.address + block * move.stride_bytes
+                    ours = ctypes.string_at(at + move.offset, move.size_bytes)
+                    if ours != ctypes.string_at(there, move.size_bytes):
+                        raise BadSlotError(op, "the engine's blocks are not what was copied")
             at += op.count * band.layer_bytes
 
 
@@ -200,17 +248,18 @@ def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
             joined.append([layer])
     bands: list[_Band] = []
     at, blocks = 0, min(map(len, views))
-    for layers in joined:
-        first = layers[0]
-        words: torch.Tensor | None = None
-        if len(layers) > 1:
-            shape = len(layers), blocks, first.block_bytes // WORD_BYTES
-            step, start = layers[1].address - first.address, first.address - first.storage
-            strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
-            words = torch.empty(0, dtype=torch.int64)
-            words.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
-        bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
-        at += len(layers)
+    for is_alone, some in groupby(joined, lambda layers: len(layers) == 1):
+        for layers in [list(chain.from_iterable(some))] if is_alone else some:
+            words: torch.Tensor | None = None
+            if not is_alone:
+                first = layers[0]
+                shape = len(layers), blocks, first.block_bytes // WORD_BYTES
+                step, start = layers[1].address - first.address, first.address - first.storage
+                strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
+                words = torch.empty(0, dtype=torch.int64)
+                words.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
+            bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
+            at += len(layers)
     return bands
 
 
@@ -220,7 +269,7 @@ def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
     step = layer.address - layers[-1].address
     numbers = first.address - first.storage, step, first.stride_bytes, first.block_bytes
     return (
-        replace(layer, address=first.address) == first
+        layer[1:] == first[1:]
         and len(first.runs) == 1
         and first.block_bytes <= BAND_BLOCK_BYTES_MAX
         and step > 0
@@ -229,37 +278,13 @@ def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
     )
 
 
-def _moves(op: CopyOp, band: _Band, at: int) -> Iterator[Move]:
-    """The moves of a band in the slot's order; adjacent blocks and runs are joined if possible."""
-    for layer in band.layers:
-        slot_at = at + op.first * layer.block_bytes
-        if len(layer.runs) == 1 and layer.stride_bytes == layer.block_bytes:
-            for run in consecutive(op.blocks):
-                size = len(run) * layer.block_bytes
-                yield slot_at, layer.address + run.start * layer.stride_bytes, size
-                slot_at += size
-        else:
-            for block in op.blocks:
-                for offset, size in layer.runs:
-                    yield slot_at, layer.address + block * layer.stride_bytes + offset, size
-                    slot_at += size
-        at += op.count * layer.block_bytes
-
-
-def _batches(moves: Iterable[Move]) -> Iterator[tuple[list[Move], int]]:
-    """The moves in batches of about BATCH_BYTES, each with its bytes.
-
-    A batch is contiguous in the slot, and stays in a core's cache until it is hashed.
-    """
-    batch: list[Move] = []
-    total = 0
-    for slot_at, block_at, size in moves:
-        for at in range(0, size, BATCH_BYTES):
-            piece = min(BATCH_BYTES, size - at)
-            batch.append((slot_at + at, block_at + at, piece))
-            total += piece
-            if total >= BATCH_BYTES:
-                yield batch, total
-                batch, total = [], 0
-    if batch:
-        yield batch, total
+def _moves(layers: Sequence[_HostLayer], count: int) -> Iterator[_Move]:
+    """All moves of `count` stored blocks in the slot's order."""
+    at = 0
+    for layer in layers:
+        for number in range(count):
+            for start, size in layer.runs:
+                for cut in range(0, size, BATCH_BYTES):
+                    piece = min(size - cut, BATCH_BYTES)
+                    yield _Move(at, number, layer.address + start + cut, layer.stride_bytes, piece)
+                    at += piece

@@ -14,8 +14,8 @@ from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     checksum_offset,
-    hasher,
     payload_offset,
+    piece_digests,
     read_generation,
     signature,
 )
@@ -33,7 +33,11 @@ class Copier(Protocol):
     """One rank's copies. `done` may be called from another thread."""
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """Copy blocks out. Once this returns, work that the engine submits may reuse the blocks."""
+        """Copy blocks out. Once this returns, work that the engine submits may reuse the blocks.
+
+        `done` is called once for each op. Where this raises instead, nothing of it is written any
+        more.
+        """
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
         """Copy blocks in; `done` is called once, when the blocks have the bytes or never will."""
@@ -65,21 +69,21 @@ class PartLayout:
     def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Write the checksum of this rank's part."""
         if self.checksum != "off":
-            self.write_signature(arena, op, self._digest(arena, op, part_bytes))
+            self.write_signature(arena, op, self._digests(arena, op, part_bytes))
 
     def prove(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Raise BadSlotError unless the slot has the op's generation and its part its checksum."""
         self.recheck(arena, op)
         if self.checksum != "off":
-            self.check_signature(arena, op, self._digest(arena, op, part_bytes))
+            self.check_signature(arena, op, self._digests(arena, op, part_bytes))
 
-    def write_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
-        """Write `digest` as the checksum of this rank's part."""
-        self._checksum(arena, op)[:] = signature(digest)
+    def write_signature(self, arena: Arena, op: CopyOp, digests: bytes) -> None:
+        """Write the checksum of this rank's part, whose pieces have these digests (shm.slots)."""
+        self._checksum(arena, op)[:] = signature(digests, op.slot.generation)
 
-    def check_signature(self, arena: Arena, op: CopyOp, digest: int) -> None:
-        """Raise BadSlotError unless `digest` is what the writer of the part signed."""
-        if bytes(self._checksum(arena, op)) != signature(digest):
+    def check_signature(self, arena: Arena, op: CopyOp, digests: bytes) -> None:
+        """Raise BadSlotError unless pieces with these digests are what the writer signed."""
+        if bytes(self._checksum(arena, op)) != signature(digests, op.slot.generation):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
     def recheck(self, arena: Arena, op: CopyOp) -> None:
@@ -92,8 +96,6 @@ class PartLayout:
         at = op.slot.offset + checksum_offset(part)
         return arena.memory[at : at + CHECKSUM_BYTES]
 
-    def _digest(self, arena: Arena, op: CopyOp, part_bytes: int) -> int:
+    def _digests(self, arena: Arena, op: CopyOp, part_bytes: int) -> bytes:
         start = self.payload(op, part_bytes)
-        hashed = hasher(op.slot.generation)
-        hashed.update(arena.memory[start : start + part_bytes])
-        return hashed.intdigest()
+        return piece_digests(arena.memory[start : start + part_bytes])

@@ -4,27 +4,34 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from hybridkv.client.link import Link
-from hybridkv.connector.copy.cuda import CudaCopier
-from hybridkv.connector.copy.host import HostCopier
+from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
+from hybridkv.connector.worker.copiers import Copiers, open_pipeline
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
-from hybridkv.shm.arena import Arena, attach_arena
+from hybridkv.shm.arena import SHM_DIR, Arena, attach_arena
+from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
-from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello
+from hybridkv.vllm.weights import EngineWeights
+from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, ReportMapping, Welcome
 
 logger = logging.getLogger("vllm.hybridkv")
+
+ATTACH_SECONDS = 1.0  # How often an arena is tried that cannot be mapped.
 
 
 class WorkerRole:
     """One rank. Each step calls `start_loads`, `start_stores` and `collect` once, in this order."""
+
+    device: Device | None = None  # Set before `register` to copy on another device than CUDA.
 
     def __init__(
         self,
@@ -34,26 +41,31 @@ class WorkerRole:
         rank: int,
         ranks: int,
         checksum: str,
+        chunk_tokens: int | None = None,
+        step_tokens: int = 0,
     ) -> None:
-        self._config = config
-        self._served = [config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids]
-        specs = enumerate(group.kv_cache_spec for group in self._served)
+        """`chunk_tokens`: as configured; `step_tokens`: the most that one step computes."""
+        self._model = config, chunk_tokens, step_tokens
+        specs = enumerate(group.kv_cache_spec for group in _served(config))
         shared = frozenset(index for index, spec in specs if is_replicated(spec))
         self._part = PartLayout(rank, ranks, checksum, shared)
         hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id)
         self._link = Link(socket_path, hello, lambda why: None)
-        self._groups: list[list[torch.Tensor]] = []  # Blocks of each layer of each served group.
+        self._making: Copiers | None = None  # Once the engine's tensors are registered.
         self.layout: WorkerLayout | None = None
+        self._weights: EngineWeights | None = None  # None until the tensors are registered.
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
-        self._populated_bytes = 0
+        self._attach_at = 0.0
+        """When an arena that could not be mapped is tried again; 0.0 = the last one was mapped."""
         self._lock = threading.Lock()
         """Guards what the ends of copies write, because they may come from a copier's thread."""
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._report = StepReport()
-        self._expected: StepPlan | None = None
+        self._expected: tuple[StepPlan | None, bool] = None, False
+        """The last plan with stores, and whether a copier has them and will report each."""
         self._storing: dict[int, set[int]] = {}
         """Places of the objects that are not reported yet, by the number of the store run."""
         self._loading: dict[str, LoadPlan] = {}  # The loads that are running, by request.
@@ -65,27 +77,55 @@ class WorkerRole:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors; raises GeometryError where a layout is not understood."""
-        views = block_views(self._config, kv_caches)
-        self.layout = worker_layout(self._config, views)
-        self._groups = [[views[name] for name in group.layer_names] for group in self._served]
+        config, *tokens = self._model
+        views = block_views(config, kv_caches)
+        self._weights = EngineWeights.of_caller()
+        weights = self._weights.read().digest
+        self.layout = replace(worker_layout(config, views), weights=weights)
+        groups = [
+            [physical(views[name]) for name in group.layer_names] for group in _served(config)
+        ]
+        try:
+            pipeline = open_pipeline(
+                *(config, self.layout, self._part.ranks, *tokens, groups, self.device)
+            )
+        except DeviceError as error:
+            logger.warning("hybridkv: the device has no room to copy; nothing is cached: %s", error)
+            return
+        if pipeline is not None:
+            self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
+        self._making = Copiers(groups, self._part, pipeline)
         self._link.poll(time.monotonic())
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads; those that cannot begin are reported as failed."""
+        self._report.number = plan.number
+        if self._weights is not None:
+            self._weights.step(plan.question)
+            if plan.is_idle:
+                self._weights.give_way()
         self._attach(plan)
+        refused: list[str] = []
+        if plan.loads and not self._agrees(plan):
+            self._report.counters["loads_other_weights"] += len(plan.loads)
+            refused += plan.loads
         with self._lock:
-            self._finished.update(plan.failed)
-            self._failed.update(plan.failed)
+            self._finished.update(plan.failed, refused)
+            self._failed.update(plan.failed, refused)
         for request_id, load in plan.loads.items():
-            self._load(request_id, load)
+            if not refused:
+                self._load(request_id, load)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says; on return the blocks are the engine's again."""
         self._expect(plan)
         _, copier = self._copiers.get(plan.boot, (None, None))
-        if copier is None:
+        # What is stored while the weights are not known is not committed before they are.
+        agrees = self._agrees(plan) or self._is_asked(plan)
+        if copier is None or not agrees:
             objects = sum(run.objects for run in plan.stores.values())
-            self._report.counters["stores_unattached"] += objects
+            reason = "unmapped" if agrees else "other_weights"
+            self._report.counters[f"stores_{reason}"] += objects
             self.fail_stores(plan)
             return
         started = time.perf_counter()
@@ -102,7 +142,13 @@ class WorkerRole:
                 else:
                     self._stored(number, place, True)
         copier.store(ops, lambda op, stored: self._stored(*places[op.slot], stored))
+        self._expected = plan, True
         self._report.counters["store_seconds"] += time.perf_counter() - started
+
+    def begin_anew(self) -> None:
+        """Map the arena again with the next plan; copies that run end as they would have."""
+        self._boot = ""
+        self._close_old_copiers()
 
     def fail_all(self, plan: StepPlan) -> None:
         """After a fault in `start_loads`: every load that neither runs nor ended failed."""
@@ -112,9 +158,10 @@ class WorkerRole:
             self._failed |= lost
 
     def fail_stores(self, plan: StepPlan) -> None:
-        """After a fault in `start_stores`: what is not stored by now will not be."""
+        """After a fault in `start_stores`: what no copier has will not be stored."""
         self._expect(plan)
-        for number in plan.stores:
+        _, is_handed_over = self._expected
+        for number in () if is_handed_over else plan.stores:
             for place in list(self._storing.get(number, ())):
                 self._stored(number, place, False)
 
@@ -129,17 +176,45 @@ class WorkerRole:
         """What else this worker did since the last call."""
         with self._lock:
             report, self._report = self._report, StepReport()
-        if self._boot:
+            if self._making is not None and self._making.pipeline is not None:
+                report.counters.update(self._making.pipeline.take_counters())
+        # After an error of the device nothing is copied any more, so nothing may be offered.
+        if self._boot and (self._making is None or self._making.is_alive):
             report.boots[self._boot] = 1
+        if self._weights is not None:
+            report.weights[self._part.rank] = self._weights.answer
         return report
 
-    def close(self) -> None:
-        """Finish the copies and end the connection; the daemon hears that nothing is copied."""
+    def detach(self) -> None:
+        """Finish the copies; the next plan maps the arena anew."""
         self._boot = ""
         for copier in {id(copier): copier for _, copier in self._copiers.values()}.values():
             copier.close()
         self._copiers.clear()
+
+    def close(self) -> None:
+        """Finish the copies and end the connection; the daemon hears that nothing is copied."""
+        if self._weights is not None:
+            self._weights.close()
+        self.detach()
+        if self._making is not None:
+            self._making.close()
+            # An engine of the same process may outlive this role, and its memory must not.
+            self._making = None
         self._link.close(Drained(NEVER))
+
+    def _agrees(self, plan: StepPlan) -> bool:
+        """Whether the plan was made for the weights that this worker has."""
+        if self._weights is None:
+            return True
+        question, digest, version = self._weights.answer
+        rank = self._part.rank
+        return plan.question == question and plan.weights[rank : rank + 1] == ((digest, version),)
+
+    def _is_asked(self, plan: StepPlan) -> bool:
+        """Whether the plan was made while the answer to the last question was not known."""
+        is_last = self._weights is not None and self._weights.answer[0] == plan.question
+        return is_last and not plan.weights
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
         started = time.perf_counter()
@@ -174,8 +249,8 @@ class WorkerRole:
     def _expect(self, plan: StepPlan) -> None:
         """Note that every object of the plan must be reported, and each only once."""
         with self._lock:
-            if self._expected is not plan:
-                self._expected = plan
+            if self._expected[0] is not plan:
+                self._expected = plan, False
                 for number, run in plan.stores.items():
                     self._storing[number] = set(range(run.objects))
 
@@ -197,13 +272,10 @@ class WorkerRole:
         self._link.poll(now)
         self._send_drained(plan.session, now)
         welcome = self._link.welcome
-        if welcome is not None and welcome.boot != self._boot:
-            path = Path(welcome.arena_path)
-            try:
-                arena = attach_arena(path, welcome.arena_bytes, welcome.slots_bytes)
-            except HybridKVError as error:
-                self._report.counters["attach_failed"] += 1
-                logger.warning("hybridkv: %s", error)
+        is_new = welcome is not None and welcome.boot != self._boot and now >= self._attach_at
+        if welcome is not None and is_new and self._making is not None:
+            arena = self._mapped(welcome, now)
+            if arena is None:
                 return
             self._close_old_copiers()
             old, copier = self._copiers.get(self._boot, (None, None))
@@ -212,27 +284,37 @@ class WorkerRole:
                 arena.close()
                 self._copiers[welcome.boot] = old, copier
             else:
-                make = CudaCopier if self._groups[0][0].device.type == "cuda" else HostCopier
-                self._copiers[welcome.boot] = arena, make(arena, self._groups, self._part)
-                self._populated_bytes = 0
+                self._copiers[welcome.boot] = arena, self._making.make(arena)
             self._boot = welcome.boot
-        if plan.boot == self._boot and plan.reserved_bytes > self._populated_bytes:
-            # New pages are mapped ahead of their first use, which takes longer than a step.
-            arena, copier = self._copiers[self._boot]
-            new = self._populated_bytes, plan.reserved_bytes
-            self._populated_bytes = plan.reserved_bytes
-            if isinstance(copier, CudaCopier):
-                copier.pin(plan.reserved_bytes)
-            else:
-                threading.Thread(target=arena.populate, args=new, daemon=True).start()
+        is_ours = plan.reserved_bytes > 0 and plan.boot == self._boot
+        if is_ours and self._making is not None:
+            self._making.prepare(*self._copiers[self._boot], plan.reserved_bytes)
+
+    def _mapped(self, welcome: Welcome, now: float) -> Arena | None:
+        """The daemon's arena; None where it cannot be mapped, which the daemon is told."""
+        path, sizes = Path(welcome.arena_path), (welcome.arena_bytes, welcome.slots_bytes)
+        try:
+            arena = attach_arena(path, *sizes, pid=welcome.pid)
+        except HybridKVError as error:
+            self._report.counters["attach_failed"] += 1
+            if not self._attach_at:
+                text = "hybridkv: nothing is loaded or stored: %s; engine and daemon need one %s"
+                logger.warning(text, error, SHM_DIR)
+            self._link.send(ReportMapping(False), now)
+            self._attach_at = now + ATTACH_SECONDS
+            return None
+        if self._attach_at:
+            self._link.send(ReportMapping(True), now)
+        self._attach_at = 0.0
+        return arena
 
     def _close_old_copiers(self) -> None:
         """Keep the present life's copier alone."""
         for boot in [boot for boot in self._copiers if boot != self._boot]:
             _, copier = self._copiers.pop(boot)
-            if not any(copier is other for _, other in self._copiers.values()):
-                # In a thread, because it may have copies to finish and gigabytes to unpin.
-                threading.Thread(target=copier.close, daemon=True).start()
+            shared = any(copier is other for _, other in self._copiers.values())
+            if self._making is not None and not shared:
+                self._making.retire(copier)
 
     def _send_drained(self, session: int, now: float) -> None:
         """Send Drained once no copy runs that was planned before the engine's last greeting."""
@@ -245,3 +327,8 @@ class WorkerRole:
         due = not self._draining and self._session and drained != self._drained
         if due and self._link.send(Drained(session), now):
             self._drained = drained
+
+
+def _served(config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    """The groups that have a prefix cache."""
+    return [config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids]

@@ -1,0 +1,256 @@
+"""CUDA as the copier's device: torch, and the calls of the CUDA runtime that torch does not have.
+
+No test runs it without a GPU. Everything above it runs on the simulated device of the tests.
+"""
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridkv.connector.copy.device import (
+    DeviceError,
+    DeviceMemoryError,
+    Kernels,
+    Lane,
+    Stream,
+    Waitable,
+)
+from hybridkv.connector.copy.tables import BlockTables, Move, encode
+from hybridkv.connector.copy.torch_kernels import TorchKernels
+from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.shm.slots import PIECE_BYTES, piece_digests
+
+try:
+    from hybridkv.connector.copy.triton_kernels import TritonKernels
+except ImportError:
+    TritonKernels = None  # type: ignore[assignment,misc]
+
+logger = logging.getLogger("vllm.hybridkv")
+
+HASH_THREADS = 4  # Where Triton cannot run, they hash at about the rate of a PCIe link.
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: our streams do not wait for the default stream.
+_DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses.
+
+
+class CudaEvent:
+    """See Waitable."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(blocking=True)
+
+    def ready(self) -> bool:
+        """See Waitable."""
+        with translated():
+            return bool(self.event.query())
+
+    def wait(self) -> None:
+        """See Waitable."""
+        with contextlib.suppress(RuntimeError):
+            self.event.synchronize()
+
+
+class HashResult:
+    """See Result."""
+
+    def __init__(self, future: "Future[bytes]") -> None:
+        self._future = future
+
+    def ready(self) -> bool:
+        """See Waitable."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """See Waitable."""
+        wait([self._future])
+
+    def result(self) -> bytes:
+        """See Result."""
+        return self._future.result()
+
+
+class CudaDevice:
+    """See Device. It is made on the engine's thread, whose device is the worker's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runtime = _runtime()
+        self._streams: dict[int, Any] = {}
+        self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hybridkv-hash")
+        least = ctypes.c_int()
+        self._run("cudaDeviceGetStreamPriorityRange", ctypes.byref(least), None)
+        self._least_priority = least.value
+
+    def free_bytes(self) -> int:
+        """See Device."""
+        with translated():
+            return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
+        """See Device."""
+        with translated():
+            if pinned:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def current_stream(self) -> Stream:
+        """See Device."""
+        stream = torch.cuda.current_stream(self._device)
+        self._streams[stream.cuda_stream] = stream
+        return Stream(stream.cuda_stream)
+
+    def new_stream(self) -> Stream:
+        """See Device. It is not one of torch's streams, which others use as well."""
+        made = ctypes.c_void_p()
+        arguments = ctypes.byref(made), _NON_BLOCKING, self._least_priority
+        self._run("cudaStreamCreateWithPriority", *arguments)
+        assert made.value
+        self._streams[made.value] = torch.cuda.ExternalStream(made.value, self._device)
+        return Stream(made.value)
+
+    def record(self, stream: Stream) -> CudaEvent:
+        """See Device."""
+        made = CudaEvent()
+        with translated():
+            made.event.record(self._streams[stream])
+        return made
+
+    def wait_event(self, stream: Stream, event: Waitable) -> None:
+        """See Device."""
+        assert isinstance(event, CudaEvent)
+        with translated():
+            self._streams[stream].wait_event(event.event)
+
+    def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
+        """See Device."""
+        addresses = ctypes.c_void_p(to), ctypes.c_void_p(source)
+        on = ctypes.c_void_p(stream)
+        self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), _DEFAULT_KIND, on)
+
+    def kernels(
+        self,
+        tables: BlockTables,
+        table: torch.Tensor,
+        groups: Sequence[Sequence[torch.Tensor]],
+        staging: torch.Tensor,
+    ) -> Kernels:
+        """See Device. Kernels of Triton that do not do what torch does are not used."""
+        plain = TorchKernels(tables.word_bytes, groups)
+        try:
+            made = TritonKernels(tables.word_bytes, self._device)
+            if agree(made, plain, tables, table, staging):
+                return made
+            logger.warning("hybridkv: Triton copies other bytes than torch, which is used instead")
+        except Exception as error:  # noqa: BLE001  # the message has it
+            text = "hybridkv: Triton does not run here; torch copies instead, and slower: %s"
+            logger.warning(text, error)
+        return plain
+
+    def launch(self, work: Callable[[], None], stream: Stream) -> None:
+        """See Device."""
+        with translated(), torch.cuda.stream(self._streams[stream]):
+            work()
+
+    def register(self, address: int, size: int) -> bool:
+        """See Device."""
+        call = self._runtime.cudaHostRegister
+        return bool(call(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0)
+
+    def unregister(self, address: int) -> None:
+        """See Device."""
+        self._run("cudaHostUnregister", ctypes.c_void_p(address))
+
+    def clear_error(self) -> None:
+        """See Device."""
+        self._runtime.cudaGetLastError()
+
+    def call(self, work: Callable[[], bytes]) -> HashResult:
+        """See Device."""
+        return HashResult(self._hashing.submit(work))
+
+    def start(self, name: str, lane: Lane) -> None:
+        """See Device."""
+
+        def choose_device() -> None:
+            torch.cuda.set_device(self._device)
+
+        threading.Thread(target=drive, args=(lane, choose_device), name=name, daemon=True).start()
+
+    def wait(self, waitable: Waitable) -> None:
+        """See Device."""
+        while not waitable.ready():
+            waitable.wait()
+
+    def _run(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._runtime, name)(*arguments)
+        if status:
+            self.clear_error()
+            raise DeviceError(f"{name} failed with CUDA error {status}")
+
+
+def drive(lane: Lane, prepare: Callable[[], None]) -> None:
+    """Run a lane in this thread to its end."""
+    prepare()
+    # The engine's tensors may be of inference mode, which is set thread by thread.
+    with torch.inference_mode():
+        for waitable in lane:
+            waitable.wait()
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """What torch and Triton raise, as a DeviceError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(str(error)) from error
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
+
+
+def _runtime() -> Any:
+    """The CUDA runtime that torch has loaded; another copy would have errors of its own."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line.split(maxsplit=5)[-1]
+        if Path(name).name.startswith("libcudart"):
+            return ctypes.CDLL(name)
+    raise DeviceError("torch has loaded no CUDA runtime")
+
+
+def agree(
+    made: Kernels, plain: Kernels, tables: BlockTables, table: torch.Tensor, staging: torch.Tensor
+) -> bool:
+    """Compile and try the kernels on the null blocks, which nobody reads; whether they are right.
+
+    `staging` is the store ring, which holds the largest object and is not in use yet.
+    """
+    places = [0]
+    for index in range(len(tables.groups)):
+        ops = [CopyOp(SlotRef(0, 0), index, 0, 1, 0, (0,))]
+        words = encode(tables, ops, places, staging.data_ptr())
+        descriptors = torch.tensor(words, dtype=torch.int64).to(staging.device).view(torch.uint8)
+        group = tables.groups[index]
+        sizes = group.rows, group.run_words
+        move = Move(ops, places, staging, table.data_ptr(), descriptors, *sizes)
+        part = staging[: group.block_bytes]
+        plain.move(move, is_gather=True)
+        expected = part.cpu()
+        part.fill_(0xC3)
+        made.move(move, is_gather=True)
+        made.move(move, is_gather=False)
+        gathered = part.cpu()
+        plain.move(move, is_gather=True)
+        if not torch.equal(gathered, expected) or not torch.equal(part.cpu(), expected):
+            return False
+    if len(staging) < PIECE_BYTES:
+        return True
+    digest = torch.zeros(1, dtype=torch.int64, device=staging.device)
+    made.digest(staging.data_ptr(), 1, digest.data_ptr())
+    found = digest.cpu().numpy().tobytes()
+    return bool(found == piece_digests(memoryview(staging[:PIECE_BYTES].cpu().numpy())))

@@ -1,0 +1,120 @@
+"""Where the engine's blocks are, and which of them a kernel copies, as arrays that it reads.
+
+A group has a row for each run of a block in each layer. A move has an entry for each object, and
+behind the entries the numbers of all blocks. All numbers are 64-bit, and sizes are in words::
+
+    row    |address of block 0's run|words: block to block|words of the run|words of a block
+           |words of the layers before, for one block|words of the runs before|
+    entry  |address of the part|stored blocks|first block|blocks|index of its first block number
+           |first row of the group|rows of the group|0|
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from hybridkv.core.copies import CopyOp
+from hybridkv.vllm.blocks import block_bytes, block_runs
+
+ROW = 6  # Numbers in a row.
+ENTRY = 8  # Numbers in an entry.
+NUMBER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTable:
+    """The rows of one group."""
+
+    first_row: int
+    rows: int
+    block_bytes: int  # Of one block in all layers.
+    blocks: int  # The engine's blocks.
+    run_words: int  # Of the longest run.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """The rows of all groups."""
+
+    word_bytes: int
+    rows: "array[int]"
+    groups: tuple[GroupTable, ...]
+
+    def part_bytes(self, op: CopyOp) -> int:
+        """Bytes of one rank's part of an object."""
+        return op.count * self.groups[op.group_index].block_bytes
+
+    def holds(self, op: CopyOp) -> bool:
+        """Whether the engine has all blocks of the op."""
+        return min(op.blocks) >= 0 and max(op.blocks) < self.groups[op.group_index].blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One launch: blocks of `ops[i]` from or to the part at `places[i]` in the staging."""
+
+    ops: Sequence[CopyOp]
+    places: Sequence[int]
+    staging: torch.Tensor
+    table: int  # The address of the rows.
+    descriptors: torch.Tensor  # The entries and block numbers.
+    rows: int  # The most of any entry.
+    run_words: int  # The most of any entry.
+
+
+def make_tables(groups: Sequence[Sequence[torch.Tensor]]) -> BlockTables:
+    """The tables of the physical views of each group's layers."""
+    runs: list[list[list[int]]] = []
+    for views in groups:
+        runs.append([])
+        before = 0
+        for view in views:
+            stride, inside = view.stride(0) * view.element_size(), 0
+            for offset, size in block_runs(view):
+                address = view.data_ptr() + offset
+                runs[-1].append([address, stride, size, block_bytes(view), before, inside])
+                inside += size
+            before += block_bytes(view)
+    word = gcd(NUMBER_BYTES, *(number for rows in runs for row in rows for number in row))
+    tables: list[GroupTable] = []
+    flat = array("q")
+    for views, rows in zip(groups, runs, strict=True):
+        tables.append(
+            GroupTable(
+                first_row=len(flat) // ROW,
+                rows=len(rows),
+                block_bytes=sum(map(block_bytes, views)),
+                blocks=min(map(len, views)),
+                run_words=max(row[2] for row in rows) // word,
+            )
+        )
+        for address, *sizes in rows:
+            flat.extend([address, *(size // word for size in sizes)])
+    return BlockTables(word, flat, tuple(tables))
+
+
+def encode(
+    tables: BlockTables, ops: Sequence[CopyOp], places: Sequence[int], staging: int
+) -> "array[int]":
+    """The entries and block numbers of ops whose parts are `places` bytes behind `staging`."""
+    groups = tables.groups
+    entries, numbers = array("q"), array("q")
+    at = len(ops) * ENTRY
+    for op, place in zip(ops, places, strict=True):
+        group, blocks = groups[op.group_index], op.blocks
+        size = len(blocks)
+        entries.extend(
+            (staging + place, op.count, op.first, size, at, group.first_row, group.rows, 0)
+        )
+        numbers.extend(blocks)
+        at += size
+    entries.extend(numbers)
+    return entries
+
+
+def encoded_bytes(ops: Sequence[CopyOp]) -> int:
+    """Bytes of what `encode` gives."""
+    return NUMBER_BYTES * sum(ENTRY + len(op.blocks) for op in ops)

@@ -1,0 +1,496 @@
+"""One seed: an engine without a model, a copier on a simulated device, and all bytes known."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridkv.connector.copy.cuda import CudaCopier
+from hybridkv.connector.copy.device import DeviceError
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
+from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
+from hybridkv.connector.copy.staging import CopySizes
+from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.errors import HybridKVError
+from hybridkv.shm.arena import Arena
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
+from tests.devicesim.device import COMPUTE, ENGINE, STRANGER, Habits, SimulatedDevice
+
+ARENA_BYTES = 8 << 20
+BLOCKS = 13
+POISON = 0x5A
+FREE = 0xA5
+"""What a slot holds that nobody uses."""
+COSTLY = ("launch", "copy")
+"""What the engine's thread does once in a step, however many objects and layers there are."""
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The blocks of one group: bytes of a block's runs in each layer, and what stands between."""
+
+    layers: tuple[tuple[int, int], ...]
+    """(runs of a block, bytes of a run)."""
+    padding: int
+    """Bytes behind each block, or behind each run where a block has several."""
+    counts: tuple[int, ...]
+    """Stored blocks that objects may have."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all layers."""
+        return sum(runs * size for runs, size in self.layers)
+
+
+@dataclass
+class Slot:
+    """A slot, and what it must hold."""
+
+    offset: int
+    state: str = "free"  # free, writing, committed
+    op: CopyOp | None = None
+    content: bytes = b""
+    readers: int = 0
+    flipped: bool = False
+
+
+@dataclass
+class Loading:
+    """A load that is not over."""
+
+    ops: list[CopyOp]
+    contents: list[bytes]
+    may_fail: bool = False
+    must_fail: bool = False
+
+
+class Life:
+    """An arena of the daemon's, and its copier."""
+
+    def __init__(self, world: "World", arena: Arena) -> None:
+        self.arena = arena
+        self.copier = CudaCopier(world.pipeline, arena, world.part)
+        self.slots = [Slot(at) for at in world.offsets]
+        self.reserved = 0
+        self.closed = False
+        np.frombuffer(arena.memory, np.uint8)[:] = FREE
+
+
+class World:
+    """See above. `arenas` are the memory of the lives, which all seeds use."""
+
+    def __init__(self, seed: int, arenas: list[Arena]) -> None:
+        self.rng = rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.groups = [_shape(rng) for _ in range(rng.choice((1, 1, 2)))]
+        self.checksum = rng.choice(("on", "on", "on", "off", "paranoid"))
+        ranks = rng.choice((1, 1, 2))
+        self.part = PartLayout(rng.randrange(ranks), ranks, self.checksum)
+        largest = max(max(shape.counts) * shape.block_bytes for shape in self.groups)
+        self.slot = max(slot_bytes(largest, ranks), 4096)
+        self.habits = Habits(
+            digests=rng.random() < 0.7,
+            torch_kernels=rng.random() < 0.2,
+            registers=rng.choice((0, 2, 1 << 30, 1 << 30, 1 << 30)),
+            slow_registration=rng.random() < 0.3,
+            breaks_at=rng.randrange(600) if rng.random() < 0.15 else -1,
+            refuses_at=rng.randrange(30, 600) if rng.random() < 0.2 else -1,
+        )
+        room = range(0, ARENA_BYTES - self.slot, self.slot)
+        self.offsets = sorted(rng.sample(room, min(len(room), rng.choice((4, 12, 30)))))
+        self._credit = rng.random() < 0.6
+        """Whether stores are planned as far as the staging has room, as the scheduler does."""
+        demand = Demand(largest, max(max(shape.counts) for shape in self.groups), 3 * largest)
+        if rng.random() < 0.2:
+            self.habits.free_bytes = 16 * largest
+        self.device = SimulatedDevice(rng, self.habits)
+        self.views = [self._allocate(shape) for shape in self.groups]
+        sizes = CopySizes(
+            piece=rng.choice((4096, 16384)),
+            pin=1 << 18,
+            bounce=rng.choice((16384, 65536)),
+            descriptors=1 << 20 if self._credit else 1024,
+            load_ring=largest * rng.choice((1, 3)),
+            depth=rng.choice((1, 3, 8)),
+        )
+        self.refusal = ""
+        try:
+            self.pipeline = CopyPipeline(
+                self.device, [[view for _, view in group] for group in self.views], demand, sizes
+            )
+        except DeviceError as error:
+            self.refusal = str(error)
+            return
+        self.model = [[memory.numpy().copy() for memory, _ in group] for group in self.views]
+        self.lives = [Life(self, arenas[0])]
+        self._arenas = arenas
+        self._is_busy = [set[int]() for _ in self.groups]
+        """Blocks that a load writes, by group."""
+        self.loads: list[Loading] = []
+        self._wrongs: list[str] = []
+        """What was seen in calls from the copier, which may catch the error."""
+        self._generation = 0
+        self._planned = 0
+
+    def run(self) -> Counter[str]:
+        """The counts of the seed."""
+        rng = self.rng
+        if self.refusal:
+            assert self.habits.refuses_at >= 0 or self.habits.free_bytes < 1 << 40, self.refusal
+            self.counts["refused_at_start"] += 1
+            return self.counts
+        for _ in range(rng.choice((5, 20, 40))):
+            self._step()
+            for _ in range(rng.choice((0, 3, 30, 300))):
+                if not self.device.turn():
+                    break
+            if rng.random() < 0.03 and len(self.lives) == 1:
+                self._move_on()
+        if rng.random() < 0.3:
+            self.counts["closed_in_flight"] += 1
+        else:
+            self._settle()
+        self._close()
+        assert not self.device.held, f"the engine's thread waited for {self.device.held}"
+        assert not self.device.wrongs, self.device.wrongs
+        assert not self._wrongs, self._wrongs
+        assert self.pipeline.is_alive or self._has_failed(), "the copier ended without a reason"
+        assert self.device.refusals <= len(self.lives), "a refused registration is tried again"
+        self.counts["seeds"] += 1
+        self.counts["broken"] += bool(self.device.broken)
+        self.counts["dead"] += not self.pipeline.is_alive
+        for name, value in self.pipeline.take_counters().items():
+            if not name.endswith("_seconds"):
+                self.counts[name] += int(value)
+        assert not self._credit or not self.counts["stores_staging_full"], "credits do not fit"
+        self.counts["operations"] += self.device.ran
+        return self.counts
+
+    # The engine
+
+    def _step(self) -> None:
+        rng, life = self.rng, self.lives[-1]
+        grown = min(ARENA_BYTES, life.reserved + rng.choice((0, 1 << 18, 1 << 21)))
+        loads = [load for _ in range(rng.choice((0, 1, 1, 2))) if (load := self._plan_load(life))]
+        for load in loads:
+            for op in load.ops:
+                self._write(op.group_index, op.blocks, lambda size: bytes([POISON]) * size)
+        for index, busy in enumerate(self._is_busy):
+            free = [block for block in range(1, BLOCKS) if block not in busy]
+            written = rng.sample(free, min(len(free), rng.randrange(5)))
+            self._write(index, written, rng.randbytes)
+        before = dict(self.device.counts)
+        with self.device.hook():
+            if grown > life.reserved:
+                life.reserved = grown
+                life.copier.pin(grown)
+            for load in loads:
+                self._load(life, load)
+            stores = self._plan_stores(life)
+            if stores:
+                self._store(life, stores)
+        for what in COSTLY:
+            calls = self.device.counts[ENGINE, what] - before.get((ENGINE, what), 0)
+            assert calls <= 1, f"{calls} times {what} in one hook"
+        # The blocks are the engine's again: the next step overwrites them at once.
+        for slot in stores:
+            assert slot.op is not None
+            if not set(slot.op.blocks) & self._is_busy[slot.op.group_index]:
+                self._write(slot.op.group_index, slot.op.blocks, rng.randbytes)
+        self._harm(life)
+
+    def _write(self, index: int, blocks: Any, content: Callable[[int], bytes]) -> None:
+        """The engine's kernels write blocks, when their turn comes."""
+        writes: list[tuple[Bytes, Bytes]] = []
+        for (_, view), model in zip(self.views[index], self.model[index], strict=True):
+            memory = view.numpy()
+            for block in blocks:
+                mine = _same(view, model)[block]
+                fresh = np.frombuffer(content(mine.size), np.uint8).reshape(mine.shape)
+                mine[...] = fresh
+                writes.append((memory[block], fresh))
+
+        def run() -> None:
+            for place, fresh in writes:
+                place[...] = fresh
+
+        if writes:
+            try:
+                with self.device.acting("the model"):
+                    self.device.launch(run, COMPUTE)
+            except DeviceError:
+                self._is_lost()
+
+    def _is_lost(self) -> None:
+        """A call of the engine's own failed: nothing is known of its memory from now on."""
+        assert self.device.broken or self.habits.refuses_at >= 0
+        self.device.fail("the engine's own call failed")
+
+    def _plan_stores(self, life: Life) -> list[Slot]:
+        rng, planned = self.rng, list[Slot]()
+        for _ in range(rng.choice((0, 1, 2, 4))):
+            index = rng.randrange(len(self.groups))
+            shape = self.groups[index]
+            count = rng.choice(shape.counts)
+            free = [slot for slot in life.slots if slot.state == "free"]
+            free = [slot for slot in free if slot.offset + self.slot <= life.reserved]
+            blocks = [block for block in range(1, BLOCKS) if block not in self._is_busy[index]]
+            size = count * shape.block_bytes
+            if self._credit and self._planned + size > self.pipeline.staging_bytes:
+                self.counts["stores_put_off"] += 1
+                continue
+            if not free or len(blocks) < count:
+                continue
+            slot = rng.choice(free)
+            self._generation += 1
+            ref = SlotRef(slot.offset, self._generation)
+            slot.op = CopyOp(ref, index, 0, count, 0, tuple(rng.sample(blocks, count)))
+            slot.state, slot.flipped = "writing", False
+            slot.content = self._content(slot.op)
+            header = SlotHeader(SlotState.WRITING, ref.generation, self.part.ranks, size)
+            life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
+            self._planned += size
+            planned.append(slot)
+        return planned
+
+    def _store(self, life: Life, slots: list[Slot]) -> None:
+        by_op = {slot.op: slot for slot in slots}
+
+        def done(op: CopyOp, stored: bool) -> None:
+            with self._noting():
+                end(op, stored)
+
+        def end(op: CopyOp, stored: bool) -> None:
+            slot = by_op.pop(op)  # A second call raises.
+            assert slot.state == "writing"
+            start = self.part.payload(op, len(slot.content))
+            self._planned -= len(slot.content)
+            if stored:
+                found = life.arena.memory[start : start + len(slot.content)]
+                assert found == slot.content, "a slot has not the bytes of its step"
+                self.part.prove(life.arena, op, len(slot.content))
+                slot.state = "committed"
+            else:
+                self._vacate(life, slot)
+            self.counts["stored" if stored else "unstored"] += 1
+
+        ops = [slot.op for slot in slots if slot.op is not None]
+        try:
+            life.copier.store(ops, done)
+        except DeviceError:
+            assert self.device.broken or self.habits.refuses_at >= 0
+
+    def _vacate(self, life: Life, slot: Slot) -> None:
+        """The daemon gives the slot to another object; copies that still write it are seen."""
+        size = len(slot.content)
+        assert slot.op is not None
+        start = self.part.payload(slot.op, size)
+        life.arena.memory[start : start + size] = bytes([FREE]) * size
+        life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = SlotHeader(
+            SlotState.FREE, 0, self.part.ranks, size
+        ).pack()
+        slot.state = "free"
+
+    def _plan_load(self, life: Life) -> Loading | None:
+        rng, load = self.rng, Loading([], [])
+        for slot in rng.sample(life.slots, len(life.slots))[: rng.choice((1, 2, 6))]:
+            if slot.state != "committed":
+                continue
+            op = slot.op
+            assert op is not None
+            first = rng.choice((0, 0, rng.randrange(op.count)))
+            busy = self._is_busy[op.group_index]
+            free = [block for block in range(1, BLOCKS) if block not in busy]
+            if len(free) < op.count - first:
+                continue
+            blocks = tuple(rng.sample(free, op.count - first))
+            busy.update(blocks)
+            load.ops.append(CopyOp(op.slot, op.group_index, 0, op.count, first, blocks))
+            load.contents.append(slot.content)
+            load.must_fail |= slot.flipped
+        return load if load.ops else None
+
+    def _load(self, life: Life, load: Loading) -> None:
+        self.loads.append(load)
+
+        def done(error: HybridKVError | None) -> None:
+            with self._noting():
+                end(error)
+
+        def end(error: HybridKVError | None) -> None:
+            self.loads.remove(load)  # A second call raises.
+            for op in load.ops:
+                self._is_busy[op.group_index] -= set(op.blocks)
+            if error is not None:
+                may = load.may_fail or load.must_fail
+                expected = may if isinstance(error, BadSlotError) else self._has_failed()
+                assert expected, f"a load failed: {error}"
+                self.counts["loads_failed"] += 1
+                for op in load.ops:
+                    self._write(op.group_index, op.blocks, self.rng.randbytes)
+                return
+            assert not load.must_fail, "wrong bytes were loaded"
+            for op, content in zip(load.ops, load.contents, strict=True):
+                self._restore(op, content)
+                assert self._holds(op), "a load is told done, and its blocks are not restored"
+            self.counts["loaded"] += len(load.ops)
+
+        try:
+            life.copier.load(load.ops, done)
+        except DeviceError as error:
+            done(error)
+
+    def _restore(self, op: CopyOp, content: bytes) -> None:
+        """What a load must have done, in the model."""
+        at, all_bytes = 0, np.frombuffer(content, np.uint8)
+        for (_, view), model in zip(
+            self.views[op.group_index], self.model[op.group_index], strict=True
+        ):
+            mine = _same(view, model)
+            size = mine[0].size
+            for number, block in enumerate(op.blocks, op.first):
+                start = at + number * size
+                mine[block] = all_bytes[start : start + size].reshape(mine[0].shape)
+            at += op.count * size
+
+    def _holds(self, op: CopyOp) -> bool:
+        """Whether the engine's memory has what the model has in the blocks of the op."""
+        pairs = zip(self.views[op.group_index], self.model[op.group_index], strict=True)
+        return all(
+            np.array_equal(view.numpy()[block], _same(view, model)[block])
+            for (_, view), model in pairs
+            for block in op.blocks
+        )
+
+    def _content(self, op: CopyOp) -> bytes:
+        """The part of an object as the model has it now."""
+        pieces: list[bytes] = []
+        for (_, view), model in zip(
+            self.views[op.group_index], self.model[op.group_index], strict=True
+        ):
+            mine = _same(view, model)
+            pieces += [np.ascontiguousarray(mine[block]).tobytes() for block in op.blocks]
+        return b"".join(pieces)
+
+    # What goes wrong
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._wrongs.append(repr(error))
+            raise
+
+    def _has_failed(self) -> bool:
+        return bool(self.device.broken) or self.habits.refuses_at >= 0
+
+    def _harm(self, life: Life) -> None:
+        rng = self.rng
+        committed = [slot for slot in life.slots if slot.state == "committed"]
+        if not committed or rng.random() > 0.15:
+            return
+        slot = rng.choice(committed)
+        assert slot.op is not None
+        users = [load for load in self.loads if slot.op.slot in [op.slot for op in load.ops]]
+        for load in users:
+            load.may_fail = True
+        if rng.random() < 0.5 and not users:
+            # The daemon evicts nothing that is being loaded, but a life of it may end.
+            self._vacate(life, slot)
+            self.counts["evicted"] += 1
+        elif self.checksum != "off" and not users:
+            start = self.part.payload(slot.op, len(slot.content))
+            life.arena.memory[start + rng.randrange(len(slot.content))] ^= 1 << rng.randrange(8)
+            slot.flipped = True
+            self.counts["flipped"] += 1
+        else:
+            number = life.arena.memory[slot.offset + 16] ^ 0xFF
+            life.arena.memory[slot.offset + 16] = number
+            size = len(slot.content)
+            start = self.part.payload(slot.op, size)
+            life.arena.memory[start : start + size] = rng.randbytes(size)
+            slot.state = "lost"
+            self.counts["taken_over"] += 1
+
+    def _move_on(self) -> None:
+        """The daemon lives again with another arena; what runs in the old one goes on."""
+        self.lives.append(Life(self, self._arenas[1]))
+        self.counts["lives"] += 1
+
+    def _settle(self) -> None:
+        """All that is queued ends, whatever registrations take long."""
+        self.device.settle()
+        assert not self.loads, "a load waits for ever, or for a registration"
+        for life in self.lives:
+            assert all(slot.state != "writing" for slot in life.slots), "a store waits for ever"
+        self.pipeline.check()
+        self._audit()
+
+    def _close(self) -> None:
+        for life in self.lives:
+            with self.device.acting(STRANGER):
+                life.copier.close()
+        with self.device.acting(STRANGER):
+            self.pipeline.close()
+        assert not self.loads, "a load is never told"
+        for life in self.lives:
+            assert all(slot.state != "writing" for slot in life.slots), "a store is never told"
+        self.device.settle()
+        assert self.device.is_idle, "something is left"
+        self.pipeline.check()
+        self._audit()
+
+    def _audit(self) -> None:
+        """All of the engine's memory, and all slots that nobody uses."""
+        if self.device.broken:
+            return
+        for index, group in enumerate(self.views):
+            for (memory, _), model in zip(group, self.model[index], strict=True):
+                assert np.array_equal(memory.numpy(), model), "a block was written by nobody"
+        for life in self.lives:
+            for slot in life.slots:
+                if slot.state == "free" and slot.op is not None:
+                    start = self.part.payload(slot.op, len(slot.content))
+                    found = life.arena.memory[start : start + len(slot.content)]
+                    assert found == bytes([FREE]) * len(found), "a slot was written by nobody"
+        self.counts["audits"] += 1
+
+    def _allocate(self, shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(memory, physical view) of each layer."""
+        layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for runs, size in shape.layers:
+            if runs == 1:
+                stride = size + shape.padding
+                memory = torch.full((BLOCKS * stride,), POISON, dtype=torch.uint8)
+                view = memory.as_strided((BLOCKS, size), (stride, 1))
+            else:
+                memory = torch.full((runs * BLOCKS * size,), POISON, dtype=torch.uint8)
+                view = memory.as_strided((BLOCKS, runs, size), (size, BLOCKS * size, 1))
+            self.device.adopt(memory)
+            layers.append((memory, view))
+        return layers
+
+
+def _same(view: torch.Tensor, model: Bytes) -> Bytes:
+    """The blocks of the model, shaped as the view."""
+    return np.lib.stride_tricks.as_strided(model, tuple(view.shape), tuple(view.stride()))
+
+
+def _shape(rng: random.Random) -> Shape:
+    word = rng.choice((8, 8, 8, 8, 4, 1))
+    large = rng.random() < 0.25
+    layers: list[tuple[int, int]] = []
+    for _ in range(rng.choice((1, 2, 3))):
+        size = rng.choice((4096, 20000, 49152)) if large else word * rng.randrange(1, 200)
+        layers.append((rng.choice((1, 1, 2)), size))
+    padding = rng.choice((0, 0, 8 * rng.randrange(5), word))
+    counts = rng.choice(((1,), (2,), (1, 2, 3))) if large else rng.choice(((1,), (4,), (1, 3, 5)))
+    return Shape(tuple(layers), padding, counts)

@@ -1,0 +1,218 @@
+"""Faults in the copies of a device, most of which the first copier had (issue 14, F2 to F12)."""
+
+from tests.mutations.files import DEVICES, PIPELINE
+from tests.mutations.mutation import Mutation
+
+FAULTS: tuple[Mutation, ...] = (
+    Mutation(
+        "staging-in-shreds",
+        "what is left at the end of the staging is lost, so that planned stores do not fit (F2)",
+        "Ring.take",
+        "if size > self.largest or self._out + size > self.size:",
+        "if size > self.largest or max(self._out, self._next % self.size) + size > self.size:",
+        ("A33",),
+        (f"{PIPELINE}::test_a_ring_has_room_for_what_its_credits_allow", DEVICES),
+    ),
+    Mutation(
+        "staging-of-no-step",
+        "the staging holds a part of a step, whatever room the device has (F2)",
+        "CopyPipeline.__init__",
+        "wanted = min(room, STAGING_BYTES_MAX, demand.step_bytes)",
+        "wanted = min(room, STAGING_BYTES_MAX, demand.step_bytes // 4)",
+        ("A33",),
+        (f"{PIPELINE}::test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step",),
+    ),
+    Mutation(
+        "engine-waits-for-its-step",
+        "the engine's thread waits until the gather is over (F3)",
+        "CopyPipeline.store",
+        "gathered = self._device.record(stream)",
+        """
+        gathered = self._device.record(stream)
+        self._device.wait(gathered)
+        """,
+        ("D18",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "pageable-copies",
+        "memory that is not pinned is copied as if it were (F3)",
+        "Pins.cut",
+        "yield start, end - start, False",
+        "yield start, end - start, True",
+        ("D18",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "loads-behind-pinning",
+        "the load lane registers the arena's memory (F4)",
+        "CopyPipeline.pin",
+        "self._pinning.put(lambda: slots.pins.pin(self._device, reserved_bytes))",
+        """
+        lane = slots.pins.pin(self._device, reserved_bytes)
+        self._loads.jobs.put(Barrier(lambda: deque(lane, 0).clear()))
+        """,
+        ("D18",),
+        (f"{PIPELINE}::test_an_arena_that_is_attached_again_delays_no_load", DEVICES),
+    ),
+    Mutation(
+        "one-launch-for-each-object",
+        "a step's gather is a launch for each of its objects (F5)",
+        "CopyPipeline.store",
+        "self._descriptors.move(at, kept, places, memory, stream, (True,))",
+        """
+        for place, op in zip(places, kept):
+            self._descriptors.move(at, [op], [place], memory, stream, (True,))
+        """,
+        ("D18",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "one-object-at-a-time",
+        "an object of a load is copied when the one before it is in the engine's blocks (F6)",
+        "LoadLane._begin",
+        "while len(self._flying) < self._shared.sizes.depth:",
+        "while not self._flying:",
+        ("D18",),
+        (f"{PIPELINE}::test_objects_of_a_load_are_on_their_way_together",),
+    ),
+    Mutation(
+        "staging-kept-by-the-dead",
+        "a store that fails keeps its staging (F8)",
+        "StoreLane._fail_flying",
+        "self._give_back(job)",
+        "",
+        ("B38",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "lane-ends-with-its-first-error",
+        "a lane ends with an error, and whoever waits for it waits for ever (F8)",
+        "CopyLane.run",
+        "yield from self._fail(error)",
+        "raise",
+        ("B38",),
+        (f"{PIPELINE}::test_a_device_that_fails_ends_the_copier_and_hangs_nobody", DEVICES),
+    ),
+    Mutation(
+        "told-before-it-is-over",
+        "after an error stores and loads are told failed while the device still copies (F8)",
+        "CopyLane._fail",
+        "yield from self.staging.drain()",
+        "yield from ()",
+        ("D6",),
+        (f"{PIPELINE}::test_nothing_is_told_failed_while_the_device_still_copies",),
+    ),
+    Mutation(
+        "unpinned-by-a-stranger",
+        "the thread that closes a copier unpins memory, on whatever device is its own (F9)",
+        "CopyPipeline.detach",
+        "drained = Latch(2, lambda: self._pinning.put(unpin))",
+        """
+        drained = Latch(2)
+        for _ in unpin():
+            pass
+        """,
+        ("A33",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "old-error-stays",
+        "the error of a refused registration is raised by the thread's next launch (F10)",
+        "Pins.pin",
+        "device.clear_error()",
+        "",
+        ("C11",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "refused-again-and-again",
+        "a refused registration is tried again whenever the arena grows (F10)",
+        "Pins.pin",
+        "self._refused = True",
+        "",
+        ("B31",),
+        (f"{PIPELINE}::test_a_refused_registration_is_said_once", DEVICES),
+    ),
+    Mutation(
+        "paranoid-in-name",
+        '"paranoid" compares nothing on a device (F12)',
+        "LoadLane._send",
+        'directions = (False, True) if checksum == "paranoid" else (False,)',
+        "directions = (False,)",
+        ("B36",),
+        (f"{PIPELINE}::test_paranoid_compares_the_engines_blocks",),
+    ),
+    Mutation(
+        "slot-before-gather",
+        "a slot is filled from the staging before the gather has filled that",
+        "StoreLane._begin",
+        "device.wait_event(staging.copies, job.gathered)",
+        "",
+        ("D6",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "scatter-before-copy",
+        "blocks are restored from the staging before the slot's bytes are there",
+        "LoadLane._send",
+        "device.wait_event(staging.programs, flight.events[-1])",
+        "",
+        ("D6",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "scatter-into-blocks-in-use",
+        "blocks are restored before the engine's earlier work with them is over",
+        "LoadLane._send",
+        "device.wait_event(staging.programs, load.ready)",
+        "",
+        ("D6",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "staging-given-back-early",
+        "a load's staging is free before its scatter is over",
+        "LoadLane._end_oldest",
+        "yield from self.staging.settle(flight)",
+        "yield from over(flight.events[0])",
+        ("D6",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "descriptors-used-again",
+        "what a kernel reads is overwritten before the kernel has run",
+        "LoadLane._send",
+        "at, ops, places = flight.number * self._entry_bytes, [flight.op], [flight.place]",
+        "at, ops, places = 0, [flight.op], [flight.place]",
+        ("A33",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "bounced-and-forgotten",
+        "a part of the bounce buffer is used again before its bytes are in the slot",
+        "Staging._copy_unpinned",
+        "if earlier is not None:",
+        "if earlier is not None and not into_slot:",
+        ("A33",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "proof-without-generation",
+        "a slot that changes hands while it is copied is not noticed",
+        "LoadLane._end_oldest",
+        "part.recheck(arena, flight.op)",
+        "",
+        ("D6",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "dead-but-attached",
+        "a worker whose device failed still says that it maps the arena",
+        "WorkerRole.report",
+        "if self._boot and (self._making is None or self._making.is_alive):",
+        "if self._boot:",
+        ("C11",),
+        ("tests/unit/connector/test_worker.py::test_a_worker_whose_device_failed_offers_nothing",),
+    ),
+)

@@ -1,0 +1,104 @@
+"""`python -m tests.unit.connector.kernels_check` compares the kernels with each other.
+
+For every memory layout of CUDA: Triton's, in its interpreter, against torch's and against an
+object's bytes block by block; and the digests against `xxhash`. It is a program because Triton
+reads TRITON_INTERPRET when it is imported, which vLLM may do first.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from hybridkv.connector.copy.cuda_device import agree
+from hybridkv.connector.copy.tables import Move, encode, make_tables
+from hybridkv.connector.copy.torch_kernels import TorchKernels
+from hybridkv.connector.copy.triton_kernels import TritonKernels
+from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.shm.slots import PIECE_BYTES, piece_digests
+from hybridkv.vllm.blocks import block_runs, physical
+from tests.kv_memory import CACHES, KVMemory
+
+SLOT = SlotRef(0, 1)
+CHOICES = ((4, 0, (3, 1, 5, 2)), (3, 1, (7, 4)), (1, 0, (8,)))
+"""(stored blocks, first, engine's blocks) of the objects of each group."""
+
+
+def expected(views: list[torch.Tensor], op: CopyOp, part: bytes) -> bytes:
+    """The part after a gather, by the layout of an object (core.copies)."""
+    made, at = bytearray(part), 0
+    for view in views:
+        flat = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy().tobytes()
+        base = view.storage_offset() * view.element_size()
+        runs = list(block_runs(view))
+        size = sum(length for _, length in runs)
+        for number, block in enumerate(op.blocks, op.first):
+            start, to = base + block * view.stride(0) * view.element_size(), at + number * size
+            for offset, length in runs:
+                made[to : to + length] = flat[start + offset : start + offset + length]
+                to += length
+        at += op.count * size
+    return bytes(made)
+
+
+def check_moves(name: str, memory: KVMemory) -> int:
+    """Gather all objects at once, compare, then scatter them into other memory and compare."""
+    groups = [[physical(view) for view in views] for views in memory.groups]
+    tables = make_tables(groups)
+    ops = [
+        CopyOp(SLOT, index, 0, count, first, blocks)
+        for index in range(len(groups))
+        for count, first, blocks in CHOICES
+    ]
+    sizes = [tables.part_bytes(op) for op in ops]
+    places = [sum(sizes[:number]) for number in range(len(sizes))]
+    table = torch.tensor(tables.rows)
+    kernels = TritonKernels(tables.word_bytes, torch.device("cpu"))
+    stagings = []
+    for kernel in (kernels, TorchKernels(tables.word_bytes, groups)):
+        staging = torch.full((sum(sizes),), 0xC3, dtype=torch.uint8)
+        words = torch.tensor(encode(tables, ops, places, staging.data_ptr())).view(torch.uint8)
+        rows = max(group.rows for group in tables.groups)
+        longest = max(group.run_words for group in tables.groups)
+        move = Move(ops, places, staging, table.data_ptr(), words, rows, longest)
+        kernel.move(move, True)
+        stagings.append(staging)
+        for op, place, size in zip(ops, places, sizes, strict=True):
+            wanted = expected(groups[op.group_index], op, b"\xc3" * size)
+            assert staging[place : place + size].numpy().tobytes() == wanted, (name, op)
+        before = memory.buffer.clone()
+        memory.buffer.fill_(0x5A)
+        kernel.move(move, False)
+        after = memory.buffer.clone()
+        memory.buffer.fill_(0x5A)
+        restored = [memory.within(before, gid) for gid in range(len(groups))]
+        for op in ops:
+            for view, old in zip(groups[op.group_index], restored[op.group_index], strict=True):
+                for block in op.blocks:
+                    view[block] = physical(old)[block]
+        assert torch.equal(after, memory.buffer), f"{name}: other bytes than the blocks changed"
+        memory.buffer.copy_(before)
+    assert torch.equal(*stagings), name
+    # What CudaDevice asks of them before it uses them.
+    plain = TorchKernels(tables.word_bytes, groups)
+    staging = torch.zeros(max(sizes) + PIECE_BYTES, dtype=torch.uint8)
+    assert agree(kernels, plain, tables, table, staging), name
+    return tables.word_bytes
+
+
+def main() -> None:
+    """Every layout, then pieces of several lengths."""
+    words = {name: check_moves(name, cache.memory()) for name, cache in CACHES.items()}
+    assert set(words.values()) >= {1, 8}, words
+    kernels = TritonKernels(8, torch.device("cpu"))
+    for pieces in (1, 3):
+        data = torch.randint(0, 256, (pieces * PIECE_BYTES,), dtype=torch.uint8)
+        out = torch.zeros(pieces, dtype=torch.int64)
+        kernels.digest(data.data_ptr(), pieces, out.data_ptr())
+        assert out.numpy().tobytes() == piece_digests(memoryview(data.numpy()))
+    print(f"{len(words)} layouts and the digests of Triton, of torch and of xxhash are equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""What the pipeline of a device does at its limits; tests/devicesim draws everything else."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hybridkv.connector.copy.cuda import CudaCopier
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
+from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
+from hybridkv.connector.copy.ring import Ring
+from hybridkv.connector.copy.staging import CopySizes
+from hybridkv.connector.copy.tables import Move
+from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.errors import HybridKVError
+from hybridkv.shm.arena import Arena
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
+from tests.arenas import unnamed_arena
+from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
+from tests.devicesim.threaded import ThreadedDevice
+from tests.waiting import DEADLINE_SECONDS
+
+ARENA = 4 << 20
+BLOCKS = 33
+BLOCK = 8192
+LAYERS = 3
+PART = BLOCK * LAYERS
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with unnamed_arena(ARENA) as made:
+        yield made
+
+
+class Rig:
+    """A pipeline on a simulated device; one block makes an object."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        habits: Habits | None = None,
+        checksum: str = "on",
+        sizes: CopySizes | None = None,
+        step: int = 8,
+        device: SimulatedDevice | None = None,
+    ) -> None:
+        self.device = device or SimulatedDevice(random.Random(1), habits)
+        self.views = [
+            torch.randint(0, 256, (BLOCKS, BLOCK), dtype=torch.uint8) for _ in range(LAYERS)
+        ]
+        for view in self.views:
+            self.device.adopt(view)
+        sizes = sizes or CopySizes(piece=4096, pin=1 << 19, bounce=8192, load_ring=8 * PART)
+        self.pipeline = CopyPipeline(self.device, [self.views], Demand(PART, 1, step * PART), sizes)
+        self.arena = arena
+        self.copier = CudaCopier(self.pipeline, arena, PartLayout(0, 1, checksum))
+        self.stored: list[bool] = []
+        self.loaded: list[HybridKVError | None] = []
+
+    def ops(self, count: int, first: int = 1) -> list[CopyOp]:
+        """One object for each of so many blocks."""
+        made = []
+        for number in range(count):
+            at = (first + number) * slot_bytes(PART, 1)
+            header = SlotHeader(SlotState.WRITING, 7 + at, 1, PART)
+            self.arena.memory[at : at + HEADER_BYTES] = header.pack()
+            made.append(CopyOp(SlotRef(at, 7 + at), 0, number, 1, 0, (first + number,)))
+        return made
+
+    def store(self, ops: Sequence[CopyOp]) -> None:
+        """In a hook."""
+        with self.device.hook():
+            self.copier.store(ops, lambda op, stored: self.stored.append(stored))
+
+    def load(self, ops: Sequence[CopyOp]) -> None:
+        """In a hook."""
+        with self.device.hook():
+            self.copier.load(ops, self.loaded.append)
+
+    def stores(self, ops: Sequence[CopyOp]) -> list[bool]:
+        """Until all are told."""
+        self.stored.clear()
+        self.store(ops)
+        self.device.settle()
+        return self.stored
+
+    def loads(self, ops: Sequence[CopyOp]) -> HybridKVError | None:
+        """Until it is told."""
+        self.loaded.clear()
+        self.load(ops)
+        self.device.settle()
+        (error,) = self.loaded
+        return error
+
+
+def test_a_ring_has_room_for_what_its_credits_allow() -> None:
+    """Whatever the sizes are, and wherever a piece ends (issue 14: no fragmentation)."""
+    rng = random.Random(3)
+    for _ in range(200):
+        largest = rng.randrange(1, 50)
+        ring = Ring(largest + rng.randrange(200), largest)
+        out: list[tuple[int, int]] = []
+        for _ in range(200):
+            size = rng.randrange(1, largest + 1)
+            if sum(end - start for start, end in out) + size <= ring.size:
+                start = ring.take(size)
+                assert start is not None
+                assert start + size <= ring.size + largest
+                assert all(start + size <= one or other <= start for one, other in out)
+                out.append((start, start + size))
+            else:
+                assert ring.take(size) is None
+                one, other = out.pop(0)
+                ring.give_back(other - one)
+
+
+def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
+    ring = Ring(100, 60)
+    assert ring.take(60) == 0
+    assert ring.take(40) == 60
+    ring.cancel(60, 40)
+    assert ring.out == 60
+    assert ring.take(30) == 60
+
+
+def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
+    """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
+    rig = Rig(arena, sizes=CopySizes(piece=4096, pin=ARENA, bounce=8192), step=8)
+    rig.copier.pin(ARENA)
+    for step in range(16):
+        ops = rig.ops(8, 1 + 8 * (step % 4))
+        assert rig.stores(ops) == [True] * 8
+    assert "stores_staging_full" not in rig.pipeline.take_counters()
+
+
+def test_what_does_not_fit_the_staging_is_told_and_counted(arena: Arena) -> None:
+    rig = Rig(arena, step=2)
+    assert sorted(rig.stores(rig.ops(5))) == [False] * 3 + [True] * 2
+    assert rig.pipeline.take_counters()["stores_staging_full"] == 3
+    assert rig.stores(rig.ops(2)) == [True] * 2
+
+
+def test_a_device_with_little_memory_gets_a_smaller_ring(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = CopySizes(piece=4096, bounce=8192, descriptors=1 << 16, load_ring=2 * PART)
+    rig = Rig(arena, Habits(free_bytes=40 * PART), sizes=sizes, step=100)
+    assert PART <= rig.pipeline.staging_bytes <= 10 * PART
+    assert "long prompts are stored later" in caplog.text
+    assert all(rig.stores(rig.ops(1)))
+
+
+@pytest.mark.parametrize("checksum", ["on", "off"])
+def test_objects_of_a_load_are_on_their_way_together(arena: Arena, checksum: str) -> None:
+    """Copies of later objects are queued before the first one is over (F6)."""
+    rig = Rig(arena, checksum=checksum)
+    rig.copier.pin(ARENA)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    rig.device.frozen = set(range(1, 9))
+    before = rig.device.counts["hybridkv-load", "copy"]
+    rig.load(ops)
+    rig.device.settle()
+    pieces = rig.device.counts["hybridkv-load", "copy"] - before
+    assert pieces >= 4 * PART // 4096, "the second object waits for the first one"
+    rig.device.frozen.clear()
+    rig.device.settle()
+    assert rig.loaded == [None]
+
+
+def test_stores_and_loads_do_not_wait_for_each_other(arena: Arena) -> None:
+    rig = Rig(arena)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    # Streams are made in this order: the upload's, the stores', the loads'.
+    rig.device.frozen = {4, 5}
+    rig.load(ops)
+    assert rig.stores(rig.ops(4, 9)) == [True] * 4
+    rig.device.frozen = {2, 3}
+    rig.store(rig.ops(4, 17))
+    rig.device.settle()
+    assert rig.loaded == [None]
+    assert len(rig.stored) == 4
+    rig.device.frozen.clear()
+    rig.device.settle()
+    assert rig.stored == [True] * 8
+
+
+def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
+    """All of it is there at once, and its registration does not end (F4)."""
+    rig = Rig(arena, Habits(slow_registration=True))
+    rig.copier.pin(ARENA)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    assert rig.loads(ops) is None
+    assert rig.pipeline.take_counters()["copies_unpinned"] > 0
+    assert rig.device.counts["hybridkv-pin", "register"] == 1, "the first one is not over yet"
+
+
+def test_a_refused_registration_is_said_once(
+    arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(arena, Habits(registers=1))
+    for reserved in range(1 << 19, ARENA + 1, 1 << 19):
+        rig.copier.pin(reserved)
+    ops = rig.ops(20)
+    assert rig.stores(ops[:8]) == rig.stores(ops[8:16]) == [True] * 8
+    assert rig.loads(ops[:16]) is None
+    assert caplog.text.count("does not pin the cache's memory") == 1
+    assert rig.device.refusals == 1
+
+
+class Skipping:
+    """Kernels whose scatter leaves out the last layer."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self.digests = kernels.digests
+        self.digest: Callable[..., None] = kernels.digest
+
+    def move(self, move: Move, is_gather: bool) -> None:
+        """See Kernels."""
+        if is_gather:
+            self._kernels.move(move, True)
+
+
+@pytest.mark.parametrize("checksum", ["on", "paranoid"])
+def test_paranoid_compares_the_engines_blocks(arena: Arena, checksum: str) -> None:
+    """The checksum is that of the staging; only "paranoid" reads the blocks again (F12)."""
+
+    class Device(SimulatedDevice):
+        def kernels(self, *arguments: Any) -> Any:
+            return Skipping(super().kernels(*arguments))
+
+    rig = Rig(arena, checksum=checksum, device=Device(random.Random(1)))
+    ops = rig.ops(2)
+    assert rig.stores(ops) == [True] * 2
+    for view in rig.views:
+        view.zero_()
+    error = rig.loads(ops)
+    assert isinstance(error, BadSlotError) == (checksum == "paranoid")
+
+
+def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> None:
+    rig = Rig(arena)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    rig.device.habits.breaks_at = rig.device.ran + 5
+    rig.load(ops)
+    rig.store(rig.ops(4, 9))
+    rig.device.settle()
+    assert not rig.pipeline.is_alive
+    assert len(rig.loaded) == 1
+    assert isinstance(rig.loaded[0], HybridKVError)
+    assert len(rig.stored) == 8
+    rig.stored.clear()
+    rig.store(rig.ops(2, 20))
+    assert rig.stored == [False] * 2
+    rig.copier.close()
+    rig.pipeline.close()
+
+
+def test_an_error_that_no_device_should_raise_hangs_nobody(arena: Arena) -> None:
+    rig = Rig(arena)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    rig.load(ops)
+
+    def record(stream: Any) -> Any:
+        raise ZeroDivisionError
+
+    rig.device.record = record  # type: ignore[method-assign]
+    rig.device.settle()
+    assert not rig.pipeline.is_alive
+    assert [str(error) for error in rig.loaded] == ["ZeroDivisionError"]
+
+
+def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> None:
+    """The daemon gives such a slot to another object at once, which the copy would overwrite."""
+    rig = Rig(arena)
+    rig.copier.pin(ARENA)
+    rig.device.settle()
+    rig.device.frozen = {2}
+    ops = rig.ops(4)
+    # Three calls of the engine's thread, then some copies of the first object.
+    rig.device.habits.refuses_at = rig.device.calls + 3 + 5
+    rig.store(ops)
+    rig.device.settle()
+    assert not rig.pipeline.is_alive
+    assert not rig.stored, "the first copies are still queued"
+    rig.device.frozen.clear()
+    rig.device.settle()
+    assert rig.stored == [False] * 4
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_the_lanes_run_in_threads(arena: Arena, digests: bool) -> None:
+    device = ThreadedDevice()
+    device.habits.digests = digests
+    rig = Rig(arena, device=device)
+    rig.copier.pin(ARENA)
+    before = [view.clone() for view in rig.views]
+    for _ in range(20):
+        ops = rig.ops(8)
+        stored, loaded = threading.Semaphore(0), threading.Event()
+        errors: list[HybridKVError | None] = []
+
+        def done(op: CopyOp, is_stored: bool, stored: threading.Semaphore = stored) -> None:
+            assert is_stored
+            stored.release()
+
+        def end(
+            error: HybridKVError | None,
+            errors: list[HybridKVError | None] = errors,
+            loaded: threading.Event = loaded,
+        ) -> None:
+            errors.append(error)
+            loaded.set()
+
+        rig.copier.store(ops, done)
+        assert all(stored.acquire(timeout=DEADLINE_SECONDS) for _ in ops)
+        for view in rig.views:
+            view[1:9].zero_()
+        rig.copier.load(ops, end)
+        assert loaded.wait(DEADLINE_SECONDS)
+        assert errors == [None]
+        for view, old in zip(rig.views, before, strict=True):
+            assert torch.equal(view, old)
+    rig.copier.close()
+    rig.pipeline.close()
+    for thread in device.threads:
+        thread.join(DEADLINE_SECONDS)
+        assert not thread.is_alive()
+    assert device.current_stream() == COMPUTE

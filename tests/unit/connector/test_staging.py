@@ -1,0 +1,221 @@
+"""Staging is a credit: a rank's copies never need more of it, and what has no room is not lost."""
+
+import random
+from collections import Counter, deque
+from types import SimpleNamespace
+
+import pytest
+
+from hybridkv.connector.messages import StepReport
+from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.core.copies import NULL_BLOCK, CopyRun
+from hybridkv.core.coverage import slot_shapes, stored_counts
+from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.packed import pack_u64
+from tests.layouts import LAYOUTS
+
+STEP_TOKENS = 8192
+PROMPT_TOKENS = 128 << 10
+CHUNKED = ["qwen3", "gemma3", "llama4", "qwen3next", "deepseekv4", "two_ranks", "two_ranks_mla"]
+"""Layouts whose chunks divide a step."""
+
+
+class Prefill:
+    """One request, computed step by step, and workers whose reports come some steps late."""
+
+    def __init__(self, geometry: Geometry, staging_bytes: int, late: int, generated: int) -> None:
+        self.geometry = geometry
+        self.staging_bytes = staging_bytes
+        self.counters: Counter[str] = Counter()
+        self.planner = StorePlanner(geometry, STEP_TOKENS, True, self.counters, staging_bytes)
+        tokens = PROMPT_TOKENS + generated
+        self.request = SimpleNamespace(
+            num_tokens=PROMPT_TOKENS,
+            num_prompt_tokens=PROMPT_TOKENS,
+            num_computed_tokens=0,
+            block_hashes=[
+                at.to_bytes(32, "little") for at in range(tokens // geometry.hash_tokens)
+            ],
+        )
+        self.tracked = TrackedRequest(self.request, next_chunk=[0] * len(geometry.groups))
+        self.stored: set[tuple[int, int]] = set()
+        """(group index, chunk) of what is planned."""
+        self.reports = deque([StepReport()] * late)
+        self.inflight: list[CopyRun] = []
+
+    def step(self, tokens: int) -> int:
+        """The objects of one step; then the oldest report."""
+        geometry, request = self.geometry, self.request
+        first = request.num_computed_tokens
+        end = first + tokens
+        request.num_tokens = max(request.num_tokens, end)
+        tables, offers = [], []
+        for group in geometry.groups:
+            size = group.tokens_per_block
+            kept = 0
+            if group.kind is GroupKind.SLIDING:
+                kept = max(0, first - group.window_tokens + 1) // size
+            elif group.kind is GroupKind.CHUNKED_LOCAL:
+                kept = first // group.window_tokens * group.window_tokens // size
+            elif group.kind is GroupKind.RECURRENT:
+                offers.append((group.gid, 7, end))
+            tables.append([NULL_BLOCK] * kept + [*range(1 + kept, 1 + -(-end // size))])
+        for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
+            slots = pack_u64(list(range(64)))
+            self.planner.credits.granted(shape, slots * 8, slots * 8, 0.0)
+        state = SimpleNamespace(boundary_state_offloads={"r": offers})
+        output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
+        runs = self.planner.planned(output, {"r": self.tracked}, lambda _: tables)
+        request.num_computed_tokens = end
+        ranks = set(range(geometry.ranks))
+        self.reports.append(StepReport(done=dict.fromkeys(runs, ranks)))
+        self.inflight += runs.values()
+        self.check()
+        for run in runs.values():
+            chunks = range(run.span.first_chunk, run.span.first_chunk + run.objects)
+            self.stored |= {(run.span.group_index, chunk) for chunk in chunks}
+        report = self.reports.popleft()
+        ended = [self.planner._storing[number].run for number in report.done]
+        self.inflight = [run for run in self.inflight if not any(run is one for one in ended)]
+        self.planner.reported(report, 0.0)
+        return sum(run.objects for run in runs.values())
+
+    def check(self) -> None:
+        """No rank's copies need more than its staging; counted here object by object."""
+        geometry = self.geometry
+        for rank in range(geometry.ranks):
+            held = 0
+            for run in self.inflight:
+                group = geometry.groups[run.span.group_index]
+                for chunk in range(run.span.first_chunk, run.span.first_chunk + run.objects):
+                    if not group.replicated or chunk % geometry.ranks == rank:
+                        held += run.span.count * group.block_bytes
+            assert held <= self.staging_bytes, f"rank {rank}"
+
+    def missing(self) -> set[tuple[int, int]]:
+        """Objects of attention groups that a whole store has and this one has not."""
+        geometry = self.geometry
+        chunks = PROMPT_TOKENS // geometry.chunk_tokens
+        wanted = {
+            (index, chunk)
+            for index, group in enumerate(geometry.groups)
+            if group.kind is not GroupKind.RECURRENT
+            for chunk in range(chunks)
+            if stored_counts(geometry, group)[chunk % len(stored_counts(geometry, group))]
+        }
+        return wanted - self.stored
+
+
+def step_bytes(geometry: Geometry) -> int:
+    """What one step of STEP_TOKENS tokens needs in one rank, its states too."""
+    total = 0
+    for group in geometry.groups:
+        counts = stored_counts(geometry, group)
+        chunks = STEP_TOKENS // geometry.chunk_tokens
+        if group.kind is GroupKind.RECURRENT:
+            total += group.block_bytes
+            continue
+        share = geometry.ranks if group.replicated else 1
+        blocks = sum(counts[chunk % len(counts)] for chunk in range(0, chunks, share))
+        total += blocks * group.block_bytes
+    return total
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(name: str) -> None:
+    """128 Ki tokens in steps of 8 Ki: nothing waits, and states are stored at every step's end."""
+    geometry = LAYOUTS[name]
+    prefill = Prefill(geometry, step_bytes(geometry), 0, 0)
+    for _ in range(PROMPT_TOKENS // STEP_TOKENS):
+        prefill.step(STEP_TOKENS)
+    assert prefill.missing() == set()
+    recurrent = [at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.RECURRENT]
+    for index in recurrent:
+        assert sum(1 for at, _ in prefill.stored if at == index) == PROMPT_TOKENS // STEP_TOKENS
+    assert not [name for name in prefill.counters if name.startswith("stores_")]
+    assert not prefill.planner.is_awaited
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("late", [1, 2, 5])
+def test_what_has_no_room_waits_until_reports_come(name: str, late: int) -> None:
+    """All that the engine keeps is stored while it generates, however late the reports are."""
+    geometry = LAYOUTS[name]
+    steps = PROMPT_TOKENS // STEP_TOKENS
+    prefill = Prefill(geometry, step_bytes(geometry), late, 200 * geometry.hash_tokens)
+    for _ in range(steps):
+        prefill.step(STEP_TOKENS)
+    assert prefill.counters["stores_no_staging"]
+    for _ in range((late + 1) * steps * 2):
+        prefill.step(1)
+    full = {at for at, group in enumerate(geometry.groups) if group.kind is GroupKind.FULL}
+    assert not {one for one in prefill.missing() if one[0] in full}
+    assert not prefill.planner.is_awaited
+
+
+def test_what_the_engine_lets_go_of_comes_first() -> None:
+    """Half a step's staging: windows and states are all stored, full attention waits."""
+    for name in ("gemma3", "qwen3next"):
+        geometry = LAYOUTS[name]
+        full = sum(g.block_bytes for g in geometry.groups if g.kind is GroupKind.FULL)
+        chunks = STEP_TOKENS // geometry.chunk_tokens
+        prefill = Prefill(geometry, step_bytes(geometry) - full * chunks // 2, 0, 0)
+        for number in range(PROMPT_TOKENS // STEP_TOKENS):
+            prefill.step(STEP_TOKENS)
+            boundary = (number + 1) * chunks
+            for index, group in enumerate(geometry.groups):
+                if group.kind is not GroupKind.FULL:
+                    assert (index, boundary - 1) in prefill.stored
+                else:
+                    assert sum(1 for at, _ in prefill.stored if at == index) == boundary // 2
+
+
+def test_an_object_that_no_staging_holds_is_declined() -> None:
+    """It is counted once and never planned again; smaller objects of other groups are stored."""
+    geometry = LAYOUTS["deepseekv4"]
+    sizes = {
+        shape[0]
+        for group in geometry.groups
+        for shape in slot_shapes(geometry, group)
+        if group.kind is GroupKind.FULL
+    }
+    prefill = Prefill(geometry, max(sizes) - 1, 0, 0)
+    prefill.step(STEP_TOKENS)
+    full = next(at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.FULL)
+    assert not {chunk for index, chunk in prefill.stored if index == full}
+    assert prefill.stored
+    declined = STEP_TOKENS // geometry.chunk_tokens
+    assert prefill.counters["stores_too_large"] == declined
+    prefill.step(1)
+    assert prefill.counters["stores_too_large"] == declined
+
+    states = LAYOUTS["qwen3next"]
+    prefill = Prefill(states, 1, 0, 0)
+    prefill.step(STEP_TOKENS)
+    assert prefill.stored == set()
+    assert prefill.counters["stores_too_large"] == STEP_TOKENS // states.chunk_tokens + 2
+
+
+def test_a_lost_daemon_gives_no_staging_back() -> None:
+    """Workers go on copying to slots that are gone; their reports give it back, and no slot."""
+    geometry = LAYOUTS["qwen3"]
+    prefill = Prefill(geometry, step_bytes(geometry), 1, 0)
+    assert prefill.step(STEP_TOKENS)
+    prefill.planner.lost()
+    assert prefill.step(STEP_TOKENS) == 0
+    assert prefill.counters["stores_no_staging"] == 1
+    assert prefill.planner.committed == []
+    assert prefill.step(1) == STEP_TOKENS // geometry.chunk_tokens
+
+
+def test_random_spans_and_reports_never_need_more_than_there_is() -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(60):
+        geometry = LAYOUTS[rng.choice(CHUNKED)]
+        staging = rng.randrange(1, 2 * step_bytes(geometry))
+        prefill = Prefill(geometry, staging, rng.randrange(4), 0)
+        for _ in range(rng.randrange(1, 12)):
+            prefill.step(rng.choice((STEP_TOKENS, geometry.chunk_tokens, 1)))
