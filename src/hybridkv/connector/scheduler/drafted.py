@@ -1,0 +1,133 @@
+"""Which of the engine's blocks hold what the drafter computes for the tokens that name them.
+
+The engine names a block by the tokens up to its end. What a drafter leaves in it may depend on the
+token behind that, and is missing where vLLM did not run the drafter. The engine's own prefix cache
+gives such blocks to other prompts, which costs them accepted drafts. Nothing of it may be stored::
+
+    tokens     0                     proven                                      computed
+    blocks     | own or marked blocks  | not the drafter's for these tokens          |
+    stored     | whole chunks       |  - - - never - - -
+
+Every block has a *mark*: what its tokens and the token behind it were when a request computed or
+loaded it. A request whose prompt begins with blocks of the engine's cache compares their marks with
+its own tokens. From the first block that differs on, nothing of the request is stored: a drafter of
+several layers reads what it has written before.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest
+from hybridkv.core.copies import NULL_BLOCK
+from hybridkv.core.geometry import Geometry, Group
+from hybridkv.vllm.drafters import Drafter
+
+Tables = Callable[[str], Sequence[Sequence[int]]]
+_MARK_BYTES = 8
+_ALL = 1 << 62  # More tokens than any request has.
+
+
+class DraftedBlocks:
+    """The marks of one engine's blocks, and with them what may be stored of each request."""
+
+    def __init__(self, drafter: Drafter, geometry: Geometry, blocks: int) -> None:
+        """`blocks`: the engine's block ids are 0 to `blocks` - 1."""
+        self._drafter = drafter
+        self._geometry = geometry
+        self._marks = array("q", bytes(_MARK_BYTES * blocks))
+        """A mark for each block id, of whatever group has the block now; 0 = none."""
+
+    def missed(self, requests: Mapping[str, TrackedRequest]) -> None:
+        """Steps were computed of which nothing is known: no block is proven."""
+        self._marks = array("q", bytes(_MARK_BYTES * len(self._marks)))
+        for tracked in requests.values():
+            if tracked.drafted is not None:
+                tracked.drafted.proven = 0
+
+    def step(self, output: Any, requests: Mapping[str, TrackedRequest], tables: Tables) -> None:
+        """Take vLLM's SchedulerOutput of a step: what its requests compute and may store."""
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ends = {name: start + scheduled[name] for name, start in starts.items()}
+        drafter = self._drafter
+        is_drafted = max(ends.values(), default=0) + drafter.drafts <= drafter.tokens_max
+        for name, start in starts.items():
+            tracked = requests.get(name)
+            if tracked is None:
+                self._compute(None, tables(name), start, ends[name], 0)
+            else:
+                self._advance(tracked, start, ends[name], is_drafted, tables)
+
+    def _advance(
+        self, tracked: TrackedRequest, start: int, end: int, is_drafted: bool, tables: Tables
+    ) -> None:
+        """A request's step over [start, end), of which the last may be drafts."""
+        request, drafted, table = tracked.request, tracked.drafted, None
+        known = request.num_tokens
+        if drafted is None or drafted.preemptions != request.num_preemptions:
+            table = tables(request.request_id)
+            drafted = tracked.drafted = self._begun(tracked, start, table)
+        if not is_drafted:
+            # With asynchronous scheduling `start` counts drafts that may be rejected yet.
+            drafted.proven = min(drafted.proven, start, known - 1)
+        elif self._drafter.is_stale_at_ends and end < known:
+            drafted.proven = min(drafted.proven, end - 1)
+        computed = min(end, known)
+        drafted.storable = min(computed, known - self._drafter.lookahead_tokens, drafted.proven)
+        unit = self._geometry.hash_tokens
+        if drafted.storable // unit > drafted.marked // unit or computed > drafted.begun:
+            table = table or tables(request.request_id)
+            self._compute(request, table, drafted.marked, computed, drafted.storable)
+            drafted.marked = max(drafted.marked, drafted.storable)
+            drafted.begun = -(-computed // unit) * unit
+
+    def _begun(
+        self, tracked: TrackedRequest, start: int, tables: Sequence[Sequence[int]]
+    ) -> DraftedTokens:
+        """A request runs from `start` on; before that are the engine's own hit and its load."""
+        request, proven = tracked.request, _ALL
+        first, end = tracked.load.restored
+        tracked.load.restored = 0, 0
+        local = first if end == start else start
+        for group in self._geometry.groups:
+            size = group.tokens_per_block
+            marks = self._marks_of(request, group, range(local // size))
+            blocks = [*tables[group.gid][: len(marks)]]
+            if [*map(self._marks.__getitem__, blocks)] == marks:
+                continue
+            for number, (block, mark) in enumerate(zip(blocks, marks, strict=True)):
+                if block != NULL_BLOCK and self._marks[block] != mark:
+                    proven = min(proven, number * size)
+                    break
+        # A chunk's hash covers the token behind it, so what was loaded is proven.
+        self._compute(request, tables, local, start, start)
+        return DraftedTokens(request.num_preemptions, proven, marked=start, begun=start)
+
+    def _compute(
+        self, request: Any, tables: Sequence[Sequence[int]], start: int, end: int, storable: int
+    ) -> None:
+        """Mark the blocks of tokens [start, end) that end within `storable`, and no others."""
+        for group in self._geometry.groups:
+            size = group.tokens_per_block
+            numbers = range(start // size, -(-end // size))
+            whole = range(numbers.start, max(numbers.start, storable // size))
+            marks = self._marks_of(request, group, whole[: len(numbers)])
+            marks += [0] * (len(numbers) - len(marks))
+            blocks = tables[group.gid][numbers.start : numbers.stop]
+            for block, mark in zip(blocks, marks, strict=True):
+                self._marks[block] = mark
+
+    def _marks_of(self, request: Any, group: Group, numbers: range) -> list[int]:
+        """Of a request's whole blocks in a group, with these numbers."""
+        if not numbers:
+            return []
+        size, unit = group.tokens_per_block, self._geometry.hash_tokens
+        end, stop = (numbers.start + 1) * size, numbers.stop * size
+        names = request.block_hashes[end // unit - 1 : stop // unit : size // unit]
+        ahead: Iterable[int] = repeat(0)
+        if self._drafter.lookahead_tokens:
+            ahead = request.all_token_ids[end : stop + 1 : size]
+        return [hash(mark) or 1 for mark in zip(repeat(group.gid), names, ahead, strict=False)]

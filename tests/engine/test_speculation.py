@@ -1,0 +1,127 @@
+"""Real engines that draft: what a hit restores of the drafter, and whose KV it may be."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.models import bundled_models
+from tests.engine.support import engine, forget, prompt, since_vllm, stats
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+CHUNK = 128
+TOKENS = 24
+
+
+def draft_model(directory: Path) -> str:
+    """vLLM's argument for a draft model in a directory."""
+    given = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 2}
+    return f"--speculative-config={json.dumps(given)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3_draft", "llama_eagle", "gemma3_eagle", "llama_eagle3"])
+def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_differs(
+    model: str, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """The oracle of a hit is the engine's own, at full length and of the same prompt."""
+    text = prompt(1, 4 * CHUNK + 40)
+    other = [*text[: 3 * CHUNK], text[3 * CHUNK] + 1, *prompt(2, CHUNK)]
+    with engine(model, tmp_path / "e.log", daemon.socket_path) as running:
+        (first,) = running.run(text, max_tokens=TOKENS)
+        assert first["drafts"], "nothing was drafted, so nothing is compared"
+        if model == "qwen3_draft":
+            assert max(first["step_tokens"]) == 3, "a copy of the target is right"
+        forget(running)
+        (hit,) = running.run(text, max_tokens=TOKENS)
+        assert hit["cached_tokens"] == 4 * CHUNK
+        assert stats(daemon.socket_path)["tokens_loaded"] == 4 * CHUNK
+        assert hit["drafts"] == first["drafts"]
+        assert hit["step_tokens"] == first["step_tokens"]
+        forget(running)
+        (parted,) = running.run(other, max_tokens=TOKENS)
+        shared = 3 if model == "qwen3_draft" else 2
+        assert parted["cached_tokens"] == shared * CHUNK
+        forget(running)
+        (again,) = running.run(other, max_tokens=TOKENS)
+        assert again["cached_tokens"] == len(other) // CHUNK * CHUNK
+        for key in ("tokens", "drafts", "step_tokens"):
+            assert again[key] == parted[key], key
+    assert stats(daemon.socket_path).get("loads_failed", 0) == 0
+
+
+@pytest.mark.slow
+def test_prompts_in_parts_are_stored_as_far_as_the_drafter_is_right(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """The V1 runner makes the drafter's KV at a step's end from the prompt's last token."""
+    text, steps = prompt(1, 4 * CHUNK + 40), "--max-num-batched-tokens=192"
+    with engine("llama_eagle", tmp_path / "e.log", daemon.socket_path, steps) as running:
+        hits = []
+        for _ in range(3):
+            (result,) = running.run(text, max_tokens=4)
+            hits.append(result["cached_tokens"])
+            forget(running)
+    assert hits[0] == 0
+    assert hits[1] == CHUNK, "the first step ends at 192"
+    assert hits[2] == 2 * CHUNK, "the step that began at 128 ends at 320"
+
+
+@pytest.mark.slow
+def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Its configuration counts, although its weights and its path are the same."""
+    directory = shutil.copytree(bundled_models()["qwen3"], tmp_path / "draft")
+    text = prompt(1, 2 * CHUNK + 40)
+    values = json.loads((directory / "config.json").read_text())
+    hits = []
+    for theta in (1e6, 5e5, 1e6):
+        (directory / "config.json").write_text(json.dumps({**values, "rope_theta": theta}))
+        arguments = tmp_path / "e.log", daemon.socket_path, draft_model(directory)
+        with engine("qwen3", *arguments) as running:
+            (result,) = running.run(text, max_tokens=4)
+            hits.append(result["cached_tokens"])
+    assert hits == [0, 0, 2 * CHUNK]
+
+
+@pytest.mark.slow
+@since_vllm(32, "recurrent states under speculation were proven on vLLM 0.32")
+@pytest.mark.parametrize("model", ["qwen3next_ngram", "qwen35_ngram"])
+def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
+    model: str, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Prompts that end around a block's end, which is then reached by drafts right and wrong."""
+    block, sparse = 256, "--prefix-cache-retention-interval=256"
+    texts = [prompt(seed, block - 2 - seed) for seed in range(5)]
+    with engine(model, tmp_path / "cold.log", None, sparse) as plain:
+        first = [plain.run(text, max_tokens=24)[0] for text in texts]
+    turns = [[*text, *one["tokens"]] for text, one in zip(texts, first, strict=True)]
+    (tmp_path / "answers.json").write_text(json.dumps(turns))
+    guessing = "--worker-extension-cls=tests.engine.guesses.BundledWorker"
+    known = {"HYBRIDKV_TEST_ANSWERS": str(tmp_path / "answers.json")}
+
+    def answers(socket_path: str | None, log: str) -> list[dict[str, Any]]:
+        """The answers to the texts, and then to what goes on behind them."""
+        arguments = model, tmp_path / log, socket_path, sparse, guessing
+        results = []
+        with engine(*arguments, environment=known) as running:
+            for text in texts:
+                results += running.run(text, max_tokens=24)
+            if socket_path is not None:
+                forget(running)
+            for turn in turns:
+                results += running.run([*turn, *prompt(9, 30)], max_tokens=24)
+        return results
+
+    own, ours = answers(None, "own.log"), answers(daemon.socket_path, "ours.log")
+    for key in ("tokens", "logprobs", "drafts", "step_tokens", "cached_tokens"):
+        assert [one[key] for one in ours] == [one[key] for one in own], key
+    accepted = [max(one["step_tokens"]) for one in ours[: len(texts)]]
+    assert 3 in accepted, "all drafts of a step are right"
+    hits = [one["cached_tokens"] for one in ours[len(texts) :]]
+    assert block in hits, "a state that drafts led to is restored"
+    assert stats(daemon.socket_path)["tokens_loaded"] == sum(hits)
+    assert stats(daemon.socket_path).get("loads_failed", 0) == 0

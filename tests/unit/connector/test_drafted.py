@@ -1,0 +1,188 @@
+"""What a drafter leaves in the engine's blocks, and what of it may be stored."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hybridkv.connector.scheduler.drafted import DraftedBlocks
+from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.vllm.drafters import Drafter
+
+BLOCK = 4
+BLOCKS = 64
+GEOMETRY = Geometry((Group(0, GroupKind.FULL, BLOCK, (8,)),), BLOCK, BLOCK, BLOCK, 1, 1)
+EAGLE = Drafter(lookahead_tokens=1, drafts=2, tokens_max=1000, is_stale_at_ends=False)
+DRAFT_MODEL = Drafter(lookahead_tokens=0, drafts=2, tokens_max=1000, is_stale_at_ends=False)
+STALE = Drafter(lookahead_tokens=1, drafts=2, tokens_max=1000, is_stale_at_ends=True)
+SHORT = Drafter(lookahead_tokens=1, drafts=2, tokens_max=20, is_stale_at_ends=False)
+
+
+class Engine:
+    """Requests of one engine, and the blocks that each has."""
+
+    def __init__(self, drafter: Drafter = EAGLE) -> None:
+        self.drafted = DraftedBlocks(drafter, GEOMETRY, BLOCKS)
+        self.tracked: dict[str, TrackedRequest] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.requests: dict[str, Any] = {}
+
+    def add(self, name: str, tokens: Sequence[int], table: list[int], tracked: bool = True) -> None:
+        request = SimpleNamespace(request_id=name, all_token_ids=[], num_preemptions=0)
+        self.requests[name], self.tables[name] = request, table
+        self.grow(name, tokens)
+        if tracked:
+            self.tracked[name] = TrackedRequest(request)
+
+    def grow(self, name: str, tokens: Sequence[int]) -> None:
+        request = self.requests[name]
+        request.all_token_ids = [*request.all_token_ids, *tokens]
+        request.num_tokens = len(request.all_token_ids)
+        ends = range(BLOCK, request.num_tokens + 1, BLOCK)
+        request.block_hashes = [
+            hash(tuple(request.all_token_ids[:end])).to_bytes(HASH_BYTES, "little", signed=True)
+            for end in ends
+        ]
+
+    def step(self, **steps: tuple[int, int]) -> dict[str, int]:
+        """A step of (start, scheduled) for each request; returns what may be stored of each."""
+        output = SimpleNamespace(
+            num_scheduled_tokens={name: count for name, (_, count) in steps.items()},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[*steps], num_computed_tokens=[start for start, _ in steps.values()]
+            ),
+        )
+        self.drafted.step(output, self.tracked, lambda name: [self.tables[name]])
+        known = ((name, self.tracked[name].drafted) for name in steps if name in self.tracked)
+        return {name: drafted.storable for name, drafted in known if drafted is not None}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_names_cover_the_token_behind_a_chunk(lookahead: int) -> None:
+    geometry = replace(GEOMETRY, lookahead_tokens=lookahead)
+    engine = Engine()
+    names = []
+    for number, more in enumerate(([4, 5], [4, 6], [9, 9])):
+        engine.add(f"r{number}", [*range(4), *more], [])
+        engine.requests[f"r{number}"].mm_features = []
+        names.append(engine.tracked[f"r{number}"].chunk_hashes(geometry, 0, 1))
+    assert names[0] == names[1]
+    assert (names[0] == names[2]) == (lookahead == 0)
+
+
+def test_a_prompt_may_be_stored_as_far_as_the_next_token_is_known() -> None:
+    """The last position's drafter KV depends on a token that is sampled in this very step."""
+    engine = Engine()
+    engine.add("a", range(12), [1, 2, 3, 4])
+    assert engine.step(a=(0, 8)) == {"a": 8}
+    assert engine.step(a=(8, 4)) == {"a": 11}
+    engine.grow("a", [100])
+    assert engine.step(a=(12, 3)) == {"a": 12}, "two of the three are drafts"
+
+
+def test_a_draft_model_reads_no_later_token() -> None:
+    engine = Engine(DRAFT_MODEL)
+    engine.add("a", range(12), [1, 2, 3, 4])
+    assert engine.step(a=(0, 12)) == {"a": 12}
+
+
+def test_drafts_that_are_computed_and_not_verified_are_never_stored() -> None:
+    """With asynchronous scheduling the start of a step counts the drafts of the one before."""
+    engine = Engine(DRAFT_MODEL)
+    engine.add("a", range(7), [1, 2, 3, 4])
+    assert engine.step(a=(0, 7)) == {"a": 7}
+    assert engine.step(a=(7, 3)) == {"a": 7}
+    assert engine.step(a=(10, 3)) == {"a": 7}
+
+
+@pytest.mark.parametrize("last", [4, 99])
+def test_a_hit_of_the_engine_is_stored_only_where_the_same_token_followed(last: int) -> None:
+    engine = Engine()
+    engine.add("a", range(9), [1, 2, 3])
+    engine.step(a=(0, 9))
+    # As after `disable_eagle_block_drop`: the hit ends where the prompts part.
+    engine.add("b", [*range(4), last, *range(5, 9)], [1, 5, 6])
+    assert engine.step(b=(4, 5)) == {"b": 8 if last == 4 else 0}
+
+
+def test_a_block_that_another_prompt_computed_last_is_not_the_prompts_own() -> None:
+    """Of two blocks with one name the engine gives either; their last tokens' KV may differ."""
+    engine = Engine()
+    engine.add("a", range(9), [1, 2, 3])
+    engine.add("b", [*range(4), *range(50, 55)], [4, 5, 6])
+    engine.step(a=(0, 9), b=(0, 9))
+    engine.add("c", [*range(4), *range(50, 58)], [1, 5, 7])
+    assert engine.step(c=(8, 4)) == {"c": 0}
+    engine.add("d", [*range(4), *range(50, 58)], [4, 5, 8])
+    assert engine.step(d=(8, 4)) == {"d": 11}
+
+
+def test_a_block_has_no_mark_from_its_life_before() -> None:
+    """It is taken by a request that is not tracked, and by one that ends at the block's end."""
+    for tracked in (False, True):
+        engine = Engine()
+        engine.add("a", range(9), [1, 2, 3])
+        engine.step(a=(0, 9))
+        engine.add("b", range(4), [1, 2], tracked=tracked)
+        engine.step(b=(0, 4))
+        engine.add("c", range(9), [1, 7, 8])
+        assert engine.step(c=(4, 5)) == {"c": 0}
+
+
+def test_what_was_loaded_is_proven_by_its_name() -> None:
+    engine = Engine()
+    engine.add("a", range(13), [1, 2, 3, 4])
+    engine.tracked["a"].load.restored = 0, 8
+    assert engine.step(a=(8, 5)) == {"a": 12}
+    engine.add("b", range(13), [1, 2, 7, 8])
+    assert engine.step(b=(8, 5)) == {"b": 12}, "of which this one hits the blocks"
+
+
+def test_a_load_proves_nothing_after_the_request_was_preempted() -> None:
+    engine = Engine()
+    engine.add("a", range(13), [1, 2, 3, 4])
+    engine.tracked["a"].load.restored = 0, 8
+    engine.step(a=(8, 5))
+    engine.requests["a"].num_preemptions = 1
+    engine.tables["a"] = [11, 12, 3, 4]
+    assert engine.step(a=(8, 5)) == {"a": 0}
+
+
+def test_the_end_of_a_step_inside_a_prompt_is_stale_with_the_v1_runner() -> None:
+    """vLLM 0.32 takes the prompt's last token for the one behind the step."""
+    engine = Engine(STALE)
+    engine.add("a", range(21), [1, 2, 3, 4, 5, 6])
+    assert engine.step(a=(0, 8)) == {"a": 7}
+    assert engine.step(a=(8, 8)) == {"a": 7}
+    assert engine.step(a=(16, 5)) == {"a": 7}
+    engine.add("b", range(21), [1, 2, 3, 14, 15, 16])
+    assert engine.step(b=(12, 9)) == {"b": 4}, "nor may others store it"
+
+
+def test_a_step_without_the_drafter_leaves_gaps_in_all_of_its_requests() -> None:
+    """vLLM leaves the drafter out where any request is too long for it."""
+    engine = Engine(SHORT)
+    engine.add("a", range(9), [1, 2, 3])
+    assert engine.step(a=(0, 4)) == {"a": 4}
+    engine.add("long", range(100, 119), [21, 22, 23, 24, 25], tracked=False)
+    assert engine.step(a=(4, 4), long=(0, 19)) == {"a": 4}
+    assert engine.step(a=(8, 1)) == {"a": 4}
+    engine.add("b", range(9), [1, 2, 7])
+    assert engine.step(b=(8, 1)) == {"b": 4}
+
+
+def test_after_a_step_of_which_nothing_is_known_no_block_is_proven() -> None:
+    engine = Engine()
+    engine.add("a", range(13), [1, 2, 3, 4])
+    engine.step(a=(0, 8))
+    engine.drafted.missed(engine.tracked)
+    assert engine.step(a=(8, 5)) == {"a": 0}
+    engine.add("b", range(13), [1, 2, 7, 8])
+    assert engine.step(b=(8, 5)) == {"b": 0}
+    engine.add("c", range(13), [11, 12, 13, 14])
+    assert engine.step(c=(0, 13)) == {"c": 12}

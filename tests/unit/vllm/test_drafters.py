@@ -1,0 +1,155 @@
+"""Which drafters are served, what is known of them, and what is refused with a sentence."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+
+from hybridkv.core.findings import Verdict
+from hybridkv.vllm import drafters
+from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
+from hybridkv.vllm.preflight import group_findings
+from tests.simulation.layouts import _m
+
+
+def config(method: str, **changes: Any) -> Any:
+    """The parts of a VllmConfig with speculation that are read."""
+    values: dict[str, Any] = {
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": None,
+        "parallel_drafting": False,
+        "disable_padded_drafter_batch": False,
+        "draft_max_model_len": 4096,
+        "modules": 1,
+        "v2": False,
+        "architecture": "Qwen3NextForCausalLM",
+    } | changes
+    is_eagle = method in ("eagle", "eagle3", "mtp")
+    speculative = SimpleNamespace(
+        method=method,
+        draft_model_config=SimpleNamespace(max_model_len=values["draft_max_model_len"]),
+        use_eagle=lambda: is_eagle,
+        use_multi_module_mtp=lambda: values["modules"] > 1,
+        **values,
+    )
+    return SimpleNamespace(
+        speculative_config=speculative,
+        model_config=SimpleNamespace(max_model_len=8192, architecture=values["architecture"]),
+        num_speculative_tokens=3,
+        num_prefill_lookahead_tokens=int(is_eagle),
+        use_v2_model_runner=values["v2"],
+    )
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "ngram"])
+def test_proven_methods_are_served(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    (found,) = speculation_findings(config(method))
+    assert found.verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "version", "what"),
+    [
+        ("medusa", {}, "0.32.0", "'medusa' drafter is not proven"),
+        ("dflash", {}, "0.32.0", "'dflash' drafter is not proven"),
+        ("suffix", {}, "0.32.0", "'suffix' drafter is not proven"),
+        ("eagle", {}, "0.33.0", "never restored on vllm 0.33"),
+        ("draft_model", {}, "0.31.2", "never restored on vllm 0.31"),
+        ("mtp", {"modules": 2}, "0.32.0", "several MTP modules"),
+        ("mtp", {"v2": True}, "0.32.0", "V2 model runner"),
+        ("eagle3", {"parallel_drafting": True}, "0.32.0", "parallel_drafting"),
+        (
+            "eagle",
+            {"num_speculative_tokens_per_batch_size": {1: 2}},
+            "0.32.0",
+            "num_speculative_tokens_per_batch_size",
+        ),
+    ],
+)
+def test_what_is_not_proven_is_refused(
+    method: str, changes: dict[str, Any], version: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    (found,) = speculation_findings(config(method, **changes))
+    assert found.verdict is Verdict.FAIL
+    assert what in found.sentence
+    assert found.sentence.endswith("works")
+
+
+def test_what_is_known_of_a_drafter() -> None:
+    assert drafter_of(config("ngram")) is None
+    assert drafter_of(SimpleNamespace(speculative_config=None)) is None
+    assert drafter_of(config("eagle")) == Drafter(1, 3, 4096, is_stale_at_ends=True)
+    unpadded = config("mtp", disable_padded_drafter_batch=True, draft_max_model_len=None)
+    assert drafter_of(unpadded) == Drafter(1, 3, 8192, is_stale_at_ends=False)
+    assert drafter_of(config("draft_model")) == Drafter(0, 3, 4096, is_stale_at_ends=False)
+
+
+def refused(
+    method: str | None, *specs: Any, cached: list[int] | None = None, **changes: Any
+) -> list[str]:
+    """What is said against groups of these specs, of which `cached` are those vLLM caches."""
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    gids = [*range(len(groups))] if cached is None else cached
+    kv_config = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=gids)
+    engine = config(method, **changes) if method else SimpleNamespace(speculative_config=None)
+    found = group_findings(kv_config, engine)
+    return [one.sentence for one in found if one.verdict is Verdict.FAIL]
+
+
+def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
+    """Recurrent ones, chunked local ones under EAGLE, and those that vLLM does not cache."""
+
+    full = _m("full", 16).spec(1, 1)
+    chunked, scratch = _m("chunked", 16, 64).spec(1, 1), _m("scratch", 16).spec(1, 1)
+    recurrent = _m("recurrent", 16).spec(1, 1)
+    assert refused("eagle", full, cached=[0]) == []
+    assert refused(None, recurrent, scratch, full, cached=[0, 2]) == []
+    assert refused("draft_model", chunked, full, cached=[0, 1]) == []
+    (said,) = refused("eagle", chunked, full, cached=[0, 1])
+    assert "vLLM 0.32 itself cannot look up group 0" in said
+    (said,) = refused("draft_model", full, scratch, cached=[0])
+    assert "vLLM does not cache group 1" in said
+    (said,) = refused("eagle", full, recurrent)
+    assert "recurrent states under speculation is not proven yet with a drafter" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "blocks", "is_mended", "what"),
+    [
+        ({}, "0.32.0", 3, True, ""),
+        ({"architecture": "Qwen3_5ForConditionalGeneration"}, "0.32.1", 3, True, ""),
+        ({"architecture": "FalconH1ForCausalLM"}, "0.32.0", 3, True, "for FalconH1ForCausalLM"),
+        ({}, "0.33.0", 3, True, "never restored on vllm 0.33"),
+        ({"v2": True}, "0.32.0", 3, True, "V2 model runner"),
+        ({}, "0.32.0", 0, True, "use_replayssm"),
+        (
+            {"num_speculative_tokens_per_batch_size": {1: 2}},
+            "0.32.0",
+            3,
+            True,
+            "num_speculative_tokens_per_batch_size",
+        ),
+        ({}, "0.32.0", 3, False, "CPU build itself computes wrong recurrent states"),
+    ],
+)
+def test_recurrent_states_are_served_where_they_were_proven(
+    changes: dict[str, Any],
+    version: str,
+    blocks: int,
+    is_mended: bool,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under n-gram speculation; vLLM's CPU build fails with it by itself."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(drafters, "is_cpu_mended", is_mended)
+    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=blocks)
+    said = refused("ngram", _m("full", 16).spec(1, 1), recurrent, **changes)
+    assert len(said) == bool(what)
+    for sentence in said:
+        assert what in sentence
+        assert sentence.endswith("works")
