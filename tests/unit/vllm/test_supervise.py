@@ -1,6 +1,12 @@
 """Nothing raises into the engine, and a side that is switched off still tells of it."""
 
-from hybridkv.vllm.supervise import FAULTS_MAX, FAULTS_SECONDS, Supervisor
+from hybridkv.vllm.supervise import (
+    FAULTS_MAX,
+    FAULTS_SECONDS,
+    PAUSE_SECONDS,
+    PAUSE_SECONDS_MAX,
+    Supervisor,
+)
 
 
 def fault() -> int:
@@ -36,3 +42,54 @@ def test_faults_count_per_time_and_not_per_life() -> None:
     for _ in range(FAULTS_MAX - 1):
         supervisor.run("arrive", fault, lambda: 7)
     assert not supervisor.healthy
+
+
+def test_pauses_double_until_the_side_was_on_for_long() -> None:
+    now = 1e6
+    supervisor = Supervisor("scheduler", lambda: now)
+    renewed: list[None] = []
+
+    def pause() -> float:
+        """The next one's length."""
+        nonlocal now
+        supervisor.switch_off("the test says so")
+        supervisor.switch_off("it is off already")
+        since = now
+        while not supervisor.healthy:
+            now += PAUSE_SECONDS
+            supervisor.begin_anew(lambda: renewed.append(None))
+        return now - since
+
+    lengths = [pause() for _ in range(8)]
+    assert lengths == [*(60 * 2**number for number in range(6)), 3600, 3600]
+    now += PAUSE_SECONDS_MAX
+    assert pause() == 60
+    assert len(renewed) == 9
+    assert supervisor.counters == {"quarantined": 9, "begun_anew": 9}
+
+
+def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
+    now = 0.0
+    supervisor = Supervisor("scheduler", lambda: now)
+    supervisor.switch_off("the test says so")
+    now += PAUSE_SECONDS
+    supervisor.begin_anew(fault)
+    assert not supervisor.healthy
+    assert supervisor.pause_seconds == 2 * PAUSE_SECONDS
+    assert supervisor.counters["fault_begin_anew"] == 1
+
+
+def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
+    """What a plan's hook misses in a pause would be half done afterwards."""
+    now = 0.0
+    supervisor = Supervisor("a child", lambda: now)
+    supervisor.switch_off("the test says so")
+    assert supervisor.run("asked", lambda: 1, lambda: 7) == 7
+    assert supervisor.run("told", lambda: 1, lambda: 7, pauses=False) == 1
+    assert supervisor.run("plan", lambda: 1, lambda: 7, fatal=True) == 1
+    assert supervisor.run("plan", fault, lambda: 7, fatal=True) == 7
+    assert supervisor.is_over
+    now += PAUSE_SECONDS
+    supervisor.begin_anew(lambda: None)
+    assert not supervisor.healthy
+    assert supervisor.run("plan", lambda: 1, lambda: 7, fatal=True) == 7

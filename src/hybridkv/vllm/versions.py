@@ -1,0 +1,97 @@
+"""What differs between the versions of vLLM that are served, and what was proven on each."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+PROVEN = {
+    "0.30": "the engine tests on its CPU build, without LFM2 and n-gram drafts; the simulation",
+    "0.31": "the engine tests on its CPU build, without LFM2; the simulation",
+    "0.32": "all tests on its CPU build",
+    "0.33": "the simulation; there is no CPU build of it yet",
+}
+"""What was run, by the minor version of vLLM; no other is served."""
+OLDEST = min(PROVEN)  # Those before it cannot report a load that failed.
+
+if TYPE_CHECKING:
+
+    class CacheHitSource(StrEnum):
+        """vLLM's names of the places that external hits come from."""
+
+        HOST = "host"
+        DISK = "disk"
+        P2P = "p2p"
+        EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+else:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        # vLLM 0.31 and older never ask for it.
+        CacheHitSource = StrEnum("CacheHitSource", ["HOST", "DISK", "P2P", "EXTERNAL_UNSPECIFIED"])
+
+
+def to_event_extra_keys(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
+    """A KV event's form of what a block's hash covers beside its tokens."""
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return untagged(keys) if untagged else keys or None
+
+
+def argument_parser() -> Callable[..., Any]:
+    """vLLM's function that adds the arguments of `vllm serve` to a parser."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
+    except ImportError:
+        # vLLM 0.33.
+        from vllm.entrypoints.common.cli_args import make_arg_parser  # noqa: PLC0415
+    made: Callable[..., Any] = make_arg_parser
+    return made
+
+
+def planning() -> ModuleType:
+    """The module in which vLLM groups the layers of each worker, and places them in memory."""
+    try:
+        from vllm.v1.core import kv_cache_planning  # noqa: PLC0415
+    except ImportError:
+        # vLLM 0.32 and older.
+        return kv_cache_utils  # type: ignore[no-any-return]
+    return kv_cache_planning  # type: ignore[no-any-return]
+
+
+def resolve_hits(config: KVCacheConfig, vllm_config: Any) -> None:
+    """Set `hash_block_size` and `cache_hit_alignment_tokens` where the engine has not.
+
+    vLLM 0.32 and newer set them before workers are asked for their layouts.
+    """
+    if getattr(config, "hash_block_size", None):
+        return
+    blocks = resolve_kv_cache_block_sizes(config, vllm_config)
+    resolve = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
+    config.hash_block_size = blocks[1]
+    if resolve is not None:
+        config.cache_hit_alignment_tokens = resolve(config, vllm_config, *blocks)
+    else:
+        is_fine = vllm_config.cache_config.enable_prefix_caching and _hits_are_fine(config)
+        config.cache_hit_alignment_tokens = blocks[1] if is_fine else blocks[0]
+
+
+def _hits_are_fine(config: KVCacheConfig) -> bool:
+    """Whether vLLM 0.31 and older take hits that end inside a recurrent block."""
+    groups, hashing = config.kv_cache_groups, config.hash_block_size
+    specs = [one for group in groups for one in iter_layer_specs(group.kv_cache_spec)]
+    states = [one for one in specs if isinstance(one, MambaSpec)]
+    if not any(one.mamba_cache_mode == "align" and one.block_size > hashing for one in states):
+        return False
+    for group in groups:
+        spec = group.kv_cache_spec
+        if spec.prefix_cacheable and spec.block_size != hashing:
+            manager = KVCacheSpecRegistry.get_manager_class(spec, group.role)
+            if not getattr(manager, "supports_fine_grained_hash_lookup", False):
+                return False
+    return len(groups) > 1

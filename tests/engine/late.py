@@ -1,0 +1,29 @@
+"""The connector for vLLM to load by this module's path, with stores that end late, as on a GPU."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import hybridkv.connector.worker.role
+from hybridkv.connector import HybridKVConnector
+from hybridkv.connector.copy.host import HostCopier
+from hybridkv.core.copies import CopyOp
+
+__all__ = ["HybridKVConnector"]
+LATE_SECONDS = 0.5
+
+
+class LateCopier(HostCopier):
+    """Stores are in their slots at once, and are said to be some time later."""
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        """`done` is called from another thread, when the engine has nothing to do any more."""
+
+        def later(op: CopyOp, stored: bool) -> None:
+            timer = threading.Timer(LATE_SECONDS, done, (op, stored))
+            timer.daemon = True
+            timer.start()
+
+        super().store(ops, later)
+
+
+vars(hybridkv.connector.worker.role).update(HostCopier=LateCopier)

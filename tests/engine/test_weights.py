@@ -1,0 +1,104 @@
+"""The weights in memory are the identity, whatever way they came; see tests.engine.weights.
+
+Answers are compared with those of an engine without a connector, which has the same weights.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
+from hybridkv.lab.models import BUNDLED_ENVIRONMENT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+HIT = 3 * 128
+
+
+def answers(
+    way: str, daemon: DaemonProcess, tmp_path: Path, environment: dict[str, str] | None = None
+) -> dict[str, tuple[list[int], int | None]]:
+    """(tokens, tokens loaded) of each answer, by its name; the last one where a name is twice."""
+    said = subprocess.run(
+        [sys.executable, "-m", "tests.engine.weights", daemon.socket_path, str(tmp_path), way],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, **(environment or {})},
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    lines = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    print(*(line for line in said.stdout.splitlines() if "were read in" in line), sep="\n")
+    return {line["name"]: (line["tokens"], line["loaded"]) for line in lines}
+
+
+def check_two(said: dict[str, tuple[list[int], int | None]], one: str, other: str) -> None:
+    """Neither takes the other's KV; the first finds its own again (its last answer is seen)."""
+    assert said[f"plain {one}"][0] != said[f"plain {other}"][0], "the models answer differently"
+    assert said[f"cached {other}"] == (said[f"plain {other}"][0], 0)
+    assert said[f"cached {one}"] == (said[f"plain {one} again"][0], HIT)
+
+
+@pytest.mark.slow
+def test_a_hubs_names_with_their_weights_elsewhere(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Row 1: `--download-dir` has the weights, and two repositories have equal JSON files."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    check_two(answers("hub", daemon, tmp_path, environment), "a", "b")
+
+
+@pytest.mark.slow
+def test_object_storage(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Row 2: only JSON files are in the model's directory, and the URL stands elsewhere."""
+    check_two(answers("storage", daemon, tmp_path), "a", "b")
+
+
+@pytest.mark.slow
+def test_a_custom_loader(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Row 3: one directory, and a loader whose own config says where the weights are."""
+    check_two(answers("loader", daemon, tmp_path), "a", "b")
+
+
+@pytest.mark.slow
+def test_two_quantization_configs(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Row 4: one method, of which each leaves out another layer."""
+    check_two(answers("quantization", daemon, tmp_path), "first", "last")
+
+
+@pytest.mark.parametrize(
+    "way", ["in place", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ranks", "multi"))]
+)
+def test_weights_that_change_while_the_engine_serves(
+    way: str, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Row 5, and all that resets a cache or may change weights: the same weights hit at once."""
+    said = answers(way, daemon, tmp_path)
+    old, new = said["plain old, reset"][0], said["plain new, reset"][0]
+    assert old != new
+    assert said["cached old"] == (old, 0)
+    assert said["cached old, reset"] == (old, HIT), "the first request after a reset"
+    assert said["cached new"] == (new, 0), "nothing of the old weights"
+    assert said["cached new, reset"] == (new, HIT)
+    assert said["cached old again"] == (old, HIT), "what was stored stays for whoever goes back"
+    if way == "ranks":
+        return
+    assert said["cached awake from 1"] == said["cached awake from 2"] == (old, HIT)
+    assert said["cached new, paused meanwhile"] == (new, HIT)
+    mixed = said["cached old, and blocks of the new"]
+    assert mixed[1] == 0, "the engine's own cache is of other weights, so nothing is offered"
+    assert said["cached old once more"] == (old, HIT), "and nothing of it was stored"

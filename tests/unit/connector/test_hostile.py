@@ -1,0 +1,243 @@
+"""Whatever one client sends, no hook faults: its request is declined, and others are served."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from hybridkv.lab.daemon_process import DaemonProcess
+from tests.unit.daemon.tierclient import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+LAYOUT = "full"
+BLOCKS = 64
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ("", "u\ud800", "\udfff\ud800", "\x00", "../..", "s" * 1_000_000, "{", "🙂" * 300)
+)
+TOKENS = st.integers(-3, 40) | st.sampled_from((-(1 << 63), (1 << 63) - 1, 1 << 63, 1 << 64, 1e3))
+"""Checked by vLLM only where it has a tokenizer."""
+
+
+@functools.cache
+def hasher(tokens: int, algorithm: str) -> Any:
+    """vLLM's function that names a request's blocks."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    function = get_hash_fn_by_name(algorithm)
+    init_none_hash(function)
+    return get_request_block_hasher(tokens, function)
+
+
+class Served:
+    """A connector's scheduler role with a daemon, whose workers are attached."""
+
+    def __init__(self, daemon: DaemonProcess, algorithm: str) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from hybridkv.connector import HybridKVConnector
+        from hybridkv.connector.messages import StepReport
+        from tests.simulation.engine import Rank, Shape, _vllm_config
+        from tests.simulation.layouts import LAYOUTS, ON_CPU
+
+        layout = LAYOUTS[LAYOUT]
+        chosen: dict[str, object] = {"weights_identity": "simulated", "lookup_timeout_ms": 20_000}
+        chosen["hybrid_chunk_size"] = layout.unit
+        shape = Shape(layout, BLOCKS, 1 << 20, 512, 4, None, 1, ON_CPU, chosen)
+        config = _vllm_config(shape, daemon.socket_path, f"e {algorithm}")
+        config.cache_config.prefix_caching_hash_algo = self.algorithm = algorithm
+        rank = Rank(shape, config, 0)
+        self.connector = HybridKVConnector(
+            config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
+        )
+        self.connector.set_xfer_handshake_metadata({0: rank.connector.get_handshake_metadata()})
+        self.side: Any = self.connector._scheduler
+        row = [SimpleNamespace(block_id=1 + at) for at in range(BLOCKS - 1)]
+        self.blocks = SimpleNamespace(blocks=[row] * 4)
+        self.connector._blocks_of = lambda name: self.blocks
+        self.report = StepReport
+        until(self._is_ready, "there are write slots")
+
+    def _is_ready(self) -> bool:
+        self.step({})
+        return self.side._session.workers_attached() and self.side.slots_fd is None
+
+    def step(self, scheduled: dict[str, int]) -> None:
+        """One in which every store succeeds."""
+        plan: Any = self.connector.build_connector_meta(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled,
+                total_num_scheduled_tokens=sum(scheduled.values()),
+                kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+            )
+        )
+        self.connector.update_connector_output(
+            SimpleNamespace(
+                finished_recving=set(plan.loads),
+                failed_recving=set(),
+                kv_connector_worker_meta=self.report(
+                    boots={self.side._session.boot: 1}, done={run: {0} for run in plan.stores}
+                ),
+            )
+        )
+        self.connector.get_kv_connector_stats()
+        self.connector.take_events()
+
+    def serve(self, request: Any) -> None:
+        """From its arrival to its end, as vLLM's scheduler does."""
+        connector = self.connector
+        connector.on_new_request(request)
+        tokens = None
+        while tokens is None:
+            tokens, _ = connector.get_num_new_matched_tokens(request, 0)
+        connector.update_state_after_alloc(request, self.blocks, tokens)
+        connector.get_external_cache_hit_sources(request, tokens)
+        self.step({})
+        self.step({request.request_id: request.num_tokens - tokens})
+        connector.request_finished_all_groups(request, ([],))
+        self.step({})
+
+    def faults(self) -> dict[str, int]:
+        """What is counted as a fault of ours."""
+        counters = self.connector.counters
+        return {
+            name: count
+            for name, count in counters.items()
+            if name.startswith(("fault_", "refused_", "quarantined", "switched_off"))
+        }
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an adapter's files, and what is none."""
+    directory = tmp_path_factory.mktemp("adapters")
+    (directory / "good").mkdir()
+    (directory / "good" / "adapter_model.safetensors").write_bytes(b"weights")
+    (directory / "file").touch()
+    return directory
+
+
+@pytest.fixture(scope="module", params=["sha256", "xxhash"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
+    """With the engine's hashes, and with ours."""
+    with DaemonProcess(str(tmp_path_factory.mktemp("d") / "d.sock"), "16MiB") as daemon:
+        yield (made := Served(daemon, request.param))
+        made.connector.shutdown()
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> dict[str, Any]:
+    """What a client decides about its request, and how its adapter's path is."""
+    tokens = draw(st.lists(TOKENS, min_size=1, max_size=120))
+    with_embeds = draw(st.sampled_from(("no", "no", "no", "all", "mixed")))
+    features = draw(st.lists(st.tuples(TEXTS, st.integers(0, 200), st.integers(0, 50)), max_size=3))
+    return {
+        "request_id": draw(TEXTS),
+        "cache_salt": draw(st.none() | TEXTS | st.sampled_from((7, b"\xff", ["a"]))),
+        "tokens": tokens * draw(st.sampled_from((1, 1, 1, 40))),
+        "embeds": with_embeds,
+        "features": features,
+        "params": draw(
+            st.none() | TEXTS | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3)
+        ),
+        "adapter": draw(
+            st.none()
+            | st.tuples(
+                TEXTS, st.sampled_from(("good", "gone", "file", "good/\x00", "\ud800", "x" * 9999))
+            )
+        ),
+        "in_place": draw(st.booleans()),
+        "priority": draw(st.integers()),
+        "prompt_logprobs": draw(st.sampled_from((None, None, 1))),
+        "session_id": draw(st.none() | TEXTS),
+    }
+
+
+def request_of(drawn: dict[str, Any], directory: Path, served: Served) -> Any:
+    """vLLM's request, or None where vLLM itself does not take it."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.v1.request import Request
+
+    tokens, embeds, adapter = drawn["tokens"], drawn["embeds"], drawn["adapter"]
+    with contextlib.suppress(Exception):
+        lora = None
+        if adapter is not None:
+            lora = LoRARequest(adapter[0], 1, str(directory / adapter[1]))
+            lora.load_inplace = drawn["in_place"]
+        return Request(
+            drawn["request_id"],
+            None if embeds == "all" else tokens,
+            SamplingParams(
+                max_tokens=2,
+                prompt_logprobs=drawn["prompt_logprobs"],
+                extra_args={"kv_transfer_params": drawn["params"]},
+            ),
+            None,
+            prompt_embeds=None if embeds == "no" else torch.zeros(len(tokens), 4),
+            prompt_is_token_ids=[at % 2 == 0 for at in range(len(tokens))]
+            if embeds == "mixed"
+            else None,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=name,
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for name, offset, length in sorted(drawn["features"], key=lambda one: one[1])
+            ],
+            lora_request=lora,
+            cache_salt=drawn["cache_salt"],
+            priority=drawn["priority"],
+            session_id=drawn["session_id"],
+            block_hasher=hasher(served.side._geometry.hash_tokens, served.algorithm),
+        )
+    return None
+
+
+PLAIN = {
+    "request_id": "r",
+    "cache_salt": None,
+    "tokens": [1] * 400,
+    "embeds": "no",
+    "features": [],
+    "params": None,
+    "adapter": None,
+    "in_place": False,
+    "priority": 0,
+    "prompt_logprobs": None,
+    "session_id": None,
+}
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(hostile())
+@example({**PLAIN, "cache_salt": 7})
+@example({**PLAIN, "tokens": [1 << 63] * 400})
+@example({**PLAIN, "tokens": [1.5] * 400})
+def test_no_request_is_a_fault(served: Served, adapters: Path, drawn: dict[str, Any]) -> None:
+    request = request_of(drawn, adapters, served)
+    if request is not None:
+        served.serve(request)
+    plain = request_of({**PLAIN, "request_id": "plain"}, adapters, served)
+    served.serve(plain)
+    assert not served.faults()
+    assert not served.side._requests.by_id
+    assert not served.side._requests.by_lease
+    hits = served.connector.counters.get("loads", 0)
+    served.serve(request_of({**PLAIN, "request_id": "again"}, adapters, served))
+    assert served.connector.counters["loads"] > hits, "who asks for what is there is served"

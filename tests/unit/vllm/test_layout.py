@@ -1,0 +1,77 @@
+"""What is planned for each layout of memory that CUDA has, and what of it is in the identity."""
+
+import dataclasses
+from math import prod
+
+import pytest
+
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.settings import Settings
+from hybridkv.vllm.blocks import block_bytes
+from hybridkv.vllm.identity import identity_facts
+from hybridkv.vllm.layout import LayerLayout, build_geometry, worker_layout
+from tests.kv_memory import BLOCKS, CACHES, Cache, full, layers, state
+from tests.simulation.engine import _base_config
+
+pytestmark = pytest.mark.engine
+
+
+def laid_out(cache: Cache, blocks: int = BLOCKS) -> tuple[LayerLayout, ...]:
+    """The layers of the first group."""
+    memory = cache.memory(blocks=blocks)
+    return worker_layout(memory.config, memory.views).layers[0]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_layout_is_planned(cache: str) -> None:
+    memory = CACHES[cache].memory()
+    layout = worker_layout(memory.config, memory.views)
+    geometry = build_geometry(memory.config, {0: layout, 1: layout}, None)
+    for group, views in zip(geometry.groups, memory.groups, strict=True):
+        assert group.layer_bytes == tuple(map(block_bytes, views))
+        spec = memory.config.kv_cache_groups[group.gid].kv_cache_spec
+        assert group.tokens_per_block == spec.block_size
+        assert not geometry.chunk_tokens % group.tokens_per_block
+        names = memory.config.kv_cache_groups[group.gid].layer_names
+        of_states = {name.startswith("state.") for name in names}
+        assert of_states == {group.kind is GroupKind.RECURRENT}
+
+
+@pytest.mark.parametrize("name", ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "LHBNC", "BHLNC"])
+def test_the_number_of_blocks_is_no_part_of_the_identity(name: str) -> None:
+    """It follows the memory that is free, and some strides follow it."""
+    assert laid_out(CACHES[name]) == laid_out(CACHES[name], BLOCKS + 2)
+
+
+def test_what_orders_the_bytes_of_a_block_is_a_part_of_the_identity() -> None:
+    """Heads before tokens or after them; and in blocks of the kernel or in whole ones."""
+    tokens_first, heads_first = laid_out(CACHES["LBNHC"]), laid_out(CACHES["LBHNC"])
+    assert tokens_first == laid_out(CACHES["BLNHC"])
+    assert heads_first == laid_out(CACHES["LHBNC"])
+    assert tokens_first != heads_first
+    whole = Cache("LBHNC", layers("full", full(2, 544, 16), 2))
+    assert laid_out(CACHES["split LBHNC"]) != laid_out(whole)
+    for one in (*tokens_first, *heads_first, *laid_out(CACHES["split LBHNC"])):
+        assert prod(one.shape[dim] for dim in one.order) == prod(one.shape)
+
+
+def test_a_single_head_has_one_order() -> None:
+    one_head = layers("full", full(1, 16, 4), 3)
+    assert laid_out(Cache("LBNHC", one_head)) == laid_out(Cache("LBHNC", one_head))
+
+
+def test_how_a_state_is_arranged_is_a_part_of_the_identity() -> None:
+    """It is registered as bytes; vLLM has a setting for the order of its dims."""
+    config, settings = _base_config(), Settings(weights_identity="any")
+
+    def facts(*shape: int) -> dict[str, object]:
+        spec = dataclasses.replace(state(128, 4096, 4096), shapes=(shape,))
+        memory = Cache("LBNHC", layers("state", spec, 2)).memory()
+        layouts = {0: worker_layout(memory.config, memory.views)}
+        geometry = build_geometry(memory.config, layouts, None)
+        return identity_facts(config, memory.config, geometry, layouts, settings)
+
+    one, other = facts(3, 1024), facts(1024, 3)
+    assert one["layers"] == other["layers"]
+    assert one != other
+    assert facts(3, 1024) == one
