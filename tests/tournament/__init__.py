@@ -1,0 +1,1 @@
+"""Policies of eviction next to each other, over traces of several kinds."""
