@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from hybridkv.client.control import runtime_directory
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
 
@@ -34,7 +35,12 @@ def switch(name: str, about: str) -> Argument:
 
 
 JSON = switch("--json", "print one JSON object")
-SOCKET = option("--socket PATH")
+SOCKET_VARIABLE = "HYBRIDKV_SOCKET"
+SOCKET = option(
+    "--socket PATH",
+    f"where the daemon listens (default: ${SOCKET_VARIABLE}, else hybridkv/daemon.sock in "
+    "$XDG_RUNTIME_DIR, else /tmp/hybridkv-UID/daemon.sock)",
+)
 
 
 def model(
@@ -51,8 +57,11 @@ def model(
 
 def socket_of(arguments: argparse.Namespace) -> str:
     """The path of the daemon's socket; raises ConfigError where no socket can have it."""
-    path, otherwise = arguments.socket, default_socket(os.environ, os.geteuid())
-    return check_socket_path(otherwise if path is None else path, "socket")
+    if arguments.socket is not None:
+        return check_socket_path(arguments.socket, "socket")
+    if path := os.environ.get(SOCKET_VARIABLE):
+        return check_socket_path(path, SOCKET_VARIABLE)
+    return check_socket_path(default_socket(runtime_directory(), os.geteuid()), "socket")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
-from hybridkv.shm.slots import SlotHeader, SlotState, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
@@ -156,7 +156,7 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
         view[: len(head)] = head
         noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
         view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
-        sign(view, *slot.shape, 1)
+        sign(view, part_digests(view, *slot.shape), 1)
 
     def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
         started = time.perf_counter()

@@ -32,6 +32,7 @@ from hybridkv.shm.slots import (
     SlotHeader,
     committed_slots,
     is_signed,
+    part_digests,
     slot_bytes,
     unpack_header,
 )
@@ -110,6 +111,7 @@ def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
         option("--socket PATH", "a daemon, for what it has in memory"),
     ],
     option("--identity HEX_PREFIX", "only objects of this identity, as stats tells it", default=""),
+    switch("--force", "replace FILE where it exists"),
     JSON,
 )
 def run_export(arguments: argparse.Namespace) -> int:
@@ -120,7 +122,7 @@ def run_export(arguments: argparse.Namespace) -> int:
             f"identity={arguments.identity!r} is not the beginning of an identity",
             'hexadecimal digits as "hybridkv stats" tells them work',
         )
-    with _appears(Path(arguments.file)) as file:
+    with _appears(Path(arguments.file), arguments.force) as file:
         bundle = Bundle(file)
         if arguments.disk is not None:
             left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix))
@@ -133,13 +135,18 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _appears(path: Path) -> Iterator[BinaryIO]:
-    """The new file at `path`, which is there as a whole or not at all."""
+def _appears(path: Path, replaces: bool) -> Iterator[BinaryIO]:
+    """The new file at `path`, which is there as a whole or not at all.
+
+    Raises ConfigError where there is something that is no file, or a file and not `replaces`.
+    """
     with contextlib.suppress(OSError):
         # To replace a pipe or a device would write to no reader of it.
         if not stat.S_ISREG(path.lstat().st_mode):
             what = f"export: {path} is no file that could be replaced"
             raise ConfigError(what, "the name of a new one works")
+        if not replaces:
+            raise ConfigError(f"export: {path} exists", "--force replaces it")
     part = path.with_name(f"{path.name}.part")
     with or_refuse(f"export: {path} cannot be written", "a file in a directory with room works"):
         try:
@@ -209,7 +216,7 @@ def _add_slot(
     seen = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
     if offset + size > len(memory) or seen != header:
         return "changed meanwhile"
-    signed = is_signed(copy, *shape, header.generation)
+    signed = is_signed(copy, part_digests(copy, *shape), header.generation)
     if signed is None:
         # An engine with `checksum: "off"` wrote it, so nobody can prove its bytes.
         return "not signed"

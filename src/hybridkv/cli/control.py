@@ -1,4 +1,4 @@
-"""`hybridkv stats`, `hybridkv clear` and `hybridkv explain`: a daemon is asked once."""
+"""`hybridkv ping`, `stats`, `clear` and `explain`: a daemon is asked once."""
 
 import argparse
 import json
@@ -23,6 +23,19 @@ class UnknownRequestError(HybridKVError):
     exit_status = 1
 
 
+@command(SOCKET, JSON)
+def run_ping(arguments: argparse.Namespace) -> int:
+    """Print which daemon answers."""
+    socket_path = socket_of(arguments)
+    with ControlClient(socket_path) as control:
+        pid, boot = control.welcome.pid, control.welcome.boot
+    if arguments.json:
+        print_json({"socket": socket_path, "pid": pid, "boot": boot})
+    else:
+        print(f"a daemon answers at {socket_path} (pid {pid})")
+    return 0
+
+
 @command(SOCKET, JSON, _TIERS)
 def run_stats(arguments: argparse.Namespace) -> int:
     """Print the counters, and what is not a number, by name."""
@@ -38,7 +51,11 @@ def run_stats(arguments: argparse.Namespace) -> int:
         named = f"engine {engine.engine_id} identity {engine.namespace.hex()[:12]}"
         facts[f"session_{number}"] = f"chunk {chunk} groups {groups} {named}"
     if arguments.json:
-        print_json({**facts, **report.values}, sort_keys=True)
+        numbers = {
+            name: int(value) if value.is_integer() else value
+            for name, value in report.values.items()
+        }
+        print_json({**facts, **numbers}, sort_keys=True)
         return 0
     rows: list[tuple[str, str]] = [(name, plain(text)) for name, text in sorted(facts.items())]
     for name, value in sorted(report.values.items()):
@@ -84,7 +101,8 @@ def run_explain(arguments: argparse.Namespace) -> int:
         what = f"no request {request_id!r} ended lately (an engine tells of a request when it ends)"
         raise UnknownRequestError(f"{what}; the latest are: {latest}")
     if arguments.json:
-        print_json({"request": request_id, **facts})
+        keys = {name.replace(" ", "_").replace("'", ""): fact for name, fact in facts.items()}
+        print_json({"request": request_id, **keys})
     else:
         print(*pairs((plain(name), plain(fact)) for name, fact in facts.items()), sep="\n")
     return 0

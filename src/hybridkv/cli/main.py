@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import os
@@ -16,6 +17,9 @@ EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
 COMMANDS = {  # By name: the module with run_NAME, and what `hybridkv --help` says of it.
     "serve": ("serve", "run the cache daemon of this node"),
+    "ping": ("control", "say whether a daemon answers"),
+    "stop": ("arenas", "end the daemon, and keep its memory for the next one or free it"),
+    "arenas": ("arenas", "list the memory of all your daemons, also of those that have ended"),
     "stats": ("control", "print the daemon's counters"),
     "top": ("top", "show what the daemon does, live"),
     "explain": ("control", "say what became of a request, and why"),
@@ -42,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _write_no_more()
         return EXIT_NOBODY_READS
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _write_no_more()
+        # The error does not say of which file it is.
+        what = "standard output or a file that the command writes"
+        print(f"hybridkv: {what} has no room ({error.strerror})", file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 def _write_no_more() -> None:
@@ -52,7 +64,7 @@ def _write_no_more() -> None:
             with contextlib.suppress(AttributeError, OSError):
                 try:
                     stream.flush()
-                except BrokenPipeError:
+                except OSError:
                     os.dup2(nowhere.fileno(), stream.fileno())
 
 
@@ -63,12 +75,21 @@ def _run(words: list[str]) -> int:
     about = "A KV cache outside the LLM engine."
     parser = argparse.ArgumentParser(prog="hybridkv", description=about)
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, about) in COMMANDS.items():
         command = subparsers.add_parser(name, help=about, description=f"{about.capitalize()}.")
         if words[:1] == [name]:
             add_arguments(command, name)
-    parsed = parser.parse_args(words)
+    # argparse refuses what follows "--" where options come before it.
+    cut = words.index("--") if "--" in words else len(words)
+    parsed = parser.parse_args(words[:cut])
+    if parsed.command is None:
+        parser.print_help()
+        return 0
+    if passed := words[cut + 1 :]:
+        if "vllm_arguments" not in parsed:
+            parser.error(f"unrecognized arguments: {' '.join(passed)}")
+        parsed.vllm_arguments += passed
     try:
         _, run = _loaded(parsed.command)
         return run(parsed)

@@ -13,7 +13,12 @@ from typing import Any
 
 from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json
-from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
+from hybridkv.client.control import (
+    ControlClient,
+    DaemonRefusedError,
+    DaemonUnreachableError,
+    runtime_directory,
+)
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict, fail, failure, ok, warn
 from hybridkv.core.geometry import length_finding
@@ -27,7 +32,7 @@ from hybridkv.lab import capacity, configuration, replay
 from hybridkv.lab.capacity import CapacityPlan, CapacityTotals, ConfigPreview
 from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
-from hybridkv.lab.replay import ReplayHits, TraceReplay, UnlimitedCache
+from hybridkv.lab.replay import ForesightCache, ReplayHits, TraceReplay, UnlimitedCache
 from hybridkv.shm import arena
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import PROTOCOL_VERSION
@@ -68,7 +73,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     """The plan of a configuration that nobody serves."""
-    report = inspect_model(arguments.model, arguments.vllm_arguments)
+    report = inspect_model(arguments.model, arguments.vllm_arguments, _waiting)
     about = [one for one in report.findings if one.check not in _OF_THE_COMMAND]
     findings = [one for one in about if one.verdict is not Verdict.OK or one.check == "first hit"]
     if report.preview is None:
@@ -94,6 +99,11 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
         findings += state_findings(geometry, preview.states) if engine.model else []
         findings += [capacity.room_finding(plan.totals)] if plan.totals and length else []
         yield plan, findings
+
+
+def _waiting(seconds: float) -> None:
+    """Standard error says that vLLM is at work, which takes half a minute or more."""
+    print(f"vLLM reads the configuration, since {seconds:.0f} s", file=sys.stderr)
 
 
 def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
@@ -181,19 +191,22 @@ def run_replay(arguments: argparse.Namespace) -> int:
         tokens = preview.geometry.chunk_tokens
         raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
     whole = 1 << math.ceil(math.log2(everything))
-    rows: list[tuple[int, ReplayHits, float]] = []
+    reads = replay.all_reads(model, prompts)
+    rows: list[tuple[int, ReplayHits, ReplayHits, float]] = []
     for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
         # A cache that is larger than everything behaves as one that is as large.
         with TraceReplay(model, min(size, 2 * everything), eviction) as cache:
             hits = _served(cache, prompts, format_size(size))
         of_ceiling = hits.tokens_hit / ceiling.tokens_hit if ceiling.tokens_hit else 1.0
-        rows.append((size, hits, of_ceiling))
+        best = _served(ForesightCache(model, size, reads), prompts, "with foresight")
+        rows.append((size, hits, best, of_ceiling))
     if arguments.json:
         totals = {"model": preview.model, "prompts": ceiling.prompts, "tokens": ceiling.tokens}
         totals |= {"everything_bytes": everything, "ceiling": _told(ceiling)}
         shown = [
             {"ram_bytes": size, **_told(hits), "of_ceiling": share, "evicted": hits.evicted}
-            for size, hits, share in rows
+            | {"foresight": _told(best)}
+            for size, hits, best, share in rows
         ]
         print_json({"eviction": eviction, **totals, "sizes": shown})
         return 0
@@ -204,11 +217,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
         f"{ceiling.rate:.1%} of the tokens.",
         highlight=False,
     )
-    columns = ("RAM", "tokens hit", "of the ceiling", "prompts hit", "evicted")
+    columns = ("RAM", "tokens hit", "of the ceiling", "with foresight", "prompts hit", "evicted")
     table = new_table(columns, title=f"--eviction {eviction}")
-    for size, hits, share in rows:
+    for size, hits, best, share in rows:
         counts = (f"{count:,}" for count in (hits.prompts_hit, hits.evicted))
-        table.add_row(format_size(size), f"{hits.rate:.1%}", f"{share:.1%}", *counts)
+        rates = f"{hits.rate:.1%}", f"{share:.1%}", f"{best.rate:.1%}"
+        table.add_row(format_size(size), *rates, *counts)
     console.print(table)
     return 0
 
@@ -218,7 +232,9 @@ def _told(hits: ReplayHits) -> dict[str, Any]:
 
 
 def _served(
-    cache: TraceReplay | UnlimitedCache, prompts: Sequence[replay.TracePrompt], what: str
+    cache: TraceReplay | UnlimitedCache | ForesightCache,
+    prompts: Sequence[replay.TracePrompt],
+    what: str,
 ) -> ReplayHits:
     """All hits; from time to time standard error says how far it is."""
     total, told = ReplayHits(), time.monotonic()
@@ -233,7 +249,7 @@ def _served(
 def _preview(arguments: argparse.Namespace) -> ConfigPreview:
     """The model that is named, or the one engine that the daemon knows."""
     if arguments.model is not None or arguments.vllm_arguments:
-        report = inspect_model(arguments.model, arguments.vllm_arguments)
+        report = inspect_model(arguments.model, arguments.vllm_arguments, _waiting)
         if report.preview is None or report.preview.geometry is None:
             failed = [one.sentence for one in report.findings if one.verdict is Verdict.FAIL]
             raise HybridKVError("; ".join(failed) or "vLLM gave no KV cache groups")
@@ -247,12 +263,13 @@ def _preview(arguments: argparse.Namespace) -> ConfigPreview:
     return preview_of(engines[0])
 
 
-@command(JSON, option("vllm_arguments -- VLLM ARGS", _WORDS, nargs="+"))
+@command(JSON, option("vllm_arguments -- VLLM ARGS", _WORDS, nargs="*"))
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Run every check and print; 1 = the engine would not start, or not use the cache."""
-    report = configuration.inspect_arguments(
-        configuration.serve_arguments(arguments.vllm_arguments)
-    )
+    serving = configuration.serve_arguments(arguments.vllm_arguments)
+    if not serving:
+        raise ConfigError("doctor: what to check is missing", '"-- vllm serve MODEL ..." works')
+    report = configuration.inspect_arguments(serving, waiting=_waiting)
     findings = [*report.findings, *host_findings(report)]
     count = Counter(finding.verdict for finding in findings)
     failed = count[Verdict.FAIL]
@@ -270,7 +287,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     console = PlainConsole(160)
     console.print(table)
     if report.identity:
-        console.print(f"identity {report.identity}", highlight=False)
+        without = "" if report.settings.weights_identity else " without the weights"
+        console.print(f"identity{without} {report.identity}", highlight=False)
         for name, value in report.facts.items():
             console.print(f"  {name}: {value}", highlight=False)
     print(f"{failed} failed, {count[Verdict.WARN]} warnings, {count[Verdict.OK]} ok")
@@ -282,7 +300,7 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
     settings = report.settings
     socket_path = ""
     try:
-        socket_path = socket_of_server(settings.server, os.environ, os.geteuid())
+        socket_path = socket_of_server(settings.server, runtime_directory(), os.geteuid())
         check_private_directory(Path(socket_path).parent, "server")
         yield ok("socket", socket_path)
     except ConfigError as error:
@@ -292,7 +310,9 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
     arena_bytes: int | None = None
     try:
         with ControlClient(socket_path, DAEMON_SECONDS) as control:
-            arena_bytes, pid = control.welcome.slots_bytes, control.welcome.pid
+            welcome = control.welcome
+            arena_bytes, pid = welcome.slots_bytes, welcome.pid
+            mapping = _mapping(Path(welcome.arena_path), welcome.arena_bytes, pid)
     except DaemonRefusedError as error:
         works = 'another "server" works, like "unix:///tmp/hybridkv/daemon.sock"'
         yield fail("daemon", str(error), works)
@@ -304,12 +324,23 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
     else:
         what = f"process {pid} of this user at {socket_path}, protocol {PROTOCOL_VERSION}"
         yield ok("daemon", f"{what}, {format_size(arena_bytes)} of memory")
+        yield mapping
     yield _memory(settings, arena_bytes)
     if report.preview is not None:
         ram_bytes = arena_bytes or settings.ram_bytes or arena.default_ram_bytes()
         totals = capacity.make_plan(report.preview, ram_bytes, slot_bytes).totals
         if totals is not None:
             yield capacity.room_finding(totals)
+
+
+def _mapping(path: Path, size_bytes: int, pid: int) -> Finding:
+    """Whether a process that runs where this one does can map the daemon's arena."""
+    try:
+        arena.attach_arena(path, size_bytes, pid=pid).close()
+    except arena.ArenaGoneError as error:
+        works = f"one {arena.SHM_DIR} for engine and daemon works (docker run --ipc, or one volume)"
+        return fail("arena", f"nothing can be loaded or stored: {error}", works)
+    return ok("arena", f"{path} can be mapped")
 
 
 def _memory(settings: Settings, arena_bytes: int | None) -> Finding:

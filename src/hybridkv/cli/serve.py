@@ -1,21 +1,24 @@
 """`hybridkv serve`."""
 
 import argparse
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
-from hybridkv.client.control import EXIT_ALREADY_SERVED
+from hybridkv.client.control import EXIT_ALREADY_SERVED, EXIT_SERVING
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import SERVE_SETTINGS
 from hybridkv.core.tier_urls import disk_url, parse_tier
 from hybridkv.daemon.filesystem import AlreadyServedError, make_private_directory, node_name
 from hybridkv.daemon.loop import ServeOptions, serve
+from hybridkv.observe.web import METRICS_PORT
 
-METRICS_PORT = 9477
 _PORT_MAX = 65535
 
 
@@ -27,8 +30,7 @@ _PORT_MAX = 65535
     ),
     option(
         "--metrics-port PORT",
-        "loopback port of /metrics; a free one where it is taken; -1: none (default: %(default)s)",
-        METRICS_PORT,
+        f"loopback port of /metrics; -1: none (default: {METRICS_PORT}, or a free one)",
         type=int,
     ),
     switch("--fresh", "start empty, even where a daemon that ended left its cache in memory"),
@@ -55,6 +57,7 @@ _PORT_MAX = 65535
         "http://127.0.0.1:4318/v1/traces (needs hybridkv[otel]; default: no)",
     ),
     option("--log-file FILE", 'where to log; "auto": beside the socket'),
+    switch("--detach", "return when it serves, and go on in the background, with no parent"),
 )
 def run_serve(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, which leaves the cache to the next daemon, or SIGINT, which frees it."""
@@ -71,25 +74,65 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("disk-bytes: it needs a directory", "--disk /var/cache/hybridkv works")
     tiers = tuple(parse_tier(url, "tier") for url in urls)
     port, traces = arguments.metrics_port, arguments.traces or ""
-    if not -1 <= port <= _PORT_MAX:
+    if port is not None and not -1 <= port <= _PORT_MAX:
         what = f"metrics-port={port} must be from 0 to {_PORT_MAX}, or -1 for none"
         raise ConfigError(what, f"{METRICS_PORT} works")
-    log_file, line = arguments.log_file, "%(asctime)s %(name)s %(levelname)s %(message)s"
+    log_file = _log_to(arguments.log_file, socket_path)
+    if arguments.traces is not None and not traces.startswith(("http://", "https://")):
+        what = f"traces: {traces!r} is no URL of a collector"
+        raise ConfigError(what, '"http://127.0.0.1:4318/v1/traces" works')
+    values |= {"tiers": tiers, "node": node, "traces_url": traces}
+    on_serving = _detach(log_file) if arguments.detach else lambda: None
+    options = ServeOptions(socket_path, metrics_port=port, fresh=arguments.fresh, **values)
+    try:
+        serve(options, on_serving)
+    except AlreadyServedError as error:
+        logging.getLogger("hybridkv.daemon").warning("%s", error)
+        return EXIT_ALREADY_SERVED
+    return 0
+
+
+def _log_to(log_file: str | None, socket_path: Path) -> str | None:
+    """Log from here on; the path of the log, or None where that is standard error."""
     if log_file == "auto":
         make_private_directory(socket_path.parent, "socket")
         log_file = str(socket_path.with_suffix(".log"))
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
     try:
         logging.basicConfig(level=logging.INFO, filename=log_file, format=line)
     except OSError as error:
         what = f"log-file: {log_file} cannot be written ({error.strerror})"
         raise ConfigError(what, "a file in a directory of yours works") from error
-    if arguments.traces is not None and not traces.startswith(("http://", "https://")):
-        what = f"traces: {traces!r} is no URL of a collector"
-        raise ConfigError(what, '"http://127.0.0.1:4318/v1/traces" works')
-    values |= {"tiers": tiers, "node": node, "traces_url": traces}
-    try:
-        serve(ServeOptions(socket_path, metrics_port=port, fresh=arguments.fresh, **values))
-    except AlreadyServedError as error:
-        logging.getLogger("hybridkv.daemon").warning("%s", error)
-        return EXIT_ALREADY_SERVED
-    return 0
+    return log_file
+
+
+def _detach(log_file: str | None) -> Callable[[], None]:
+    """Go on in a session of its own, in a process that has no parent once it serves.
+
+    The process of the caller ends when the function that is returned was called, or with the status
+    of the one that goes on, which has no stream of the caller then. Its standard error is the log,
+    or stays where there is no file for that.
+    """
+    served, serving = os.pipe()
+    if child := os.fork():
+        os.close(serving)
+        if os.read(served, 1):
+            sys.exit(EXIT_SERVING)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os.close(served)
+    os.setsid()
+
+    def on_serving() -> None:
+        # Whoever reads what the caller says would wait until the daemon ends.
+        with open(os.devnull, "r+b") as nowhere:
+            os.dup2(nowhere.fileno(), 0)
+            os.dup2(nowhere.fileno(), 1)
+        if log_file is not None:
+            with open(log_file, "ab") as log:
+                os.dup2(log.fileno(), 2)
+        # Whoever started it may be gone.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(serving, b"\0")
+        os.close(serving)
+
+    return on_serving

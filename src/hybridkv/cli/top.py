@@ -165,6 +165,7 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
     meter = min(METER, (width - 20) * 2 // 5)
     values, rates = status.values, status.minute.per_second
     hit, ceiling = status.recent.hit, status.recent.ceiling
+    yield _label("helping").append(status.help)
     line = _label("hit rate")
     if hit is None or ceiling is None:
         yield line.append("nothing was looked up in the last hour", "dim")
@@ -242,7 +243,7 @@ def _engines(status: Status, width: int) -> list[Text]:
         state = "" if session.is_connected else "  gone, its workers may still copy"
         model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
         name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
-        does = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} writing"
+        does = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} reserved"
         line = Text(f"{name}{does}  since {_time(session.since)}")
         lines.append(line.append(state, "yellow"))
     return lines
@@ -253,8 +254,8 @@ def _decisions(status: Status, _: int) -> list[Text]:
     for decision in status.decisions:
         named = f"{_cut(decision.request_id, 24):<25}{_cut(decision.prompt, 13):<14}"
         is_loaded = decision.outcome is Outcome.LOADED
-        said = ("loaded ", "green") if is_loaded else ("computed: ", "dim")
-        text = said[0] + plain(decision.text), said[1]
+        colour = "green" if is_loaded else "red" if decision.outcome is Outcome.FAILED else "dim"
+        text = f"{decision.outcome}: {plain(decision.text)}", colour
         lines.append(Text.assemble(f"{_time(decision.age):>7}  {named}", text))
     return lines
 

@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,11 @@ from hybridkv.wire import messages as wire
 logger = logging.getLogger("vllm.hybridkv")
 
 START_SECONDS = 10.0
+END_SECONDS = 10.0  # A daemon that is told to end has so long.
 ANSWER_SECONDS = 1.0
 """The limit of one greeting. On a busy machine it is slow, and another attempt costs more."""
 RETRY_SECONDS = 0.01
+EXIT_SERVING = 0  # The status of `serve --detach` once its daemon serves.
 EXIT_ALREADY_SERVED = 3
 
 _Answer = TypeVar("_Answer", bound=wire.Reply)
@@ -47,7 +50,7 @@ class DaemonVersionError(DaemonRefusedError):
 
 
 class ControlClient:
-    """A control connection; a context manager."""
+    """A control connection; a context manager, which does not wait where nobody listens."""
 
     def __init__(
         self, socket_path: str, timeout_seconds: float = 5.0, hello: wire.Hello | None = None
@@ -68,7 +71,7 @@ class ControlClient:
                     other = self._link.is_other_version
                     raise (DaemonVersionError if other else DaemonRefusedError)(self._link.refusal)
                 if self._link.welcome is None:
-                    self._wait(deadline, connecting=True)
+                    self._wait(deadline, connecting=self._link.is_served)
         except BaseException:
             self._link.close()
             raise
@@ -143,6 +146,19 @@ class ControlClient:
         select.select(descriptors, [], [], min(left, 0.02))
 
 
+def runtime_directory() -> str:
+    """XDG_RUNTIME_DIR where that is this user's directory, else nothing.
+
+    sudo, cron and services inherit the name of another user's directory, or of one that is gone.
+    """
+    path = os.environ.get("XDG_RUNTIME_DIR", "")
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            return path
+    return ""
+
+
 def daemon_command(socket_path: str, options: Sequence[str]) -> list[str]:
     """The command line of a daemon; raises ConfigError where the path cannot be a socket's."""
     check_socket_path(socket_path, "server")
@@ -153,43 +169,52 @@ def daemon_command(socket_path: str, options: Sequence[str]) -> list[str]:
 def start_detached(
     socket_path: str, options: Sequence[str], stderr: IO[bytes] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a daemon in a session of its own and return at once.
+    """Start a daemon that is no descendant of this process, and return at once.
 
-    A thread waits for its end, so that no zombie stays.
+    vLLM kills all descendants of an engine that it stops. The process that is returned ends with
+    status 0 when the daemon serves, or with the daemon's own status; a thread waits for it, so that
+    no zombie stays.
     """
     process = subprocess.Popen(
-        daemon_command(socket_path, options),
+        [*daemon_command(socket_path, options), "--detach"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL if stderr is None else stderr,
         start_new_session=True,
         cwd="/",
     )
-    threading.Thread(target=process.wait, name="hybridkv-daemon-end", daemon=True).start()
+    threading.Thread(target=process.wait, name="hybridkv-daemon-start", daemon=True).start()
     return process
 
 
 def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
     """Return when a daemon answers at `socket_path`; where none does, start one with `options`.
 
-    A daemon of another protocol version is told to end, and keeps its arena for the next one.
+    A daemon of another protocol version is told to end, and keeps its arena for the next one. Where
+    engines of that version start it again, it is told again: they do so every few seconds at most.
     Raises ConfigError with the daemon's own message where it ends, and DaemonUnreachableError where
     none answers within START_SECONDS, with what is known of the process that serves the socket.
     """
-    try:
-        with ControlClient(socket_path, ANSWER_SECONDS if Path(socket_path).is_socket() else 0.0):
-            return
-    except DaemonVersionError as error:
-        _end_other(socket_path, str(error))
-    except DaemonUnreachableError:
-        pass  # One is started, or says why it cannot be.
+    deadline = time.monotonic() + START_SECONDS
+    process: subprocess.Popen[bytes] | None = None
     with tempfile.TemporaryFile() as stderr:
-        process = start_detached(socket_path, options, stderr)
-        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if _answers(socket_path):
-                return
-            if process.returncode not in (None, EXIT_ALREADY_SERVED):
+            try:
+                with ControlClient(socket_path, ANSWER_SECONDS):
+                    # Until its starter has ended the daemon is a descendant of this process.
+                    if process is not None:
+                        process.wait(max(0.0, deadline - time.monotonic()))
+                    return
+            except DaemonVersionError as error:
+                if not _end_other(socket_path, str(error)):
+                    raise
+            except (DaemonUnreachableError, subprocess.TimeoutExpired):
+                pass  # One is started, or says why it cannot be.
+            ended = None if process is None else process.returncode
+            is_gone = ended in (EXIT_SERVING, EXIT_ALREADY_SERVED) and peer_pid(socket_path) < 0
+            if process is None or is_gone:
+                process = start_detached(socket_path, options, stderr)
+            elif ended not in (None, EXIT_SERVING, EXIT_ALREADY_SERVED):
                 raise refusal(stderr)
             time.sleep(RETRY_SECONDS)
     raise DaemonUnreachableError(
@@ -198,18 +223,28 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
     )
 
 
-def _end_other(socket_path: str, why: str) -> None:
-    """End a daemon that engines of this version cannot use."""
+def _end_other(socket_path: str, why: str) -> bool:
+    """End a daemon that engines of this version cannot use; False where it cannot be ended."""
     pid = peer_pid(socket_path)
     text = "hybridkv: the daemon at %s (%s) is told to end: %s"
     logger.warning(text, socket_path, _described(socket_path), why)
-    with contextlib.suppress(OSError):
-        process = os.pidfd_open(pid)
-        try:
-            signal.pidfd_send_signal(process, signal.SIGTERM)
-            select.select([process], [], [], START_SECONDS)
-        finally:
-            os.close(process)
+    try:
+        return end_process(pid, signal.SIGTERM)
+    except OSError:
+        return pid < 0  # Nobody listens any more, or it is in another pid namespace.
+
+
+def end_process(pid: int, number: signal.Signals) -> bool:
+    """Send a signal to a daemon; whether it has ended within END_SECONDS.
+
+    Raises OSError where this process may not do so, or sees no process of that number.
+    """
+    process = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(process, number)
+        return bool(select.select([process], [], [], END_SECONDS)[0])
+    finally:
+        os.close(process)
 
 
 def _described(socket_path: str) -> str:
@@ -228,11 +263,3 @@ def refusal(stderr: IO[bytes]) -> ConfigError:
     lines = stderr.read().decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else "the daemon ended without a word"
     return ConfigError(last.removeprefix("hybridkv: "))
-
-
-def _answers(socket_path: str) -> bool:
-    try:
-        with ControlClient(socket_path, ANSWER_SECONDS):
-            return True
-    except DaemonUnreachableError:
-        return False

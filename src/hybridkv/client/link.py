@@ -34,7 +34,9 @@ class Link:
         self._socket_path = socket_path
         self._hello = hello
         self._on_loss = on_loss
-        self.greetings = 0  # How often the daemon was greeted; an engine's Hello has it.
+        self.greetings = hello.session
+        """How often the daemon was greeted, beside those that `hello` counts already; sent to it.
+        """
         self._sock: socket.socket | None = None
         self._frames = Frames()
         self._in = memoryview(bytearray(RECEIVE_BYTES))
@@ -80,6 +82,11 @@ class Link:
             self._lose("the daemon does not read", now)
         return self._sock is not None
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether messages wait because the daemon did not read the ones before."""
+        return bool(self._out)
+
     def flush(self, now: float) -> bool:
         """Send as much of the queue as fits; False where there is no connection any more."""
         try:
@@ -101,6 +108,11 @@ class Link:
             # The daemon may still answer the old greeting.
             self._sock.close()
             self._sock = None
+
+    def reset(self, why: str, now: float) -> None:
+        """End the connection, if there is one; a later `poll` makes another."""
+        if self._sock is not None:
+            self._lose(why, now)
 
     def close(self, farewell: Request | None = None) -> None:
         """End the connection for good; `farewell` is sent if there is room for it."""
@@ -160,6 +172,9 @@ class Link:
             if sock is not None:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
+            if error.errno in (errno.EACCES, errno.EPERM):
+                path, why = self._socket_path, error.strerror
+                self.refusal = f"{path} is another user's, or closed to you ({why})"
             return
         self.is_served = True
         if _peer(sock)[1] != os.geteuid():
@@ -170,8 +185,8 @@ class Link:
         self._sock = sock
         self._frames = Frames()
         self.greetings += 1
-        session = self._hello.session + self.greetings
-        self._out = bytearray(encode(msgspec.structs.replace(self._hello, session=session)))
+        hello = msgspec.structs.replace(self._hello, session=self.greetings)
+        self._out = bytearray(encode(hello))
         self._hello_deadline = now + HELLO_SECONDS
         self.flush(now)
 

@@ -83,7 +83,7 @@ class ClientSockets:
         self._daemon = daemon
         self._selector = processes.selector
         self._processes = processes
-        self._listener = listener
+        self.listener = listener
         self._listen_at = math.inf
         """While nobody can be accepted: when to try again, in monotonic seconds."""
         self._is_short = False  # Whether descriptors were lacking for the last client.
@@ -167,11 +167,11 @@ class ClientSockets:
     def accept(self) -> None:
         """Take the next client of the listener's queue."""
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self.listener.accept()
         except OSError as error:
             if error.errno in SHORTAGES:
                 # Whoever waits stays in the listener's queue, which would wake the loop for ever.
-                self._selector.unregister(self._listener)
+                self._selector.unregister(self.listener)
                 self._listen_at = time.monotonic() + LISTEN_AGAIN_SECONDS
                 self._warn_of_shortage(error)
             return
@@ -211,11 +211,19 @@ class ClientSockets:
             logger.warning(message, error.strerror)
         self._is_short = True
 
+    def listen_at(self, listener: socket.socket) -> None:
+        """Accept clients of another listener, in place of one that nobody can reach any more."""
+        if self._listen_at == math.inf:
+            self._selector.unregister(self.listener)
+        self.listener.close()
+        self.listener, self._listen_at = listener, 0.0
+        self._listen()
+
     def _listen(self) -> None:
         """Hear the listener again."""
         if self._listen_at < math.inf:
             self._listen_at = math.inf
-            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
+            self._selector.register(self.listener, selectors.EVENT_READ, self.accept)
 
     def _receive(self, client: ClientSocket, seconds: float) -> bool:
         """Read what has come, and answer for so long; whether there was anything."""

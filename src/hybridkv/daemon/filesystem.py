@@ -1,5 +1,7 @@
 """The daemon's files: its directory, lock, socket and arena, which are its user's alone."""
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -7,6 +9,7 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -16,6 +19,9 @@ from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
 
 logger = logging.getLogger("hybridkv.daemon")
+
+_ARENA = re.compile(r"hybridkv-\d+-[0-9a-f]{12}-[0-9a-f]{32}")
+"""The name of an arena: a user, the digest of a socket's path, and a daemon's life."""
 
 
 class AlreadyServedError(HybridKVError):
@@ -57,46 +63,118 @@ def _refusal(setting: str, fault: str, more: str = "") -> ConfigError:
     return ConfigError(f"{setting}: {fault}", works + more)
 
 
-def take_lock(socket_path: Path) -> int:
-    """A descriptor whose lock makes this process the only daemon of `socket_path`.
+class ServedSocket:
+    """The daemon's socket and its lock file. Either name may be removed while the daemon lives."""
 
-    Raises AlreadyServedError, ConfigError.
-    """
-    lock_path = socket_path.with_name(socket_path.name + ".lock")
-    try:
-        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        fault = f"{lock_path} cannot be opened ({error.strerror})"
-        raise _refusal("socket", fault) from error
+    def __init__(self, path: Path) -> None:
+        """Become the only daemon of `path`. Raises ConfigError, AlreadyServedError."""
+        self._path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._is_told = False  # Whether the log has it that the socket cannot be made again.
+        self._listened: tuple[int, int] | None = None
+        """(device, inode) of the socket's name; None before `listen`."""
+        make_private_directory(path.parent, "socket")
+        self._lock_fd = self._lock()
+        self._check_nobody_serves()
+
+    def listen(self) -> socket.socket:
+        """A non-blocking listening socket in place of a stale one. Raises ConfigError."""
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        listener = socket.socket(socket.AF_UNIX, kind)
+        try:
+            if self._path.is_socket():
+                self._path.unlink()
+            listener.bind(str(self._path))
+            self._path.chmod(0o600)
+            listener.listen(128)
+            self._listened = _inode(self._path)
+        except OSError as error:
+            listener.close()
+            fault = f"no socket can be made at {self._path} ({error.strerror})"
+            raise _refusal("socket", fault) from error
+        return listener
+
+    def restored(self) -> socket.socket | None:
+        """Make again what was removed: a new listening socket where that was the socket.
+
+        Raises AlreadyServedError where another daemon has taken the place meanwhile.
+        """
+        status = os.fstat(self._lock_fd)
+        is_listening = _inode(self._path) == self._listened
+        is_locked = _inode(self._lock_path) == (status.st_dev, status.st_ino)
+        if is_listening and is_locked:
+            return None
+        try:
+            make_private_directory(self._path.parent, "socket")
+            if not is_locked:
+                fd, self._lock_fd = self._lock_fd, self._lock()
+                os.close(fd)
+            if is_listening:
+                return None
+            self._check_nobody_serves()
+            listener = self.listen()
+        except AlreadyServedError:
+            if is_listening:
+                # A daemon that starts has the lock until it finds that this one answers.
+                return None
+            raise
+        except ConfigError as error:
+            # Whoever is connected is served all the same.
+            if not self._is_told:
+                logger.warning("the socket was removed and cannot be made again: %s", error.what)
+            self._is_told = True
+            return None
+        self._is_told = False
+        logger.warning("%s was removed while it was served; it was made again", self._path)
+        return listener
+
+    def close(self) -> None:
+        """Remove the socket, unless it is another daemon's, and let go of the lock."""
+        if self._listened is not None and _inode(self._path) == self._listened:
+            self._path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+    def _lock(self) -> int:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(self._lock_path, flags, 0o600)
+        except OSError as error:
+            fault = f"{self._lock_path} cannot be opened ({error.strerror})"
+            raise _refusal("socket", fault) from error
+        if not _takes_lock(fd):
+            os.close(fd)
+            raise AlreadyServedError(f"a daemon is already serving {self._path}")
+        return fd
+
+    def _check_nobody_serves(self) -> None:
+        """Raise AlreadyServedError where a daemon listens whose lock file was removed."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+            # With a full queue EAGAIN says that somebody listens.
+            if client.connect_ex(str(self._path)) in (0, errno.EAGAIN):
+                raise AlreadyServedError(f"a daemon is already serving {self._path}")
+
+
+def _takes_lock(fd: int) -> bool:
+    """Whether nobody else has the lock of a file, which the descriptor has from here on."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise AlreadyServedError(f"a daemon is already serving {socket_path}") from error
-    return fd
+    except OSError:
+        return False
+    return True
 
 
-def listen(socket_path: Path) -> socket.socket:
-    """A non-blocking listening socket in place of a stale one. Raises ConfigError."""
-    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    listener = socket.socket(socket.AF_UNIX, kind)
+def _inode(path: Path) -> tuple[int, int] | None:
+    """(device, inode) of the file of that name; None where there is none that can be seen."""
     try:
-        if socket_path.is_socket():
-            socket_path.unlink()
-        listener.bind(str(socket_path))
-        socket_path.chmod(0o600)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        fault = f"no socket can be made at {socket_path} ({error.strerror})"
-        raise _refusal("socket", fault) from error
-    return listener
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def stale_arenas(socket_path: Path) -> list[Path]:
-    """Arenas that dead daemons of this socket left behind; the caller holds the lock."""
-    found = SHM_DIR.glob(f"{_arena_prefix(socket_path)}*")
-    return [path for path in found if path.lstat().st_uid == os.geteuid()]
+    """Arenas of this socket's daemons, also those that are in use."""
+    return _files_of_user(_arena_prefix(socket_path))
 
 
 def open_arena(
@@ -105,16 +183,13 @@ def open_arena(
     """An earlier daemon's arena where one fits, else a new one; and whether it is an earlier one.
 
     Without `ram_bytes` an arena of any size fits. Those that do not fit, or all of them where
-    `fresh`, are removed. Raises ConfigError.
+    `fresh`, are removed, unless another process uses them. Raises ConfigError.
     """
-    taken: tuple[Arena, Trailer] | None = None
-    for path in stale_arenas(socket_path):
-        found = None if fresh or taken is not None else _take_over(path, ram_bytes)
-        if found is None:
-            path.unlink(missing_ok=True)
-        taken = taken or found
-    if taken is not None:
-        return *taken, True
+    for path in [] if fresh else stale_arenas(socket_path):
+        if (taken := _take_over(path, ram_bytes)) is not None:
+            remove_unused_arenas(socket_path)
+            return *taken, True
+    remove_unused_arenas(socket_path)
     wanted_bytes = shm.default_ram_bytes() if ram_bytes is None else ram_bytes
     shm.check_ram(wanted_bytes, "ram")
     slots_bytes = wanted_bytes // SLOT_ALIGN * SLOT_ALIGN
@@ -123,6 +198,84 @@ def open_arena(
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()
     return arena, trailer, False
+
+
+def remove_unused_arenas(socket_path: Path) -> None:
+    """Remove the arenas of this socket's daemons that no daemon has open."""
+    for path in stale_arenas(socket_path):
+        remove_unused(path)
+
+
+def remove_unused(arena: Path) -> bool:
+    """Remove an arena, unless a daemon has it open; whether it was removed."""
+    with _claimed(arena) as is_ours:
+        if is_ours:
+            arena.unlink(missing_ok=True)
+    return is_ours
+
+
+def is_in_use(arena: Path) -> bool:
+    """Whether a daemon has an arena open. None can take it over while this is found out."""
+    with _claimed(arena) as is_ours:
+        return not is_ours
+
+
+@contextlib.contextmanager
+def _claimed(arena: Path) -> Iterator[bool]:
+    """Whether no daemon has an arena open; if so, none can take it over meanwhile."""
+    try:
+        fd = os.open(arena, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _takes_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def free_left(socket_path: Path) -> None:
+    """Remove the arenas and the socket that daemons have left.
+
+    Raises AlreadyServedError where there is a daemon, and ConfigError as ServedSocket does.
+    """
+    served = ServedSocket(socket_path)
+    try:
+        remove_unused_arenas(socket_path)
+        if socket_path.is_socket():
+            socket_path.unlink()
+    finally:
+        served.close()
+
+
+def arenas_of_user() -> list[Path]:
+    """Every arena of this user, also those in use.
+
+    One without a byte is left out: it is being made, and its maker has not locked it yet.
+    """
+    found = _files_of_user(f"hybridkv-{os.geteuid()}-")
+    return [path for path in found if _ARENA.fullmatch(path.name) and arena_bytes(path)[0]]
+
+
+def arena_bytes(arena: Path) -> tuple[int, int]:
+    """The size of an arena and the memory that it takes, in bytes; zeros where it is gone."""
+    try:
+        status = arena.lstat()
+    except FileNotFoundError:
+        return 0, 0
+    return status.st_size, status.st_blocks * 512
+
+
+def is_arena_of(arena: Path, socket_path: str) -> bool:
+    """Whether an arena is one of the daemons of this socket."""
+    return arena.name.startswith(_arena_prefix(socket_path))
+
+
+def bound_sockets() -> list[str]:
+    """The path of every Unix socket that a process of this network namespace has bound."""
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
+    columns = (line.split(" ", maxsplit=7) for line in lines)
+    return [row[7] for row in columns if len(row) == 8]
 
 
 def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
@@ -147,7 +300,20 @@ def node_name(socket_path: Path) -> str:
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
-def _arena_prefix(socket_path: Path) -> str:
+def _arena_prefix(socket_path: Path | str) -> str:
     """The start of the names of arenas: it has a digest of the socket's path."""
     digest = hashlib.sha256(str(socket_path).encode()).hexdigest()[:12]
     return f"hybridkv-{os.geteuid()}-{digest}-"
+
+
+def _files_of_user(prefix: str) -> list[Path]:
+    """The files of this user in shared memory whose names begin so, in the order of names."""
+    found = []
+    for path in sorted(SHM_DIR.glob(f"{prefix}*")):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            found.append(path)
+    return found

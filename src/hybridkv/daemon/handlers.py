@@ -42,6 +42,7 @@ class Daemon(DaemonState):
         self._handlers: Mapping[type[Request], Callable[[ClientConnection, Any], Reply | None]] = {
             wire.Hello: self._hello,
             wire.Drained: self.sessions.drained,
+            wire.ReportMapping: self._report_mapping,
             wire.Identify: self._identify,
             wire.Subscribe: self.subscriptions.subscribe,
             wire.Lookup: self._lookup,
@@ -153,6 +154,10 @@ class Daemon(DaemonState):
         self.subscriptions.identified(connection)
         return wire.Done(request.id, 0)
 
+    def _report_mapping(self, connection: ClientConnection, told: wire.ReportMapping) -> None:
+        connection.is_unmapped = not told.is_mapped
+        self.counters["mappings_failed"] += connection.is_unmapped
+
     # Lookups
 
     def _lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> Reply:
@@ -223,6 +228,7 @@ class Daemon(DaemonState):
             self.store.pin(slots)
             self.demotion.read(slots)
             session.leases[asked.lease] = slots
+            session.asked[asked.lease] = asked.asked_at, asked.tokens_per_second
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
             self.counters["tokens_hit"] += chunks * geometry.chunk_tokens
@@ -247,6 +253,9 @@ class Daemon(DaemonState):
         slots = session.leases.pop(release.lease, None)
         if slots is not None:
             self.store.unpin(slots)
+        asked_at, speed = session.asked.pop(release.lease, (0.0, 0))
+        if release.tokens or release.failed:
+            self.saved.add(release.tokens, speed, self.now - asked_at)
         since, span = session.spans.pop(release.lease, (0.0, None))
         if self.spans is not None and span is not None:
             facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}

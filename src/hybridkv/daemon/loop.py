@@ -25,7 +25,12 @@ from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients
-from hybridkv.daemon.filesystem import listen, make_private_directory, open_arena, take_lock
+from hybridkv.daemon.filesystem import (
+    AlreadyServedError,
+    ServedSocket,
+    open_arena,
+    remove_unused_arenas,
+)
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.observe.history import Snapshot
@@ -48,6 +53,7 @@ DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 OPEN_SECONDS = 2.0
 """Tiers have so long, before the first client is heard, to say that a setting can never work."""
 CLOSE_SECONDS = 2.0  # A tier's threads have so long at the end to finish what they are writing.
+FILES_SECONDS = 1.0  # How often the daemon looks whether its socket is still there.
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20  # Pages exist so far ahead of the used part of the arena.
 RESERVE_RETRY_SECONDS = 1.0  # How often more memory is asked for while there is none.
@@ -58,7 +64,7 @@ class ServeOptions(NamedTuple):
 
     socket_path: Path
     ram_bytes: int | None  # None for as much as an earlier daemon left, or else the default.
-    metrics_port: int
+    metrics_port: int | None  # None for the usual one, or a free one; -1 for no pages.
     fresh: bool = False  # Whether to start empty, even where an earlier daemon left an arena.
     eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
@@ -163,22 +169,32 @@ class DaemonServer:
 
     def __init__(self, options: ServeOptions) -> None:
         """Open the arena and the tiers, and listen. Raises ConfigError, AlreadyServedError."""
-        make_private_directory(options.socket_path.parent, "socket")
-        self._lock_fd = take_lock(options.socket_path)
+        with contextlib.ExitStack() as failed:
+            self._start(options, failed)
+            failed.pop_all()
+        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
+        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
+
+    def _start(self, options: ServeOptions, failed: contextlib.ExitStack) -> None:
+        """Begin; `failed` removes what was made, if the rest of the start fails."""
+        self._socket = ServedSocket(options.socket_path)
+        failed.callback(self._socket.close)
+        self._files_due_at = time.monotonic() + FILES_SECONDS  # When the files are looked at next.
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
         self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
         self._processes = clients.ProcessWatcher(self._selector)
         self._outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
-        if not self._open(options.fresh):
+        if not self._open(options.fresh, failed):
             # Whatever the last daemon left, it must not keep this one from serving.
             self._trailer.release()
+            self._arena.unlink()
             self._arena.close()
-            self._open(fresh=True)
+            self._open(fresh=True, failed=failed)
             self.daemon.counters["recoveries_failed"] += 1
-        self._listener = listen(options.socket_path)
-        self.clients = clients.ClientSockets(self.daemon, self._processes, self._listener)
+        listener = self._socket.listen()
+        self.clients = clients.ClientSockets(self.daemon, self._processes, listener)
         self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.
         self._running = True
         self._keeps_arena = True
@@ -186,11 +202,9 @@ class DaemonServer:
         self._reserver = ArenaReserver(
             self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
         )
-        if options.metrics_port >= 0:
+        if options.metrics_port != -1:
             self.daemon.metrics_url = serve_web(self._ask, options.metrics_port)
         self._exporter = self._export() if options.traces_url else None
-        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
-        logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -216,6 +230,8 @@ class DaemonServer:
             self.clients.answer(client, clients.TURN_SECONDS)
         self._reserver.adopt()
         self._take_outcomes()
+        if time.monotonic() >= self._files_due_at:
+            self._look_at_files()
         while self._asked:
             self._asked.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
         if not ready and not behind:
@@ -237,8 +253,23 @@ class DaemonServer:
         if self.clients.behind or self._outcomes or self.daemon.ceiling.has_work:
             return 0.0
         now = time.monotonic()
-        due = min(self.clients.listens_at(now), self.daemon.wakes_at())
+        due = min(self.clients.listens_at(now), self.daemon.wakes_at(), self._files_due_at)
         return None if due == math.inf else max(0.0, due - now)
+
+    def _look_at_files(self) -> None:
+        """Make the socket again if somebody removed it, and remove arenas that nobody uses."""
+        self._files_due_at = time.monotonic() + FILES_SECONDS
+        try:
+            listener = self._socket.restored()
+            if listener is not None:
+                self.clients.listen_at(listener)
+            remove_unused_arenas(self._options.socket_path)
+        except OSError:
+            return  # No descriptor is left at this moment.
+        except AlreadyServedError as error:
+            # New engines are the other one's, and no later daemon can take this arena over.
+            logger.warning("%s; this one ends", error)
+            self.stop(keep_arena=False)
 
     def _await_tiers(self) -> None:
         """Wait a moment for the tiers: a setting that can never work is told at the start."""
@@ -271,12 +302,14 @@ class DaemonServer:
             if client is not None and not client.closing:
                 self.clients.send(client, reply)
 
-    def _open(self, fresh: bool) -> bool:
+    def _open(self, fresh: bool, failed: contextlib.ExitStack) -> bool:
         """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
         options, boot = self._options, uuid.uuid4().hex
         self._arena, self._trailer, warm = open_arena(
             options.socket_path, options.ram_bytes, fresh, boot
         )
+        if not warm:
+            failed.callback(self._arena.unlink)
         memory = self._arena.memory[: self._arena.slots_bytes]
         first_generation = time.time_ns() // 10**6 << GENERATION_BITS
         rules = options.eviction, options.salt_quota_bytes
@@ -349,21 +382,22 @@ class DaemonServer:
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self._selector.close()
-        self._listener.close()
+        self.clients.listener.close()
         self._waker.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._options.socket_path.unlink()
         if not self._keeps_arena:
             self._arena.unlink()
         if all(ended):
             self._arena.close()
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
-        os.close(self._lock_fd)
+        self._socket.close()
 
 
-def serve(options: ServeOptions) -> None:
-    """Run a daemon until SIGTERM, which keeps the arena for the next one, or SIGINT."""
+def serve(options: ServeOptions, on_serving: Callable[[], None]) -> None:
+    """Run a daemon until SIGTERM, which keeps the arena for the next one, or SIGINT.
+
+    `on_serving` is called once, when clients can connect.
+    """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         # A message wakes the daemon on its sender's core more often than not. A batch task waits
         # there until another core is free or the engine pauses; any other would compute its answer
@@ -383,4 +417,5 @@ def serve(options: ServeOptions) -> None:
         signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    on_serving()
     server.run()

@@ -71,6 +71,8 @@ class Session:
     model: WireModel | None = None
     since: float = 0.0  # When it greeted, by the daemon's clock.
     leases: dict[int, list[Slot]] = field(default_factory=dict)
+    asked: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """By lease: when it was asked for, and how fast the engine computes (tokens per second)."""
     spans: dict[int, tuple[float, object]] = field(default_factory=dict)
     """By lease, while spans are exported: when it began, and the span of its lookup."""
     writing: dict[int, Slot] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class ClientConnection:
     process: Process
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
+    is_unmapped: bool = False  # Whether it is a worker that cannot map the arena.
     session: Session = field(init=False, repr=False)  # The session that it opened, as an engine's.
 
 

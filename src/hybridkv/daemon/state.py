@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.daemon.sessions import Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
-from hybridkv.observe.history import Histogram, RequestHistory
+from hybridkv.observe.history import Histogram, RequestHistory, TimeSaved
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.promotion import Promotion
@@ -34,6 +34,7 @@ class DaemonState:
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
+        self.saved = TimeSaved()
         self.spans: SpanExporter | None = None  # Where spans go, if they are exported.
         self.metrics_url = ""  # The URL of /metrics; empty where no pages are served.
         self.later: deque[tuple[int, Reply]] = deque()

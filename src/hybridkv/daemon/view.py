@@ -15,6 +15,7 @@ SAMPLED = (
     *("lookups", "lookups_hit", "lookups_waited", "lookup_wait_seconds"),
     *("tokens_asked", "tokens_hit", "ceiling_asked_tokens", "ceiling_hit_tokens"),
     *("ceiling_tokens", "bytes_loaded", "bytes_stored", "evicted", "slots_short", "loads_failed"),
+    *("tokens_loaded", "computing_seconds_spared", "loading_seconds"),
     *("deadlines_missed", "bytes_committed", "objects", "sessions", "leases", "lookups_waiting"),
 )
 """Values whose past is kept."""
@@ -77,9 +78,12 @@ class DaemonView:
             "removals_overflowed": state.subscriptions.overflows,
             "leases": sum(len(session.leases) for session in sessions.all),
             "connections": len(sessions.connections),
+            "workers_unmapped": sum(one.is_unmapped for one in sessions.connections.values()),
             "spans_dropped": 0 if state.spans is None else state.spans.dropped,
             "lookups_waited": state.waits.cumulative[-1][1],
             "lookup_wait_seconds": state.waits.total,
+            "computing_seconds_spared": state.saved.computing_seconds,
+            "loading_seconds": state.saved.loading_seconds,
             "ceiling_lookups": ceiling.lookups,
             "ceiling_lookups_left_out": ceiling.lookups_left_out,
             "ceiling_asked_tokens": ceiling.asked_tokens,

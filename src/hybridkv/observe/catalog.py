@@ -33,9 +33,15 @@ PLAIN: Mapping[str, MetricFamily] = {
     "tokens_asked": counter("Tokens of the chunks that lookups asked for."),
     "tokens_hit": counter("Tokens of all hits, also those in the engine's own cache by then."),
     "tokens_loaded": counter("Tokens that engines loaded."),
+    "computing_seconds_spared": counter(
+        "Seconds that computing those tokens would have taken, at each engine's measured speed."
+    ),
+    "loading_seconds": counter("Seconds from the lookups of the same loads to their ends."),
     "bytes_loaded": counter("Bytes that engines loaded from RAM, all ranks together."),
     "loads_failed": counter("Loads that failed in the engine; it computed instead."),
-    "tokens_stored": counter("Tokens whose objects engines stored."),
+    "tokens_stored": counter(
+        "Tokens that engines stored: those of a model's first group, full attention if it has any."
+    ),
     "objects_stored": counter("Objects that engines stored and that were new."),
     "bytes_stored": counter("Bytes of the payload of those objects."),
     "objects_recovered": counter("Objects taken over from an earlier daemon's arena."),
@@ -44,6 +50,7 @@ PLAIN: Mapping[str, MetricFamily] = {
     "objects_condemned": counter("Objects whose bytes an engine proved wrong; they were dropped."),
     "commits_unknown": counter("Committed slots that the session did not hold; they are ignored."),
     "duplicates": counter("Stored objects that were there already; their slot was freed."),
+    "mappings_failed": counter("Times that a worker could not map the arena; it tries again."),
     "evicted": counter("Objects that were evicted for room."),
     "over_quota": counter("Objects not kept, or evicted, for their cache_salt's quota."),
     "slots_granted": counter("Write slots given to engines."),
@@ -62,7 +69,7 @@ PLAIN: Mapping[str, MetricFamily] = {
     "ceiling_chunks_forgotten": counter("Chunks forgotten, so that the ceiling may be too low."),
     "objects": gauge("Objects in RAM, also those that are dropped when their last lease ends."),
     "bytes_committed": gauge("Bytes of the arena that objects take."),
-    "bytes_writing": gauge("Bytes of the arena in slots that are being written."),
+    "bytes_writing": gauge("Bytes of the arena in write slots, which engines hold ahead of need."),
     "bytes_held": gauge("Bytes of slots that an engine of an earlier daemon may still write."),
     "bytes_protected": gauge("Bytes of objects that a scan does not evict."),
     "bytes_reserved": gauge("Bytes of the arena whose pages exist."),
@@ -72,6 +79,7 @@ PLAIN: Mapping[str, MetricFamily] = {
     "watching": gauge("Engines that are told which objects go, for their KV events."),
     "leases": gauge("Read leases."),
     "connections": gauge("Connections to the socket."),
+    "workers_unmapped": gauge("Workers that cannot map the arena: nothing is loaded or stored."),
     "lookups_waiting": gauge("Lookups that wait for tiers."),
     "writes_waiting": gauge("Objects that wait to be written to tiers, or are being written."),
 }
@@ -130,7 +138,9 @@ MADE: Mapping[str, MetricFamily] = {
     "group_objects": gauge("Objects in RAM of a group; the 65th row has all others.", *_GROUP),
     "group_bytes": gauge("Bytes in RAM of the same.", *_GROUP),
     "session_leases": gauge("Read leases of an engine, of the first 256 sessions.", *_ENGINE),
-    "session_writing_bytes": gauge("Bytes in slots that an engine is writing.", *_ENGINE),
+    "session_writing_bytes": gauge(
+        "Bytes of the write slots that an engine holds, ahead of need or written.", *_ENGINE
+    ),
     "session_connected": gauge("Connected schedulers of an engine; 0: only workers.", *_ENGINE),
 }
 """Metrics that /metrics makes of a snapshot, beside the values."""

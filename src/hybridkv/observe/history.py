@@ -113,6 +113,23 @@ class Histogram:
         return list(zip(self._bounds, accumulate(self._counts), strict=True))
 
 
+@dataclass
+class TimeSaved:
+    """Seconds that loads spared and took, over the loads of engines whose speed was known."""
+
+    computing_seconds: float = 0.0  # Of what was loaded, at the engine's measured speed.
+    loading_seconds: float = 0.0  # From each lookup to the end of its load.
+
+    def add(self, tokens: int, tokens_per_second: int, seconds: float) -> None:
+        """A load of `tokens` ended, `seconds` after its lookup; without a speed (0) it is left out.
+
+        A load that failed has no tokens, and took time.
+        """
+        if tokens_per_second:
+            self.computing_seconds += tokens / tokens_per_second
+            self.loading_seconds += seconds
+
+
 class RequestOutcome(NamedTuple):
     """What became of one request, told at `told_at` seconds of the daemon's clock."""
 

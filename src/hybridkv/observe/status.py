@@ -3,6 +3,7 @@
 The status has numbers, what they mean, and what is wrong. `hybridkv explain` has the sentences too.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -89,6 +90,7 @@ class StatusReport:
             _window(snapshot, MINUTE_SECONDS),
             _window(snapshot, HOUR_SECONDS),
             health(snapshot),
+            help_of(snapshot),
             verdict(snapshot),
             [*snapshot.tiers],
             [*snapshot.groups],
@@ -167,12 +169,36 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         for name, (level, what) in NEWS.items()
         if (count := recent.growth(name))
     ]
+    if count := snapshot.values.of("workers_unmapped"):
+        text = f"{count:,.0f} workers cannot map the arena, so that nothing is loaded or stored"
+        found.append(wire.Problem("bad", f"{text}; engine and daemon need one /dev/shm"))
     if count := snapshot.values.of("objects_condemned"):
         text = f"{count:,.0f} objects had wrong bytes in RAM and were dropped"
         found.append(wire.Problem("warn", f"{text}, since the daemon began"))
     if not snapshot.sessions:
         found.append(wire.Problem("note", "no engine is connected"))
     return sorted(found, key=lambda problem: LEVELS.index(problem.level))
+
+
+def help_of(snapshot: Snapshot) -> str:
+    """Whether the cache helps, in a sentence or two, by the last hour and the last requests."""
+    window = _window(snapshot, HOUR_SECONDS)
+    if not window.asked_tokens:
+        return "Nothing was looked up in the last hour."
+    text = "Nothing was loaded in the last hour."
+    if window.loaded_tokens:
+        part = window.loaded_tokens / window.asked_tokens
+        text = f"In the last hour {window.loaded_tokens:,.0f} tokens were loaded, {part:.0%} of"
+        text += " those asked for"
+        if window.saved_seconds is None:
+            text += "."
+        elif window.saved_seconds >= 0:
+            text += f", which saved {window.saved_seconds:.3g} s."
+        else:
+            text += f", which took {-window.saved_seconds:.3g} s longer than computing."
+    words = Counter(str(outcome_of(one.explanation)[0]) for one in snapshot.decisions)
+    told = ", ".join(f"{count} {word}" for word, count in words.most_common())
+    return f"{text} The last requests: {told}." if told else text
 
 
 def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
@@ -206,10 +232,17 @@ def outcome_of(told: RequestExplanation) -> tuple[wire.Outcome, str]:
     if told.loaded_tokens:
         return wire.Outcome.LOADED, f"{told.loaded_tokens} tokens, {format_size(told.loaded_bytes)}"
     if told.declined is not None:
-        return wire.Outcome.COMPUTED, told.detail or DECLINES[told.declined]
-    if told.hit_chunks is not None:
-        return wire.Outcome.COMPUTED, "the engine's own cache reached as far, or nothing was found"
-    return wire.Outcome.COMPUTED, "nothing was said"
+        is_failed = told.declined in (Decline.LOAD_FAILED, Decline.PLAN_FAILED)
+        word = wire.Outcome.FAILED if is_failed else wire.Outcome.DECLINED
+        return word, told.detail or DECLINES[told.declined]
+    if told.hit_chunks is None:
+        return wire.Outcome.DECLINED, "no lookup was answered before the request ended"
+    if told.local_tokens and told.local_tokens >= told.hit_chunks * told.chunk_tokens:
+        text = f"the engine's own cache had {told.local_tokens} tokens, and the daemon no more"
+        return wire.Outcome.LOCAL, text
+    if not told.hit_chunks:
+        return wire.Outcome.MISS, "nothing was found"
+    return wire.Outcome.UNUSED, "the request ended before the hit was loaded"
 
 
 def limit_of(told: RequestExplanation) -> str:
@@ -275,6 +308,10 @@ def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
         past.share("ceiling_tokens", "ceiling_asked_tokens"),
         past.growth("tokens_hit"),
         past.growth("tokens_asked"),
+        past.growth("tokens_loaded"),
+        _short(past.growth("computing_seconds_spared") - past.growth("loading_seconds"))
+        if past.growth("computing_seconds_spared")
+        else None,
         _short(past.growth("lookup_wait_seconds") / waited) if waited else None,
         {
             name: _short(past.growth(name) / length) if length else 0.0

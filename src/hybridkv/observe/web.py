@@ -1,4 +1,4 @@
-"""The daemon's pages: /metrics, the status page and its JSON; read only, in threads of their own.
+"""The daemon's pages: /metrics, /healthz, the status page and its JSON; read only, in threads.
 
 They are served on loopback, and the Host header must name it, so that a page of another site cannot
 read them through a browser. The page loads nothing from elsewhere and runs no script but its own.
@@ -25,12 +25,17 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from hybridkv import __version__
+from hybridkv.core.errors import ConfigError
 from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
 from hybridkv.observe.history import Snapshot
-from hybridkv.observe.status import StatusReport
+from hybridkv.observe.status import StatusReport, health
 
 logger = logging.getLogger("hybridkv.daemon")
 
+METRICS_PORT = 9477
+PORT_SECONDS = 0.5
+"""A daemon that ends has so long to leave the port to the next one."""
+PORT_AGAIN_SECONDS = 0.05
 ANSWER_SECONDS = 5.0  # The loop has so long to make a snapshot.
 REQUEST_SECONDS = 10.0  # A client has so long, from when it is accepted until its answer is sent.
 REQUESTS_MAX = 16  # Requests at the same time; more are answered with status 503.
@@ -60,6 +65,8 @@ HEADERS = (
     ("Cache-Control", "no-store"),
     ("Server", "hybridkv"),
 )
+
+UNAVAILABLE = "503 Service Unavailable"
 
 Start = Callable[..., Any]
 Points = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels, number).
@@ -93,8 +100,7 @@ class WebPages(Collector):
         if environ.get("REQUEST_METHOD") != "GET":
             return _say(start, "405 Method Not Allowed", "only GET works here", ("Allow", "GET"))
         if not self._room.acquire(blocking=False):
-            busy = "503 Service Unavailable"
-            return _say(start, busy, "too many ask at once", ("Retry-After", "1"))
+            return _say(start, UNAVAILABLE, "too many ask at once", ("Retry-After", "1"))
         try:
             return self._page(environ, start)
         except Exception:  # the supervised boundary: a page that fails ends nothing
@@ -137,15 +143,21 @@ class WebPages(Collector):
                 environ, lambda status, headers, *_: start(status, [*headers, *HEADERS])
             )
             return answer
-        if path == "/status.json":
+        if path in ("/status.json", "/healthz"):
             snapshot = self._snapshot()
             if snapshot is None:
-                return _say(start, "503 Service Unavailable", "the daemon's loop does not answer")
+                return _say(start, UNAVAILABLE, "the daemon's loop does not answer")
+            if path == "/healthz":
+                # The other levels are of a daemon that does what it can.
+                bad = [one.text for one in health(snapshot) if one.level == "bad"]
+                return _say(start, UNAVAILABLE if bad else "200 OK", "\n".join(bad) or "ok")
             status = msgspec.json.encode(self._report.make(snapshot))
             return _give(start, "200 OK", status, "application/json")
         if path in self._files:
             return _give(start, "200 OK", *self._files[path])
-        return _say(start, "404 Not Found", "there are / and /status.json and /metrics")
+        return _say(
+            start, "404 Not Found", "there are / and /status.json and /metrics and /healthz"
+        )
 
     def _snapshot(self) -> Snapshot | None:
         try:
@@ -161,6 +173,8 @@ def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
     for name, described in VALUES.items():
         numbers = values.pop(name, {})
         # A counter that appears with its first event would hide that event from rates.
+        if described.kind == "counter" and described.labels == ("tier",):
+            numbers = dict.fromkeys((tier.name for tier in snapshot.tiers), 0.0) | numbers
         points = [((label,), numbers[label]) for label in sorted(numbers)]
         yield _family(name, points if described.labels else [((), numbers.get("", 0.0))])
     for name in sorted(values.keys() - NOT_ALONE):
@@ -190,15 +204,35 @@ def _family(name: str, points: Points) -> families.Metric:
     return family
 
 
-def serve_web(ask: Callable[[], Future[Snapshot]], port: int) -> str:
-    """Serve on 127.0.0.1 in a thread, on a free port if `port` is taken; the URL of /metrics."""
-    pages = WebPages(ask)
-    try:
-        server = make_server("127.0.0.1", port, pages, _HttpServer, _Handler)
-    except OSError:
-        server = make_server("127.0.0.1", 0, pages, _HttpServer, _Handler)
+def serve_web(ask: Callable[[], Future[Snapshot]], port: int | None) -> str:
+    """Serve on 127.0.0.1 in a thread; the URL of /metrics.
+
+    With None it is METRICS_PORT, or a free one where that is taken. Raises ConfigError where `port`
+    is taken.
+    """
+    pages, wanted = WebPages(ask), METRICS_PORT if port is None else port
+    server = _server_at(pages, wanted)
+    if server is None and port is not None:
+        raise ConfigError(f"metrics-port={port} is taken by another process", "another one works")
+    is_free = server is not None
+    server = server or make_server("127.0.0.1", 0, pages, _HttpServer, _Handler)
     threading.Thread(target=server.serve_forever, name="web", daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}/metrics"
+    url = f"http://127.0.0.1:{server.server_port}/"
+    if not is_free:
+        logger.warning("port %d is taken; the status page is at %s", wanted, url)
+    return f"{url}metrics"
+
+
+def _server_at(pages: WebPages, port: int) -> WSGIServer | None:
+    """A server at that port; None where it is taken, and stays so for a moment."""
+    until = time.monotonic() + PORT_SECONDS
+    while True:
+        try:
+            return make_server("127.0.0.1", port, pages, _HttpServer, _Handler)
+        except OSError:
+            if time.monotonic() > until:
+                return None
+            time.sleep(PORT_AGAIN_SECONDS)
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
+from hybridkv.shm.numa import interleave, memory_nodes
 
 SHM_DIR = Path("/dev/shm")
 RAM_BYTES_MIN = 512 << 10  # The least size of an arena; a smaller one holds next to nothing.
@@ -72,25 +73,39 @@ def create_arena(path: Path, slots_bytes: int, more_bytes: int = 0) -> Arena:
     OSError (ENOSPC) is raised.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    size_bytes = slots_bytes + more_bytes
-    os.ftruncate(fd, size_bytes)
-    if more_bytes:
-        os.posix_fallocate(fd, slots_bytes, more_bytes)
-    return Arena(path, fd, size_bytes, slots_bytes, owner=True)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size_bytes = slots_bytes + more_bytes
+        os.ftruncate(fd, size_bytes)
+        if more_bytes:
+            os.posix_fallocate(fd, slots_bytes, more_bytes)
+        arena = Arena(path, fd, size_bytes, slots_bytes, owner=True)
+        nodes = memory_nodes()
+        if len(nodes) > 1:
+            # Else all of it is on the daemon's node, and half of the GPUs copy from the other.
+            interleave(arena.address, size_bytes, nodes)
+        return arena
+    except BaseException:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+        raise
 
 
 def attach_arena(
-    path: Path, size_bytes: int, slots_bytes: int | None = None, owner: bool = False
+    path: Path, size_bytes: int, slots_bytes: int | None = None, owner: bool = False, pid: int = 0
 ) -> Arena:
     """Map a daemon's arena. Raises ArenaGoneError unless it is this user's, a file, of this size.
 
     An `owner` is the next daemon, which locks the file; raises BlockingIOError if it is locked.
+    `pid` is the daemon, of which the file is taken where its name was removed; 0 = not known.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise ArenaGoneError(f"arena {path} cannot be opened: {error.strerror}") from error
+        removed = _open_removed(path, pid)
+        if removed is None:
+            raise ArenaGoneError(f"arena {path} cannot be opened: {error.strerror}") from error
+        fd = removed
     try:
         status = os.fstat(fd)
         is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
@@ -98,6 +113,9 @@ def attach_arena(
             raise ArenaGoneError(f"arena {path} is not this user's arena of {size_bytes} bytes")
         if owner:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(fd).st_nlink:
+                # Whoever had the lock before has removed it.
+                raise ArenaGoneError(f"arena {path} was removed meanwhile")
         slots_bytes = size_bytes if slots_bytes is None else slots_bytes
         arena = Arena(path, fd, size_bytes, slots_bytes, owner)
     except BaseException:
@@ -106,6 +124,18 @@ def attach_arena(
     if not owner:
         os.close(fd)
     return arena
+
+
+def _open_removed(path: Path, pid: int) -> int | None:
+    """A descriptor of a file that process `pid` has open and whose name `path` was removed.
+
+    systemd removes a user's shared memory at the last logout (RemoveIPC), and keeps processes.
+    """
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(link) == f"{path} (deleted)":
+                return os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    return None
 
 
 def machine_memory_bytes() -> int:

@@ -5,7 +5,10 @@ The daemon alone writes headers; workers write their parts of the payload and th
     0        128                 payload_offset(parts)
     |header  |checksum per part  |payload: part 0, part 1 ...         | padding to SLOT_ALIGN
 
-The checksum of a part is its *signature*: a 64-bit hash of its bytes, seeded with the generation.
+The checksum of a part is its *signature*. The part is cut into pieces of PIECE_BYTES, the last of
+which may be shorter. Each piece has a *digest*, its XXH3-64 with seed 0. The signature is the
+XXH3-64 of the digests, little-endian one behind the other, seeded with the generation. So a device
+can compute digests side by side, and a part is signed with another seed from its digests alone.
 """
 
 import struct
@@ -14,19 +17,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64
 
 SLOT_ALIGN = 4096
 """Slots start on pages, so that a slot can be written to a file with direct I/O as it is."""
 HEADER_BYTES = 128
 CHECKSUM_BYTES = 8
+PIECE_BYTES = 128 << 10
+"""Bytes of a part that have one digest. `xxhash` lets other threads run only beside a hash of more
+than 64 KiB: with smaller pieces, the daemon's loop waits up to 5 ms for a tier's thread."""
 UNSIGNED = bytes(CHECKSUM_BYTES)  # The checksum of a part that nobody signed, as with "off".
 SHORT_HASH_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
-_VERSION = 2
+_VERSION = 3
 
 # magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash, short hash of
 # the chunk before, tenant; then the CRC of all that
@@ -110,40 +117,52 @@ def slot_bytes(part_bytes: int, parts: int) -> int:
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
 
 
-def hasher(seed: int) -> "xxhash.xxh3_64":
-    """A hasher for callers that hash a part piece by piece while the CPU cache has it."""
-    return xxhash.xxh3_64(seed=seed)
+def hash_pieces(part: memoryview, starts: range) -> list[int]:
+    """The digests of the pieces of a part that begin at `starts`, for callers that copy it too."""
+    return [xxh3_64_intdigest(part[at : at + PIECE_BYTES]) for at in starts]
 
 
-def signature(digest: int) -> bytes:
-    """The CHECKSUM_BYTES of a digest. It is never UNSIGNED, so an unsigned slot proves nothing."""
-    return (digest | 1).to_bytes(CHECKSUM_BYTES, "little")
+def piece_digests(part: memoryview) -> bytes:
+    """The digests of all pieces of a part, one behind the other."""
+    return pack_u64(hash_pieces(part, range(0, len(part), PIECE_BYTES)))
 
 
-def part_signature(slot: memoryview, part_bytes: int, parts: int, part: int, seed: int) -> bytes:
-    """The signature of one part of `slot` (a whole slot's memory), made from its bytes."""
-    start = payload_offset(parts) + part * part_bytes
-    return signature(xxhash.xxh3_64(slot[start : start + part_bytes], seed=seed).intdigest())
+def part_digests(slot: memoryview, part_bytes: int, parts: int) -> list[bytes]:
+    """The `piece_digests` of every part of `slot` (a whole slot's memory)."""
+    payload = payload_offset(parts)
+    starts = range(payload, payload + part_bytes * parts, part_bytes)
+    return [piece_digests(slot[start : start + part_bytes]) for start in starts]
 
 
-def is_signed(slot: memoryview, part_bytes: int, parts: int, seed: int) -> bool | None:
-    """Whether every part of a slot has its signature; None if some have none, and none is wrong."""
+def signature(digests: bytes, seed: int) -> bytes:
+    """The CHECKSUM_BYTES of a part by its `piece_digests`.
+
+    It is never UNSIGNED, so an unsigned slot proves nothing.
+    """
+    return (xxh3_64_intdigest(digests, seed) | 1).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def is_signed(slot: memoryview, digests: list[bytes], seed: int) -> bool | None:
+    """Whether every part of a slot has the signature of its digests (`part_digests`).
+
+    None if some parts have none, and none is wrong.
+    """
     unsigned = False
-    for part in range(parts):
+    for part, each in enumerate(digests):
         at = checksum_offset(part)
         known = bytes(slot[at : at + CHECKSUM_BYTES])
         if known == UNSIGNED:
             unsigned = True
-        elif known != part_signature(slot, part_bytes, parts, part, seed):
+        elif known != signature(each, seed):
             return False
     return None if unsigned else True
 
 
-def sign(slot: memoryview, part_bytes: int, parts: int, seed: int) -> None:
-    """Sign every part of a slot."""
-    for part in range(parts):
+def sign(slot: memoryview, digests: list[bytes], seed: int) -> None:
+    """Sign every part of a slot by its digests (`part_digests`)."""
+    for part, each in enumerate(digests):
         at = checksum_offset(part)
-        slot[at : at + CHECKSUM_BYTES] = part_signature(slot, part_bytes, parts, part, seed)
+        slot[at : at + CHECKSUM_BYTES] = signature(each, seed)
 
 
 def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:

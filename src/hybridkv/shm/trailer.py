@@ -23,7 +23,7 @@ from hybridkv.shm.slots import SLOT_ALIGN
 
 PROCESSES_MAX = 4096
 _MAGIC = 0x656C62617453796B
-_VERSION = 2
+_VERSION = 3
 _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
 _CRC = struct.Struct("<I")

@@ -1,6 +1,11 @@
-"""`hybridkv stats`, `clear` and `explain`: what clients named is shown, and obeyed by nobody."""
+"""`hybridkv ping`, `stats`, `clear` and `explain`: what clients named is obeyed by nobody."""
 
 import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +23,7 @@ from hybridkv.wire.messages import (
 from tests.layouts import LAYOUTS
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.tierclient import stats, until
+from tests.waiting import DEADLINE_SECONDS
 
 HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
 SHOWN = "x\ufffd]0;pwned\ufffd\ufffd[31m\ufffd\ufffd\ufffd[bold]"
@@ -29,25 +35,71 @@ def test_what_clients_named_is_obeyed_by_no_terminal(
     hello = Hello(
         1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(LAYOUTS["qwen3"])
     )
-    socket = ["--socket", daemon.socket_path]
+    where = ["--socket", daemon.socket_path]
     explanation = RequestExplanation(9, 0, tiers={HOSTILE: 1}, not_read=HOSTILE)
     with ControlClient(daemon.socket_path, hello=hello) as engine:
         engine.tell(ReportRequest(HOSTILE, explanation))
-        assert main(["explain", HOSTILE, *socket]) == 0
+        assert main(["explain", HOSTILE, *where]) == 0
         width = len("not read from below RAM because")
         assert capsys.readouterr().out.split("\n")[:3] == [
             f"{'prompt':<{width}}  9 tokens",
             f"{'came up':<{width}}  1 chunks from {SHOWN}",
             f"not read from below RAM because  {SHOWN}",
         ]
-        assert main(["explain", HOSTILE, *socket, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["came up"] == f"1 chunks from {HOSTILE}"
-        assert main(["explain", "another", *socket]) == 1
+        assert main(["explain", HOSTILE, *where, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["came_up"] == f"1 chunks from {HOSTILE}"
+        assert main(["explain", "another", *where]) == 1
         assert capsys.readouterr().err.endswith(f"the latest are: {SHOWN}\n")
-        assert main(["stats", *socket]) == 0
+        assert main(["stats", *where]) == 0
         said = capsys.readouterr().out
     assert SHOWN in said
     assert all(line.isprintable() for line in said.split("\n"))
+
+
+def test_ping_says_which_daemon_answers(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--socket", daemon.socket_path]
+    assert daemon.process is not None
+    pid = daemon.process.pid
+    assert main(["ping", *where]) == 0
+    assert capsys.readouterr().out == f"a daemon answers at {daemon.socket_path} (pid {pid})\n"
+    assert main(["ping", *where, "--json"]) == 0
+    with ControlClient(daemon.socket_path) as control:
+        told = {"socket": daemon.socket_path, "pid": pid, "boot": control.welcome.boot}
+    assert json.loads(capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize("asked", ["stats", "ping"])
+@pytest.mark.parametrize("left", [False, True], ids=["no_file", "left_by_a_dead_one"])
+def test_that_no_daemon_is_there_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, left: bool
+) -> None:
+    path = tmp_path / "daemon.sock"
+    if left:
+        with closing(socket.socket(socket.AF_UNIX)) as dead:
+            dead.bind(str(path))
+    begun = time.monotonic()
+    assert main([asked, "--socket", str(path)]) == 2
+    assert time.monotonic() - begun < 2.0
+    assert "nothing listens there" in capsys.readouterr().err
+
+
+def test_that_a_socket_is_another_users_is_said(other_users_socket: str) -> None:
+    """Also to somebody who is not root and may not even look into the directory."""
+    code = (
+        "import os, sys; from hybridkv.cli import control; from hybridkv.cli.main import main;"
+        " os.setuid(65533); sys.exit(main(['stats', '--socket', sys.argv[1]]))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, other_users_socket],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "is another user's" in said.stderr, said.stderr
 
 
 def test_clear_tells_which_tiers_it_did_not_reach(
@@ -63,15 +115,15 @@ def test_clear_tells_which_tiers_it_did_not_reach(
     with DaemonProcess(
         str(tmp_path / "d.sock"), "16MiB", options=["--node", "here", *tiers]
     ) as daemon:
-        socket = ["--socket", daemon.socket_path]
+        where = ["--socket", daemon.socket_path]
         until(lambda: stats(daemon.socket_path)["tier_disk_is_open"] == 1, "the directory is open")
-        assert main(["clear", *socket]) == 0
+        assert main(["clear", *where]) == 0
         assert capsys.readouterr().out == "dropped 0 objects\n"
-        assert main(["clear", "--tiers", *socket]) == 1
+        assert main(["clear", "--tiers", *where]) == 1
         said = capsys.readouterr().out
         assert "disk is removing its own" in said
         assert "valkey is out of reach" in said
-        assert main(["clear", "--tiers", "--json", *socket]) == 1
+        assert main(["clear", "--tiers", "--json", *where]) == 1
         assert json.loads(capsys.readouterr().out)["tiers"] == {
             "disk": "removing",
             "valkey": "out of reach",

@@ -40,7 +40,7 @@ def test_a_whole_command_line_may_be_pasted(words: list[str], arguments: list[st
 def test_a_running_daemon_is_asked(daemon: DaemonProcess) -> None:
     found = host(at(daemon.socket_path))
     assert {check: finding.verdict for check, finding in found.items()} == dict.fromkeys(
-        ("socket", "daemon", "memory", "room"), Verdict.OK
+        ("socket", "daemon", "arena", "memory", "room"), Verdict.OK
     )
     assert "64MiB of memory" in found["daemon"].what
     assert found["room"].what.startswith("64MiB hold ")
@@ -95,7 +95,7 @@ def test_the_exit_status_says_whether_anything_failed(
     ]
     monkeypatch.setattr(
         "hybridkv.lab.configuration.inspect_arguments",
-        lambda arguments: ConfigReport(list(findings), identity="ab" * 32),
+        lambda *_, **__: ConfigReport(list(findings), identity="ab" * 32),
     )
     assert main.main(["doctor", "--json", "--", "vllm", "serve", "m"]) == failed
     said = json.loads(capsys.readouterr().out)

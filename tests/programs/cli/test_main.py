@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +32,36 @@ def test_a_reader_that_is_gone_is_a_quiet_end(
         with nobody_reads():
             assert main([*words, "--socket", daemon.socket_path]) == 141, words
     assert capsys.readouterr().err == ""
+
+
+def test_a_disk_that_is_full_is_one_sentence(daemon: DaemonProcess) -> None:
+    command = [sys.executable, "-m", "hybridkv", "stats", "--socket", daemon.socket_path]
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    where = "standard output or a file that the command writes"
+    what = f"hybridkv: {where} has no room (No space left on device)\n"
+    assert (said.returncode, said.stderr) == (2, what)
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "run the cache daemon of this node" in capsys.readouterr().out
+
+
+def test_a_variable_names_the_socket(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYBRIDKV_SOCKET", daemon.socket_path)
+    assert main(["stats", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["arena"].startswith("/dev/shm/")
+    assert type(said["objects"]) is int
+    assert main(["stats", "--socket", "/nowhere/daemon.sock"]) == 2, "the option wins"
+    monkeypatch.setenv("HYBRIDKV_SOCKET", "relative")
+    assert main(["stats"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("hybridkv: HYBRIDKV_SOCKET: ")
 
 
 def test_so_it_is_for_help(capsys: pytest.CaptureFixture[str]) -> None:

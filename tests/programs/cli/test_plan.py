@@ -56,9 +56,7 @@ def test_a_refused_group_is_shown_with_its_reason(
     )
     seen = preview(LLAMA4, 4096, refused=refusal)
     answer = ConfigReport([ok("vllm", "0.32.0"), fail("group 2", *refusal.split("; "))], seen)
-    monkeypatch.setattr(
-        "hybridkv.lab.configuration.inspect_arguments", lambda arguments, environment: answer
-    )
+    monkeypatch.setattr("hybridkv.lab.configuration.inspect_arguments", lambda *_: answer)
     assert main.main(["plan", "--model", "some/model"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "SinkFullAttentionSpec" in said
@@ -75,9 +73,7 @@ def test_what_vllm_refuses_is_said(
     answer = ConfigReport(
         [ok("vllm", "0.32.0"), fail("vllm arguments", "vLLM says: no such model")]
     )
-    monkeypatch.setattr(
-        "hybridkv.lab.configuration.inspect_arguments", lambda arguments, environment: answer
-    )
+    monkeypatch.setattr("hybridkv.lab.configuration.inspect_arguments", lambda *_: answer)
     assert main.main(["plan", "--model", "some/model"]) == 2
     assert capsys.readouterr().err == "hybridkv: vLLM says: no such model\n"
 
@@ -96,3 +92,10 @@ def test_a_models_name_is_no_markup(
     assert "/models/llama[/v2][bold]:smile:\ufffd[2J" in said
     assert "auto[/red]" in said
     assert planned["model"] == name
+
+
+def test_a_model_directory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM would take it for a hub name, and report what the hub answers."""
+    for words in (["plan", "--model", "/no/model"], ["doctor", "--", "vllm", "serve", "./none"]):
+        assert main.main(words) == 2
+        assert capsys.readouterr().err.startswith(f"hybridkv: model: there is no {words[-1]}; ")

@@ -30,6 +30,27 @@ def trace(directory: Path, *prompts: tuple[int, list[int]]) -> str:
     return str(path)
 
 
+def test_vllms_arguments_may_come_after_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of the usage: options, then two dashes, then what vLLM gets."""
+    asked: list[tuple[object, ...]] = []
+
+    def inspect(*words: object, **_: object) -> ConfigReport:
+        asked.append(words)
+        return ConfigReport([fail("a", "not today")])
+
+    monkeypatch.setattr("hybridkv.cli.plan.inspect_model", inspect)
+    path = trace(tmp_path, (600, [1, 2]))
+    words = ["replay", path, "--model", "m", "--ram", "1GiB", "--", "--tensor-parallel-size", "2"]
+    assert main.main(words) == 2
+    assert "not today" in capsys.readouterr().err
+    assert [words[:2] for words in asked] == [("m", ["--tensor-parallel-size", "2"])]
+    with pytest.raises(SystemExit):
+        main.main(["stats", "--", "word"])
+    assert "unrecognized arguments: word" in capsys.readouterr().err
+
+
 def test_what_each_size_hits_next_to_the_ceiling(
     daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +81,9 @@ def test_what_each_size_hits_next_to_the_ceiling(
     assert (small["ram_bytes"], large["ram_bytes"]) == (2 * OBJECT, 8 * OBJECT)
     assert (large["tokens_hit"], large["of_ceiling"], large["evicted"]) == (hits, 1.0, 0)
     assert small["tokens_hit"] < hits
+    # Two of the eight objects are kept: half of one prompt, each time it comes again.
+    assert small["foresight"]["tokens_hit"] == 2 * 2 * BLOCK
+    assert large["foresight"] == said["ceiling"]
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table

@@ -1,15 +1,20 @@
-"""What `hybridkv serve` refuses before it serves: one sentence each, and nothing is left behind."""
+"""`hybridkv serve`: what it refuses, in one sentence each, and how it is detached."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hybridkv.cli.main import main
+from hybridkv.client.link import peer_pid
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
 from hybridkv.daemon import filesystem as place
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import RAM_BYTES_MIN, check_ram
+from tests.waiting import DEADLINE_SECONDS
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -54,6 +59,25 @@ def test_a_plain_name_is_kept() -> None:
     assert check_node_name("gpu7.rack1 [a]") == "gpu7.rack1 [a]"
     with pytest.raises(ConfigError, match='"gpu7" works'):
         check_node_name("a/b")
+
+
+def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> None:
+    """A shell's $(...), or ssh, would wait until the daemon ends."""
+    where = ["--socket", str(tmp_path / "daemon.sock")]
+    options = ["--ram", "16MiB", "--metrics-port", "-1", "--log-file", "auto", "--detach"]
+    said = subprocess.run(
+        [sys.executable, "-m", "hybridkv", "serve", *where, *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+    log = (tmp_path / "daemon.log").resolve()
+    pid = peer_pid(where[1])
+    streams = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+    assert streams == [os.devnull, os.devnull, str(log)], "a traceback is in the log"
+    assert main(["stop", "--free", *where]) == 0
 
 
 @pytest.mark.parametrize("port", ["65536", "99999", "-2"])

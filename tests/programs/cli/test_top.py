@@ -105,7 +105,7 @@ def test_a_plain_terminal_has_a_little_of_everything(told: Status) -> None:
 
 def test_without_a_height_there_is_all_of_it(told: Status) -> None:
     text = frame(told, "/run/daemon.sock", 100, 0).plain
-    assert text.count("computed: ") == 20
+    assert text.count("failed: ") == 20
     assert "engine 29" in text
 
 

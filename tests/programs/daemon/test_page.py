@@ -118,7 +118,7 @@ def test_the_charts_are_drawn(page: Elements) -> None:
 def test_what_clients_say_is_text(page: Elements) -> None:
     assert HOSTILE in page.text["decisions"]
     assert SCRIPT in page.text["decisions"]
-    assert "loaded 1024 tokens, 9MiB" in page.text["decisions"]
+    assert "loaded: 1024 tokens, 9MiB" in page.text["decisions"]
     assert HOSTILE in page.text["groups"]
     assert SCRIPT in page.text["sessions"]
     assert "img" not in page.names

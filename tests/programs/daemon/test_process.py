@@ -87,6 +87,20 @@ def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
         assert control.stats().values["objects"] == 0
 
 
+def test_an_arena_whose_name_was_removed_is_taken_from_the_daemon(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        assert engine.call(Lookup(3, 1, names(3))), "its answer comes after the commits"
+        path, size_bytes = Path(engine.welcome.arena_path), engine.welcome.arena_bytes
+        path.unlink()
+        for nobodys in (0, os.getpid()):
+            with pytest.raises(ArenaGoneError, match=r"cannot be opened: No such file"):
+                attach_arena(path, size_bytes, pid=nobodys)
+        arena = attach_arena(path, size_bytes, pid=engine.welcome.pid)
+        assert len(list(committed_slots(arena.memory))) == 3
+        arena.close()
+
+
 def test_only_the_owner_may_touch_socket_and_arena(daemon: DaemonProcess) -> None:
     with ControlClient(daemon.socket_path) as control:
         arena = Path(control.welcome.arena_path)

@@ -18,16 +18,19 @@ from wsgiref.simple_server import WSGIServer, make_server
 import pytest
 
 from hybridkv.client.control import ControlClient
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
+from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import web
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
+from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import make_daemon
 from tests.unit.daemon.tierclient import until
 from tests.waiting import DEADLINE_SECONDS
 
-ALL = (*PAGES, "/status.json", "/metrics")
+ALL = (*PAGES, "/status.json", "/metrics", "/healthz")
 PAGES_FOLDER = Path(__file__).parents[3] / "src" / "hybridkv" / "observe" / "pages"
 
 
@@ -35,6 +38,35 @@ def answered() -> Future[Snapshot]:
     future: Future[Snapshot] = Future()
     future.set_result(make_daemon().view.snapshot(0.0))
     return future
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port of the loopback at which somebody else listens."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_refused_where_somebody_asked_for_it(
+    tmp_path: Path, taken_port: int
+) -> None:
+    path = tmp_path / "daemon.sock"
+    daemon = DaemonProcess(str(path), "16MiB", metrics_port=taken_port)
+    with pytest.raises(ConfigError, match=rf"^metrics-port={taken_port} is taken .* works$"):
+        daemon.start()
+    assert not path.exists()
+    assert not stale_arenas(path)
+
+
+def test_where_nobody_asked_another_port_is_taken_and_named(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(web, "METRICS_PORT", taken_port)
+    url = web.serve_web(answered, None)
+    assert urlsplit(url).port != taken_port
+    assert caplog.messages == [f"port {taken_port} is taken; the status page is at {url[:-7]}"]
 
 
 def ask(
@@ -140,7 +172,10 @@ def test_a_page_that_fails_is_counted() -> None:
 
 def test_a_loop_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.observe.web.ANSWER_SECONDS", 0.01)
-    assert ask(WebPages(Future), "/status.json")[0].startswith("503")
+    for path in ("/status.json", "/healthz"):
+        status, _, body = ask(WebPages(Future), path)
+        assert status.startswith("503")
+        assert body == b"the daemon's loop does not answer\n"
 
 
 def test_too_many_at_once_are_told_to_come_again() -> None:
@@ -212,6 +247,31 @@ def test_over_a_real_socket(daemon: DaemonProcess) -> None:
     assert connection.getresponse().status == 403
     connection.close()
     assert listens_only_on_loopback(address.port or 0)
+
+
+def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
+    """One of them is a tier that cannot be used; what is merely worth a note is none."""
+    port = free_port()
+    options = ["--tier", f"valkey://127.0.0.1:{port}/0"]
+    with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0, options=options) as ill:
+        status, body = health_of(ill)
+    assert status == 503
+    assert re.fullmatch(rf"valkey \(valkey://127\.0\.0\.1:{port}/0\) cannot be used; .*\n", body)
+    with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0) as well:
+        assert health_of(well) == (200, "ok\n")
+
+
+def health_of(daemon: DaemonProcess) -> tuple[int, str]:
+    """Status and text of /healthz."""
+    with ControlClient(daemon.socket_path) as control:
+        address = urlsplit(control.stats().metrics_url)
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", address.port or 0, timeout=DEADLINE_SECONDS
+    )
+    with contextlib.closing(connection):
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def listens_only_on_loopback(port: int) -> bool:

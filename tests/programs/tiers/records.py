@@ -1,10 +1,12 @@
 """What a tier on a server does with many records, and with those that somebody else has changed."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from hybridkv.tiers.contract import DamagedError, MissingError, ReadRequest, Tier, TierError
 from tests.tier_suite import SampleObject, pages, sample
+from tests.waiting import until
 
 _Tier = TypeVar("_Tier", bound=Tier)
 
@@ -14,9 +16,18 @@ def each_opened(tier_of: Callable[[str], _Tier]) -> Iterator[Callable[[str], _Ti
     tiers: list[_Tier] = []
 
     def opened(url: str) -> _Tier:
-        tiers.append(tier_of(url))
-        tiers[-1].open()
-        return tiers[-1]
+        tier = tier_of(url)
+        tiers.append(tier)
+
+        def is_open() -> bool:
+            # Under load a sound server also takes longer than a short timeout.
+            with contextlib.suppress(TierError):
+                tier.open()
+                return True
+            return False
+
+        until(is_open, f"{url} is open")
+        return tier
 
     yield opened
     for tier in tiers:

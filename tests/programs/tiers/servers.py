@@ -18,9 +18,8 @@ from typing import Self
 
 import pytest
 
-from tests.waiting import is_stopped, until
+from tests.waiting import DEADLINE_SECONDS, is_stopped, until
 
-DEADLINE_SECONDS = 20.0
 ACCESS_KEY = "hybridkv-tests"
 SECRET_KEY = "not-a-secret-at-all"
 BUCKET = "bucket"

@@ -45,8 +45,9 @@ from tests.programs.tiers.records import (
     assert_other_lengths_are_damaged,
     each_opened,
 )
-from tests.programs.tiers.servers import DEADLINE_SECONDS, ValkeyServer, free_port
+from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
+from tests.waiting import DEADLINE_SECONDS
 
 Make = Callable[[str], ValkeyTier]
 _numbers = itertools.count(1)
@@ -227,12 +228,7 @@ def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make:
 def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
     tier = make(f"{own_server.url}?timeout=0.3")
     big = sample(3, 8 << 20, 2)  # more than fits into the socket
-    one = assert_keeps_nobody_waiting(tier, own_server, all_calls(tier), [big])
-    tier.open()
-    assert tier.find([one.key]) == [True]
-    assert read(tier, one) is None
-    assert tier.put([one.putting()]) == [None]
-    assert read(tier, one) is None
+    assert_keeps_nobody_waiting(tier, own_server, all_calls(tier), [big])
 
 
 def test_a_server_that_trickles_keeps_nobody_waiting(make: Make) -> None:
@@ -313,6 +309,25 @@ def test_a_wrong_password_is_told_and_not_printed(guarded: ValkeyServer, make: M
     tier = make(f"valkey://:open%2F%23%3F%40%3A%25@{place}")
     assert read(tier, sample(1)) is not None
     assert "qzxjwv" not in repr(tier_of(f"valkey://:qzxjwv@{place}").__dict__)
+
+
+def test_a_password_may_stand_in_a_file(guarded: ValkeyServer, make: Make, tmp_path: Path) -> None:
+    """So that no command line has it; it is read at each open, so that it may change."""
+    file, place = tmp_path / "password", f"127.0.0.1:{guarded.port}/0"
+    file.write_text("wrong\n")
+    url = f"valkey://{place}?password_file={file}"
+    with pytest.raises(ConfigError, match="refuses this user or password"):
+        tier_of(url).open()
+    file.write_text("open/#?@:%\n")
+    assert read(make(url), sample(1)) is not None
+    file.write_text("qzxjwv")
+    with pytest.raises(ConfigError, match="GET SET"):
+        tier_of(f"valkey://reader@{place}?password_file={file}").open()
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"password_file=.* cannot be read .* works"):
+        tier_of(url).open()
+    with pytest.raises(ConfigError, match="twice"):
+        tier_of(f"valkey://:some@{place}?password_file={file}").open()
 
 
 def test_a_password_that_was_changed_is_an_error_of_each_item(

@@ -229,6 +229,9 @@ function tiles(status) {
   const missing = hit === null ? "nothing was looked up" :
     recent.ceiling - hit < 0.0005 ? "as much as there was to hit" : `of ${share(recent.ceiling)} possible`;
   byId("tiles").replaceChildren(
+    tile("Loaded, last hour", recent.asked_tokens ? share(recent.loaded_tokens / recent.asked_tokens) : "–",
+      recent.saved_seconds === null ? `${count(recent.loaded_tokens)} tokens` :
+        `${count(recent.loaded_tokens)} tokens, ${recent.saved_seconds < 0 ? "lost" : "saved"} ${time(Math.abs(recent.saved_seconds))}`),
     tile("Hit rate, last hour", share(hit), missing,
       meter(["", 0, hit || 0], ["beyond", hit || 0, recent.ceiling || 0])),
     tile("RAM", bytes(used), `of ${bytes(values.bytes_arena)}, ${count(values.objects)} objects`, meter(["", 0, used / values.bytes_arena])),
@@ -298,8 +301,8 @@ function decisions(status) {
   list.replaceChildren(...status.decisions.map((decision) => {
     const { facts, outcome, limit } = decision;
     const summary = outcome === "loaded" ?
-      element("span", "computed", element("span", "loaded", `loaded ${decision.text}`), limit && ` · not more because ${limit}`) :
-      element("span", "computed", `computed: ${decision.text}`);
+      element("span", "computed", element("span", "loaded", `loaded: ${decision.text}`), limit && ` · not more because ${limit}`) :
+      element("span", "computed", `${outcome}: ${decision.text}`);
     const line = element("summary", "", element("span", "age", decision.age < 1 ? "just now" : `${time(decision.age)} ago`),
       element("span", "id", decision.request_id), element("span", "", decision.prompt), summary);
     const more = element("dl", "");
@@ -321,6 +324,7 @@ function show(status) {
   shown = status;
   problems(status);
   tiles(status);
+  byId("help").textContent = status.help;
   byId("verdict").textContent = status.verdict.text;
   tiers(status);
   groups(status);

@@ -1,0 +1,214 @@
+"""`hybridkv stop` and `hybridkv arenas` over real daemons, and a /dev/shm of their own.
+
+The arenas of a user are all in one directory, and those of other tests must stay.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.link import peer_pid
+from hybridkv.core.sizes import parse_size
+from tests.programs.daemon.test_upgrade import others
+from tests.waiting import DEADLINE_SECONDS, has_ended, is_stopped, until
+
+RAM = "16MiB"
+HYBRIDKV = (sys.executable, "-m", "hybridkv")
+
+
+def said_by(command: Sequence[object]) -> tuple[int, str, str]:
+    """Status, standard output and standard error of a command."""
+    words = [str(word) for word in command]
+    run = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
+    )
+    return run.returncode, run.stdout, run.stderr
+
+
+def killed(pid: int) -> None:
+    """End a daemon so that it leaves its memory."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: has_ended(pid), "the daemon is gone")
+
+
+class Node:
+    """Commands see a /dev/shm that nobody else has; `pid` is a process that has it too."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.shm_path = Path(f"/proc/{pid}/root/dev/shm")
+
+    def _command(self, *words: object) -> list[str]:
+        there = ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", "--", *HYBRIDKV]
+        return [*there, *map(str, words)]
+
+    def say(self, *words: object) -> tuple[int, str, str]:
+        """What one command of hybridkv says."""
+        return said_by(self._command(*words))
+
+    def json(self, *words: object) -> object:
+        """What one command that succeeds says with --json."""
+        status, out, err = self.say(*words, "--json")
+        assert status == 0, err
+        return json.loads(out)
+
+    def serve(self, socket_path: Path) -> int:
+        """The pid of a new daemon."""
+        options = ["--ram", RAM, "--metrics-port", "-1", "--log-file", "auto", "--detach"]
+        assert self.say("serve", "--socket", socket_path, *options) == (0, "", "")
+        return peer_pid(str(socket_path))
+
+    @property
+    def shm(self) -> list[str]:
+        """The names in its /dev/shm."""
+        return sorted(path.name for path in self.shm_path.iterdir())
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A node without a daemon; those that a test leaves are ended."""
+    command = "mount -t tmpfs none /dev/shm && echo ready && exec cat"
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation=private", "sh", "-c", command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            pytest.skip("needs the right to mount")
+        try:
+            yield Node(process.pid)
+        finally:
+            for path in tmp_path.glob("*.sock"):
+                if (pid := peer_pid(str(path))) > 0:
+                    killed(pid)
+            process.stdin.close()
+
+
+def test_stop_keeps_the_memory_for_the_next_daemon(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    pid = node.serve(path)
+    arenas = node.shm
+    status, out, err = node.say("stop", "--socket", path)
+    assert (status, err) == (0, "")
+    assert has_ended(pid), "it waits until the daemon has ended"
+    assert out.startswith(f"the daemon (pid {pid}) ended; ")
+    assert out.endswith(" of memory are kept for the next one\n")
+    assert not path.exists()
+    assert node.shm == arenas
+    node.serve(path)
+    assert node.shm == arenas, "the next daemon has taken it over"
+    told = node.json("stop", "--socket", path)
+    assert isinstance(told, dict)
+    assert 0 < told["kept_bytes"] <= 2 * parse_size(RAM, "ram")
+
+
+def test_stop_free_leaves_nothing(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    pid = node.serve(path)
+    status, out, err = node.say("stop", "--free", "--socket", path)
+    assert (status, out, err) == (
+        0,
+        f"the daemon (pid {pid}) ended; its memory is free again\n",
+        "",
+    )
+    assert has_ended(pid)
+    assert not path.exists()
+    assert node.shm == []
+
+
+def test_stop_where_there_is_no_daemon(node: Node, tmp_path: Path) -> None:
+    """With --free it frees what one has left."""
+    path = tmp_path / "daemon.sock"
+    nobody = f"hybridkv: no daemon answers at {path} (nothing listens there)\n"
+    for words in (["stop"], ["stop", "--free"]):
+        assert node.say(*words, "--socket", path) == (2, "", nobody)
+    other = tmp_path / "other.sock"
+    node.serve(other)
+    arenas = node.shm
+    killed(node.serve(path))
+    left = f'{nobody[:-1]}; "hybridkv stop --free --socket {path}" frees what the last one left\n'
+    assert node.say("stop", "--socket", path) == (2, "", left)
+    assert len(node.shm) == 2
+    status, out, err = node.say("stop", "--free", "--socket", path)
+    assert (status, out, err) == (0, "no daemon was there; its memory is free again\n", "")
+    assert node.shm == arenas, "another socket's are not touched"
+    assert not path.exists()
+
+
+def test_stop_ends_a_daemon_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    with others(path, 1, 1):
+        status, out, err = said_by([*HYBRIDKV, "stop", "--free", "--socket", path])
+    assert (status, err) == (0, ""), out
+    assert not path.exists()
+
+
+def test_a_daemon_that_hangs_is_named(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    pid = node.serve(path)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid), "it is stopped")
+    status, out, err = node.say("stop", "--socket", path)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"hybridkv: no daemon answers at {path} (the daemon does not greet); ")
+    assert err.endswith(f'"kill -9 {pid}" ends it and keeps its memory for the next one\n')
+    assert node.say("ping", "--socket", path)[0] == 2
+    os.kill(pid, signal.SIGCONT)
+    assert node.say("ping", "--socket", path)[0] == 0, "it was not told to end"
+
+
+def test_another_users_daemon_goes_on(other_users_socket: str) -> None:
+    pid = peer_pid(other_users_socket)
+    for words in (["stop"], ["stop", "--free"]):
+        status, out, err = said_by([*HYBRIDKV, *words, "--socket", other_users_socket])
+        assert (status, out) == (2, "")
+        assert err == f"hybridkv: {other_users_socket} is served by another user\n"
+    assert peer_pid(other_users_socket) == pid
+
+
+def test_a_daemon_of_another_pid_namespace_is_not_ended(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    pid = node.serve(path)
+    apart = ["unshare", "--pid", "--fork", "--kill-child"]
+    status, out, err = said_by([*apart, *HYBRIDKV, "stop", "--socket", path])
+    assert (status, out) == (2, "")
+    assert err.startswith(f"hybridkv: the daemon at {path} is in another pid namespace; ")
+    assert not has_ended(pid)
+
+
+def test_arenas_are_listed_and_those_that_no_daemon_has_are_removed(
+    node: Node, tmp_path: Path
+) -> None:
+    assert node.say("arenas") == (0, "there is no arena of yours in /dev/shm\n", "")
+    left, used = tmp_path / "left.sock", tmp_path / "used.sock"
+    killed(node.serve(left))
+    pid = node.serve(used)
+    notes = node.shm_path / f"hybridkv-{os.geteuid()}-notes"
+    notes.write_text("mine")
+
+    def listed(*words: str) -> list[tuple[bool, str | None, bool]]:
+        told = node.json("arenas", *words)
+        assert isinstance(told, list)
+        assert all(0 < one["held_bytes"] <= one["size_bytes"] for one in told)
+        return [(one["in_use"], one["socket"], one["removed"]) for one in told]
+
+    assert sorted(listed()) == [(False, None, False), (True, str(used), False)]
+    assert (False, str(left), False) in listed("--socket", str(left)), "one that it is told of"
+    status, out, err = node.say("arenas")
+    assert (status, err) == (0, "")
+    assert len(node.shm) == 3, "nothing was asked to be removed"
+    shown = " ".join(out.split())
+    assert all(name in shown for name in ("in use", "yes", "no"))
+    assert sorted(listed("--prune")) == [(False, None, True), (True, str(used), False)]
+    assert listed("--prune") == [(True, str(used), False)]
+    assert node.say("ping", "--socket", used)[0] == 0
+    assert not has_ended(pid)
+    assert notes.exists(), "it is no arena"

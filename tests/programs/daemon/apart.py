@@ -1,0 +1,42 @@
+"""An engine in a mount namespace of its own: it has the daemon's socket, and another /dev/shm.
+
+`python -m tests.programs.daemon.apart SOCKET`, as the first program of `unshare --mount`. For each
+line that it reads it prints a line of JSON: "apart" hides the daemon's /dev/shm and begins, "step"
+does one step, and "together" shows /dev/shm again.
+"""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from hybridkv.cli.plan import host_findings
+from hybridkv.core.settings import Settings
+from hybridkv.lab.configuration import ConfigReport
+from tests.unit.connector.test_hooks import IDLE, make_roles
+
+BUSY = {"num_scheduled_tokens": {"r": 8}, "total_num_scheduled_tokens": 8}
+
+
+def main(socket_path: str) -> None:
+    """Obey until the end of standard input."""
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
+    roles = make_roles(socket_path)
+    report = ConfigReport(settings=Settings(server=f"unix://{socket_path}"))
+    for word in sys.stdin:
+        if word == "together\n":
+            subprocess.run(["umount", "/dev/shm"], check=True)
+        roles.step(SimpleNamespace(**vars(IDLE) | BUSY))
+        told = {
+            "attached": roles.scheduler._scheduler._session.workers_attached(),
+            "failed": roles.scheduler.counters.get("attach_failed", 0),
+            "shed": roles.scheduler.counters.get("stores_unattached", 0),
+            "doctor": {one.check: str(one.verdict) for one in host_findings(report)},
+        }
+        print(json.dumps(told), flush=True)
+    roles.scheduler.shutdown()
+    roles.worker.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

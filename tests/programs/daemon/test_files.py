@@ -1,0 +1,142 @@
+"""The daemon's files are removed under it, or stand in its way."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.control import (
+    EXIT_ALREADY_SERVED,
+    ControlClient,
+    DaemonUnreachableError,
+    daemon_command,
+)
+from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.lab.daemon_process import DaemonProcess
+from tests.waiting import DEADLINE_SECONDS, until
+
+SERVE = ["--ram", "16MiB", "--metrics-port", "-1"]
+
+
+def boot_at(socket_path: str) -> str:
+    """The life of the daemon that answers there; empty where none does."""
+    try:
+        with ControlClient(socket_path, 0.5) as control:
+            return control.welcome.boot
+    except DaemonUnreachableError:
+        return ""
+
+
+def serve(socket_path: str, *more: str) -> "subprocess.CompletedProcess[bytes]":
+    """A daemon that is expected to end by itself."""
+    return subprocess.run(
+        daemon_command(socket_path, [*SERVE, *more]),
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("removed", ["socket", "lock", "directory"])
+def test_what_is_removed_under_a_daemon_is_made_again(tmp_path: Path, removed: str) -> None:
+    """As a logout does, or somebody who cleans up; clients that are connected see nothing."""
+    path = tmp_path / "place" / "daemon.sock"
+    lock = path.with_name("daemon.sock.lock")
+    with (
+        DaemonProcess(str(path), "16MiB") as daemon,
+        ControlClient(daemon.socket_path) as connected,
+    ):
+        boot = connected.welcome.boot
+        if removed == "directory":
+            shutil.rmtree(path.parent)
+        else:
+            (path if removed == "socket" else lock).unlink()
+        until(lambda: path.exists() and lock.exists(), "they are there again")
+        until(lambda: boot_at(daemon.socket_path) == boot, "new clients are greeted")
+        assert connected.stats().values["connections"] >= 1
+        assert serve(daemon.socket_path).returncode == EXIT_ALREADY_SERVED
+        assert boot_at(daemon.socket_path) == boot
+
+
+def test_a_second_daemon_without_a_lock_in_its_way_ends(daemon: DaemonProcess) -> None:
+    """While the first one hangs it cannot make its lock again, and its arena is in use."""
+    with ControlClient(daemon.socket_path) as control:
+        arena, boot = Path(control.welcome.arena_path), control.welcome.boot
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        Path(f"{daemon.socket_path}.lock").unlink()
+        assert serve(daemon.socket_path, "--fresh").returncode == EXIT_ALREADY_SERVED
+        assert arena.exists()
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    until(lambda: boot_at(daemon.socket_path) == boot, "the first one serves")
+
+
+def test_of_two_daemons_the_one_whose_place_was_taken_ends(tmp_path: Path) -> None:
+    """Both names of a hanging daemon are gone. Neither daemon removes what is the other's."""
+    path = tmp_path / "daemon.sock"
+    with DaemonProcess(str(path), "16MiB") as first:
+        with ControlClient(first.socket_path) as control:
+            arena = Path(control.welcome.arena_path)
+        assert first.process is not None
+        first.process.send_signal(signal.SIGSTOP)
+        path.unlink()
+        Path(f"{path}.lock").unlink()
+        with DaemonProcess(str(path), "16MiB") as second:
+            boot = boot_at(second.socket_path)
+            assert arena in stale_arenas(path), "it is in use"
+            first.process.send_signal(signal.SIGCONT)
+            assert first.process.wait(DEADLINE_SECONDS) == 0
+            assert arena not in stale_arenas(path)
+            assert boot_at(second.socket_path) == boot
+
+
+def test_arenas_of_daemons_that_end_late_are_removed(tmp_path: Path) -> None:
+    """The next daemon removes them as soon as nobody uses them."""
+    path = tmp_path / "daemon.sock"
+    with DaemonProcess(str(path), "16MiB") as first:
+        first.kill()
+        (left,) = stale_arenas(path)
+        user = subprocess.Popen(
+            [sys.executable, "-c", LOCK, str(left)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+        )
+        with user:
+            assert user.stdout is not None
+            user.stdout.readline()
+            first.start()
+            assert len(stale_arenas(path)) == 2
+            user.communicate()
+        until(lambda: left not in stale_arenas(path), "it is removed")
+        assert len(stale_arenas(path)) == 1
+
+
+LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "rb+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    (tmp_path / "file").touch()
+    said = serve(str(path), "--disk", str(tmp_path / "file"))
+    assert said.returncode == 2, said
+    assert not path.exists()
+    assert not stale_arenas(path)
+
+
+def test_a_start_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    (tmp_path / "file").touch()
+    with DaemonProcess(str(path), "16MiB") as daemon:
+        daemon.stop()
+        (left,) = stale_arenas(path)
+        assert serve(str(path), "--disk", str(tmp_path / "file")).returncode == 2
+        assert stale_arenas(path) == [left]

