@@ -262,7 +262,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "asked-for-when-it-is-their-turn",
         "what a plan has to say stays until a later hook",
-        "SchedulerRole.planned",
+        "SchedulerRole._planned",
         """
         self._flush(now)
         return plan

@@ -5,6 +5,57 @@ from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
     # The protocol, the daemon and its tiers
+    # The daemon's files
+    Mutation(
+        "socket-not-made-again",
+        "a socket that was removed under the daemon stays away",
+        "ServedSocket.restored",
+        "",
+        "return None",
+        ("C15",),
+        ("tests/programs/daemon/test_files.py::test_what_is_removed_under_a_daemon_is_made_again",),
+    ),
+    Mutation(
+        "arena-in-use-removed",
+        "a daemon removes the arena that another one uses",
+        "_claimed",
+        "yield _takes_lock(fd)",
+        "yield _takes_lock(fd) or True",
+        ("C15",),
+        (
+            "tests/programs/daemon/test_files.py"
+            "::test_of_two_daemons_the_one_whose_place_was_taken_ends",
+            "tests/programs/cli/test_arenas.py"
+            "::test_arenas_are_listed_and_those_that_no_daemon_has_are_removed",
+        ),
+    ),
+    Mutation(
+        "stop-does-not-wait",
+        "hybridkv stop returns while the daemon still runs",
+        "end_process",
+        "return bool(select.select([process], [], [], END_SECONDS)[0])",
+        "return True",
+        ("C15",),
+        ("tests/programs/cli/test_arenas.py::test_stop_keeps_the_memory_for_the_next_daemon",),
+    ),
+    Mutation(
+        "stop-free-keeps",
+        "hybridkv stop --free leaves the memory and the socket of a daemon that was killed",
+        "free_left",
+        "remove_unused_arenas(socket_path)",
+        "pass",
+        ("C15",),
+        ("tests/programs/cli/test_arenas.py::test_stop_where_there_is_no_daemon",),
+    ),
+    Mutation(
+        "removed-arena-taken-over",
+        "a daemon takes over an arena that somebody removed meanwhile",
+        "attach_arena",
+        "if not os.fstat(fd).st_nlink:",
+        "if False:",
+        ("C15",),
+        ("tests/unit/shm/test_arena.py::test_an_arena_removed_meanwhile_is_not_taken_over",),
+    ),
     Mutation(
         "hints-get-lost",
         "a group's window does not reach the daemon",
@@ -97,7 +148,7 @@ FAULTS: tuple[Mutation, ...] = (
         "files-unproven",
         "a record from a tier is taken for whole",
         "_prove",
-        "if not is_whole(record, slot):",
+        "if digests is None:",
         "if not record.size_bytes:",
         ("B36",),
         (f"{TIERS}::test_a_damaged_object_is_a_miss_and_put_aside",),

@@ -1,7 +1,10 @@
 """Faults in the connector's hooks."""
 
-from tests.mutations.files import GEMMA, HOOKS, PLAIN
+from tests.mutations.files import GEMMA, HOOKS, PLAIN, WORKER
 from tests.mutations.mutation import Mutation
+
+PAUSES = "tests/unit/vllm/test_supervise.py::test_pauses_double_until_the_side_was_on_for_long"
+HOSTILE = "tests/unit/connector/test_hostile.py"
 
 FAULTS: tuple[Mutation, ...] = (
     # The engine's hooks
@@ -13,6 +16,15 @@ FAULTS: tuple[Mutation, ...] = (
         "class HybridKVConnector(base.KVConnectorBase_V1):",
         ("A1", "D20"),
         (f"{HOOKS}::test_it_serves_engines_with_several_groups", GEMMA),
+    ),
+    Mutation(
+        "useless-is-refused",
+        "an engine whose prompts have no whole chunk does not start",
+        "HybridKVConnector.set_xfer_handshake_metadata",
+        "if length.verdict is Verdict.FAIL:",
+        "if length.verdict is Verdict.OK:",
+        ("B8",),
+        (f"{HOOKS}::test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache",),
     ),
     Mutation(
         "finish-forgets-nothing",
@@ -27,11 +39,8 @@ FAULTS: tuple[Mutation, ...] = (
         "finish-needs-blocks",
         "only a request that has blocks is forgotten",
         "HybridKVConnector.request_finished_all_groups",
-        'self._run("request_finished", lambda role: role.finished(request.request_id), None)',
-        """
-        if any(block_ids):
-            self._run("request_finished", lambda role: role.finished(request.request_id), None)
-        """,
+        "role.finished(request.request_id)",
+        "role.finished(request.request_id) if any(block_ids) else None",
         ("A6",),
         (f"{HOOKS}::test_a_finished_request_is_forgotten_and_holds_no_block",),
     ),
@@ -52,6 +61,112 @@ FAULTS: tuple[Mutation, ...] = (
         "return True, None",
         ("C37", "D10"),
         (f"{HOOKS}::test_a_finished_request_is_forgotten_and_holds_no_block",),
+    ),
+    Mutation(
+        "fault-keeps-the-session",
+        "an answer that was lost with a fault of a hook is awaited for ever",
+        "SchedulerRole.run",
+        'self._session.link.reset("a hook failed", time.monotonic())',
+        "pass",
+        ("C15",),
+        (f"{HOOKS}::test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer",),
+    ),
+    Mutation(
+        "fault-frees-what-is-copied",
+        "after a fault of a hook the slots of stores that a copier still writes are freed",
+        "WorkerRole.start_stores",
+        "self._expected = plan, True",
+        "",
+        ("C15",),
+        (
+            f"{WORKER}::test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done"
+            "_with_it",
+        ),
+    ),
+    # A role that is switched off begins anew
+    Mutation(
+        "off-for-good",
+        "a role that was switched off stays off",
+        "Supervisor.begin_anew",
+        "",
+        "return",
+        ("C15",),
+        (f"{HOOKS}::test_a_scheduler_role_that_is_switched_off_begins_anew", PAUSES),
+    ),
+    Mutation(
+        "pauses-do-not-grow",
+        "a side that faults again and again is tried every minute",
+        "Supervisor.switch_off",
+        "PAUSE_SECONDS if is_rested else longer",
+        "PAUSE_SECONDS",
+        ("C15",),
+        (PAUSES,),
+    ),
+    Mutation(
+        "numbers-of-stores-begin-again",
+        "a late report of an earlier role commits slots of the next that nobody wrote",
+        "SchedulerRole.__init__",
+        "numbers = before._stores.numbers if before else None",
+        "numbers = None",
+        ("C15",),
+        (f"{HOOKS}::test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next",),
+    ),
+    Mutation(
+        "greetings-begin-again",
+        "workers are done with the sessions of a fresh role before they begin",
+        "SchedulerRole.__init__",
+        "greeted = before._session.link.greetings + 1 if before else 0",
+        "greeted = 0",
+        ("C15",),
+        (f"{HOOKS}::test_a_scheduler_role_that_is_switched_off_begins_anew",),
+    ),
+    Mutation(
+        "off-role-misses-a-reset",
+        "weights that change while a role is off have the old identity afterwards",
+        "HybridKVConnector._reset",
+        "self._weights.reset(is_empty)",
+        "pass",
+        ("C15",),
+        (f"{HOOKS}::test_weights_that_change_while_a_role_is_off_are_those_of_the_next",),
+    ),
+    Mutation(
+        "off-worker-offers-itself",
+        "a worker that begins anew offers an arena before it has mapped it again",
+        "WorkerRole.begin_anew",
+        'self._boot = ""',
+        "pass",
+        ("C15",),
+        (f"{HOOKS}::test_a_worker_that_is_switched_off_maps_the_arena_again",),
+    ),
+    Mutation(
+        "daemon-is-a-child",
+        "the daemon that an engine starts is its child, which vLLM kills with it",
+        "_detach",
+        "if child := os.fork():",
+        "if child := 0:",
+        ("C15",),
+        ("tests/programs/daemon/test_detached.py::test_vllm_kills_its_engines_process_tree",),
+    ),
+    Mutation(
+        "told-to-end-once",
+        "a daemon of another version that its engines start again keeps ours from serving",
+        "ensure_daemon",
+        "if not _end_other(socket_path, str(error)):",
+        "if process is None and not _end_other(socket_path, str(error)):",
+        ("C15",),
+        (
+            "tests/programs/daemon/test_upgrade.py"
+            "::test_a_daemon_of_another_version_is_told_to_end_until_ours_serves",
+        ),
+    ),
+    Mutation(
+        "odd-salt-is-a-fault",
+        "a salt that is no text counts as a fault of the connector",
+        "is_hashable",
+        "request.prompt_embeds is not None or not isinstance(request.cache_salt, str | None)",
+        "request.prompt_embeds is not None",
+        ("C15",),
+        (f"{HOSTILE}::test_no_request_is_a_fault",),
     ),
     Mutation(
         "no-hit-but-asynchronous",

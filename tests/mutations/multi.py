@@ -81,6 +81,30 @@ FAULTS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "waits-whatever-computing-takes",
+        "a request without a hit waits for a child although computing is faster",
+        "patience",
+        "seconds = min(PATIENCE_SECONDS_MAX, computing_seconds)",
+        "seconds = PATIENCE_SECONDS_MAX",
+        ("B21", "D18"),
+        (
+            f"{RANKING}::test_patience_is_what_computing_takes",
+            f"{MULTI}::test_nobody_waits_longer_than_computing_takes",
+        ),
+    ),
+    Mutation(
+        "letter-unread",
+        "patience_seconds bounds no wait while others have nothing",
+        "patience",
+        "return max(seconds, patience_seconds) if all_look else patience_seconds",
+        "return max(seconds, patience_seconds)",
+        ("B21",),
+        (
+            f"{RANKING}::test_patience_is_what_computing_takes",
+            f"{MULTI}::test_the_requirement_to_the_letter",
+        ),
+    ),
+    Mutation(
         "misses-uncounted",
         "who was asked and had nothing has no miss",
         "ConnectorCounts.admitted",

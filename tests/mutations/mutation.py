@@ -8,7 +8,7 @@ from tests.mutations.matching import mutated
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hybridkv"
-COMMANDS = ("tests.simulation", "tests.daemonsim", "ruff", "importlinter.cli")
+COMMANDS = ("tests.simulation", "tests.daemonsim", "tests.devicesim", "ruff", "importlinter.cli")
 """Modules that a command may begin with; every other test is a pytest node id."""
 
 

@@ -1,6 +1,16 @@
 """Faults in the scheduler's side of the connector and in what it stores."""
 
-from tests.mutations.files import GEMMA, HOOKS, SCHEDULER, SCRATCH, STORES
+from tests.mutations.files import (
+    DRAFTED,
+    DRAFTED_STATES,
+    FIELDS,
+    GEMMA,
+    HOOKS,
+    SCHEDULER,
+    SCRATCH,
+    STAGING,
+    STORES,
+)
 from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
@@ -16,6 +26,24 @@ FAULTS: tuple[Mutation, ...] = (
         """,
         ("C18", "C36", "D3"),
         (f"{SCHEDULER}::test_asking_again_asks_nobody_and_changes_nothing",),
+    ),
+    Mutation(
+        "every-group-limits",
+        "groups that agree are counted as those that limit a hit",
+        "Lookups._count_limits",
+        "if len(groups) < len(self._geometry.groups):",
+        "if groups:",
+        ("B35",),
+        (f"{SCHEDULER}::test_groups_that_limit_a_hit_are_counted",),
+    ),
+    Mutation(
+        "a-hanging-load-is-nobodys",
+        "a load that does not end is not seen",
+        "LoadPlanner.count_overdue",
+        "overdue += 1",
+        "continue",
+        ("B39", "D6"),
+        (f"{SCHEDULER}::test_a_load_that_does_not_end_is_named_once_and_shown",),
     ),
     Mutation(
         "second-call-fails",
@@ -72,6 +100,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{SCHEDULER}::test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone",),
     ),
     Mutation(
+        "plans-that-no-worker-sees",
+        "the workers count as told of a plan before the last of it that may fail",
+        "SchedulerRole._planned",
+        "self._room.ran(output.num_scheduled_tokens)",
+        "self._loads.handed_over() or self._room.ran(output.num_scheduled_tokens)",
+        ("C38",),
+        (f"{SCHEDULER}::test_the_loads_of_a_plan_that_a_fault_ends_fail",),
+    ),
+    Mutation(
         "loads-nothing",
         "the plan's loads are left out of it",
         "LoadPlanner.put_into",
@@ -92,18 +129,62 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-longer-than-computing",
         "patience does not depend on the speed of prefill",
-        "Patience.of",
+        "PrefillSpeed.seconds",
         "tokens / rate if rate else",
         "",
         ("D18",),
         (f"{SCHEDULER}::test_patience_is_what_computing_takes_and_has_a_cap",),
     ),
     Mutation(
+        "speed-by-the-next-report",
+        "the speed of a prefill is measured up to the next report, which is of an earlier step",
+        "PrefillSpeed.step_ended",
+        """
+        while self.planned and self.planned[0][0] <= number:
+            step, tokens, planned_at = self.planned.popleft()
+            if step == number:
+        """,
+        """
+        while self.planned:
+            step, tokens, planned_at = self.planned.popleft()
+            if step:
+        """,
+        ("D18",),
+        (f"{SCHEDULER}::test_the_speed_of_prefill_is_that_of_its_own_step",),
+    ),
+    Mutation(
+        "speed-from-the-plan",
+        "a step that was planned ahead is measured from its plan, not from the report before it",
+        "PrefillSpeed.step_ended",
+        "now - max(since, planned_at)",
+        "now - planned_at",
+        ("D18",),
+        (f"{SCHEDULER}::test_the_speed_of_prefill_is_that_of_its_own_step",),
+    ),
+    Mutation(
+        "the-last-store-is-nobodys",
+        "an engine without requests does not step on for the ends of its stores",
+        "SchedulerRole.has_pending",
+        "is_pending = self._stores.is_awaited or self._session.link.has_unsent",
+        "is_pending = False",
+        ("C29",),
+        (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),
+    ),
+    Mutation(
+        "steps-for-ever",
+        "an engine without requests steps on for as long as a store is not reported",
+        "SchedulerRole.has_pending",
+        "(is_unsent or self._weights.is_untold) and time.monotonic() < self._push_until",
+        "is_unsent or self._weights.is_untold",
+        ("C29",),
+        (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),
+    ),
+    Mutation(
         "no-cap",
         "load_timeout_seconds bounds nothing",
         "Patience.of",
-        "min(self.most_seconds, tokens / rate if rate else unknown)",
-        "tokens / rate if rate else unknown",
+        "min(self.most_seconds, self.prefill.seconds(tokens))",
+        "self.prefill.seconds(tokens)",
         ("B39", "D18"),
         (f"{SCHEDULER}::test_patience_is_what_computing_takes_and_has_a_cap",),
     ),
@@ -115,6 +196,15 @@ FAULTS: tuple[Mutation, ...] = (
         "now < 1e3 + lookup.deadline",
         ("B39", "D6"),
         (f"{SCHEDULER}::test_the_deadline_is_the_lookups_own",),
+    ),
+    Mutation(
+        "waits-in-vain",
+        "a hit waits for workers that cannot map the arena",
+        "Lookups._wait",
+        'is_vain = reason == "workers" and self._session.unmapped == self._session.boot',
+        "is_vain = False",
+        ("B39",),
+        (f"{SCHEDULER}::test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena",),
     ),
     Mutation(
         "nobody-says-release",
@@ -175,9 +265,85 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks",),
     ),
     Mutation(
+        "room-of-one-step",
+        "loads leave room for the tokens of one step where vLLM plans two at once",
+        "HybridKVConnector.set_xfer_handshake_metadata",
+        "inflight_tokens=config.max_in_flight_tokens,",
+        "",
+        ("B40",),
+        (f"{HOOKS}::test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request",),
+    ),
+    Mutation(
+        "staging-sheds",
+        "an object that finds no room in the staging is not planned again",
+        "StorePlanner._attention",
+        "reached = span.first_chunk + run.objects",
+        "",
+        ("B40",),
+        (f"{STAGING}::test_what_has_no_room_waits_until_reports_come",),
+    ),
+    Mutation(
+        "staging-overflows",
+        "stores are planned without regard to the staging",
+        "StagingCredits.room",
+        "if self.bytes_max is None:",
+        "if self.bytes_max != 0:",
+        ("B40",),
+        (f"{STAGING}::test_what_has_no_room_waits_until_reports_come",),
+    ),
+    Mutation(
+        "full-attention-first",
+        "what the engine keeps is stored before what it lets go of",
+        "StorePlanner.planned",
+        """
+        runs = self._planned(output, requests, tables, windowed, offers)
+        return {**runs, **self._planned(output, requests, tables, full, {})}
+        """,
+        """
+        runs = self._planned(output, requests, tables, full, {})
+        return {**runs, **self._planned(output, requests, tables, windowed, offers)}
+        """,
+        ("B40",),
+        (f"{STAGING}::test_what_the_engine_lets_go_of_comes_first",),
+    ),
+    Mutation(
+        "waits-for-a-larger-staging",
+        "an object that is larger than the staging is planned for ever, and those behind it wait",
+        "StagingCredits.is_too_small",
+        "return self.bytes_max is not None and self._part_bytes(span) > self.bytes_max",
+        "return False",
+        ("B40",),
+        (f"{STAGING}::test_an_object_that_no_staging_holds_is_declined",),
+    ),
+    Mutation(
+        "adapter-of-the-lookup",
+        "what a step computed is committed though its adapter may have been loaded anew",
+        "StorePlanner.reported",
+        "adapter is not None and not adapter.is_proven(storing.done_at, now)",
+        "adapter is not None and adapter.refused",
+        ("D16",),
+        (f"{STORES}::test_what_an_adapter_computed_is_committed_after_its_files_were_looked_at",),
+    ),
+    Mutation(
+        "staging-of-a-lost-daemon",
+        "with the daemon its stores are forgotten, whose bytes the staging still has",
+        "StorePlanner.lost",
+        """
+        for storing in self._storing.values():
+            storing.is_lost = True
+        """,
+        """
+        for storing in self._storing.values():
+            self._staging.give_back(storing.run.span)
+        self._storing.clear()
+        """,
+        ("B40",),
+        (f"{STAGING}::test_a_lost_daemon_gives_no_staging_back",),
+    ),
+    Mutation(
         "only-this-steps-tokens",
         "what was computed, or hit, before this step does not count",
-        "StorePlanner.planned",
+        "StorePlanner._planned",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = min(scheduled, request.num_tokens)",
         ("C29", "C30", "D2"),
@@ -186,7 +352,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "cumulative-tokens-added",
         "the count of computed tokens is added twice",
-        "StorePlanner.planned",
+        "StorePlanner._planned",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = min(2 * request.num_computed_tokens + scheduled, request.num_tokens)",
         ("C30", "D1"),
@@ -195,7 +361,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "unverified-drafts",
         "tokens beyond the request's own are stored",
-        "StorePlanner.planned",
+        "StorePlanner._planned",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = request.num_computed_tokens + scheduled",
         ("C31",),
@@ -266,5 +432,99 @@ FAULTS: tuple[Mutation, ...] = (
         """,
         ("A16", "A17"),
         (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks", GEMMA),
+    ),
+    # Drafters
+    Mutation(
+        "plain-names-for-drafters",
+        "a chunk's name says nothing of the token that the drafter's KV depends on",
+        "TrackedRequest.chunk_hashes",
+        "hashes = lookahead_hashes(hashes, tokens, extras)",
+        "lookahead_hashes(hashes, tokens, extras)",
+        ("C31", "D16"),
+        (
+            f"{DRAFTED}::test_names_cover_the_token_behind_a_chunk",
+            "tests.simulation --seeds 100:104 --layout eagle_full",
+        ),
+    ),
+    Mutation(
+        "stores-the-volatile-tail",
+        "what was computed of drafts counts",
+        "DraftedBlocks._advance",
+        "drafted.storable = min(computed, known - self._drafter.lookahead_tokens, drafted.proven)",
+        "drafted.storable = min(end, drafted.proven)",
+        ("C31",),
+        (
+            f"{DRAFTED}::test_drafts_that_are_computed_and_not_verified_are_never_stored",
+            f"{DRAFTED}::test_a_prompt_may_be_stored_as_far_as_the_next_token_is_known",
+        ),
+    ),
+    Mutation(
+        "trusts-the-engines-hits",
+        "blocks of the engine's own cache are stored whatever token followed them",
+        "DraftedBlocks._begun",
+        "proven = min(proven, number * size)",
+        "pass",
+        ("C31", "D16"),
+        (
+            f"{DRAFTED}::test_a_hit_of_the_engine_is_stored_only_where_the_same_token_followed",
+            f"{DRAFTED}::test_a_block_that_another_prompt_computed_last_is_not_the_prompts_own",
+        ),
+    ),
+    Mutation(
+        "forgets-undrafted-steps",
+        "a step in which vLLM ran no drafter counts as any other",
+        "DraftedBlocks._advance",
+        "if not is_drafted:",
+        "if False:",
+        ("C31",),
+        (f"{DRAFTED}::test_a_step_without_the_drafter_leaves_gaps_in_all_of_its_requests",),
+    ),
+    Mutation(
+        "keeps-marks-of-a-life-before",
+        "a block keeps the mark of what it held before",
+        "DraftedBlocks._compute",
+        "marks += [0] * (len(numbers) - len(marks))",
+        "numbers = numbers[: len(marks)]",
+        ("C31",),
+        (f"{DRAFTED}::test_a_block_has_no_mark_from_its_life_before",),
+    ),
+    Mutation(
+        "forgets-the-draft-model",
+        "two configurations of a drafter are one identity",
+        "identity_facts",
+        '"draft_config": draft and _model(draft.hf_config),',
+        "",
+        ("D16",),
+        (f"{FIELDS}::test_a_drafters_configuration_is_a_fact",),
+    ),
+    Mutation(
+        "stores-states-of-drafts",
+        "the state of the last draft of a step is taken for that of the boundary",
+        "StorePlanner._planned",
+        "completed += self._state(tracked, gid, block, boundary, tokens)",
+        """
+        last = tables(request_id)[gid][-1]
+        completed += self._state(tracked, gid, last, boundary, tokens)
+        """,
+        ("C31",),
+        (DRAFTED_STATES,),
+    ),
+    Mutation(
+        "stores-before-drafts-are-verified",
+        "stores begin as soon as the step's tokens are computed",
+        "HybridKVConnector.start_load_kv",
+        "lambda: worker.start_loads(plan)",
+        "lambda: (worker.start_loads(plan), worker.start_stores(plan), plan.stores.clear())",
+        ("C31",),
+        (DRAFTED_STATES,),
+    ),
+    Mutation(
+        "no-room-for-drafts",
+        "the blocks of the states behind a step's drafts are not counted",
+        "BlockRoom.most_blocks",
+        "total += group.draft_blocks",
+        "",
+        ("C31",),
+        (f"{HOOKS}::test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request",),
     ),
 )

@@ -1,6 +1,15 @@
 """Faults in settings, keys, the breaker and what is said at the start."""
 
-from tests.mutations.files import CAPACITY, DOCTOR, FINDINGS, KEYS, LOAD_OR_COMPUTE, SETTINGS, TIERS
+from tests.mutations.files import (
+    CAPACITY,
+    DOCTOR,
+    FINDINGS,
+    KEYS,
+    LOAD_OR_COMPUTE,
+    RUNTIME,
+    SETTINGS,
+    TIERS,
+)
 from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
@@ -24,13 +33,31 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{SETTINGS}::test_bad_settings",),
     ),
     Mutation(
+        "anybodys-directory",
+        "the socket is in whatever directory the environment names",
+        "runtime_directory",
+        "if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():",
+        "if stat.S_ISDIR(status.st_mode):",
+        ("D21",),
+        (f"{RUNTIME}::test_only_a_directory_of_ones_own_is_used",),
+    ),
+    Mutation(
         "chunk-is-no-int",
         "hybrid_chunk_size is a number with a fraction",
         "Settings.hybrid_chunk_size",
-        'options.number(1, 1 << 24, "1024", kind=int)',
-        'options.number(1, 1 << 24, "1024")',
+        '"1024", kind=int, what',
+        '"1024", what',
         ("B12",),
-        (f"{SETTINGS}::test_every_key_is_read",),
+        (f"{SETTINGS}::test_every_key_is_read", f"{SETTINGS}::test_bad_settings"),
+    ),
+    Mutation(
+        "fractions-fall-off",
+        "a fraction of a whole number is dropped without a word",
+        "number.parse",
+        "or kind(parsed) != parsed",
+        "",
+        ("B12",),
+        (f"{SETTINGS}::test_bad_settings",),
     ),
     Mutation(
         "reads-at-any-price",

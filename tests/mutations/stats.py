@@ -175,6 +175,15 @@ FAULTS: tuple[Mutation, ...] = (
     ),
     # The command line
     Mutation(
+        "nine-of-ten-will-do",
+        "repeated prompts need not all be right",
+        "judge_repeated",
+        "ok=right == count and",
+        "ok=right > 0 and",
+        ("B43",),
+        (f"{DEVIATION}::test_one_that_is_wrong_is_counted_and_fails_the_arm",),
+    ),
+    Mutation(
         "any-answer-is-right",
         "the proof compares no log-probability",
         "one_deviation",

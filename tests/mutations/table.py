@@ -1,6 +1,6 @@
 """Every fault. docs/REQUIREMENTS.md names those that show that an item is held by a test."""
 
-from tests.mutations import core, daemon, hooks, multi, scheduler, settings, stats, worker
+from tests.mutations import core, daemon, device, hooks, multi, scheduler, settings, stats, worker
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -9,6 +9,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *hooks.FAULTS,
     *scheduler.FAULTS,
     *worker.FAULTS,
+    *device.FAULTS,
     *daemon.FAULTS,
     *multi.FAULTS,
     *stats.FAULTS,

@@ -89,6 +89,24 @@ def test_what_the_page_names_is_there() -> None:
             assert is_there(test), f"{row.id}: {test}"
 
 
+def test_what_the_requirements_identifiers_are_here_is_there() -> None:
+    """Each row of the glossary names what of the code plays the part, or says that nothing does."""
+    text = (ROOT / "docs/glossary.md").read_text()
+    table = text.partition("\n## Words of the requirements\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if " | " in line]
+    rows = [row for row in rows[1:] if not row[0].startswith("**")]
+    identifiers = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+    assert len(identifiers) > 100
+    assert len({*identifiers}) == len(identifiers)
+    for theirs, _, here, where in rows:
+        named = re.findall(r"`((?:\w+/)*\w+\.py)`([^`]*)", where)
+        assert named or re.search("none|nothing", here), theirs
+        for path, words in named:
+            source = (PACKAGE / path).read_text()
+            for name in re.findall(r"\w+", words):
+                assert re.search(rf"\b{name}\b", source), f"{theirs}: {name} is not in {path}"
+
+
 def test_a_node_is_found_with_and_without_its_parameters() -> None:
     told = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
     assert nodes(told, "t.py::a") == [True, False]

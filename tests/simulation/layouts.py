@@ -1,20 +1,20 @@
 """KV cache groups of real models as vLLM 0.32 resolves them, at true sizes and scaled down."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.core.kv_cache_utils import (
-    resolve_cache_hit_alignment_tokens,
-    resolve_kv_cache_block_sizes,
-)
+import vllm
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheLayout,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -23,7 +23,25 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from hybridkv.vllm.drafters import NGRAM, VERSIONS
+from hybridkv.vllm.versions import planning, resolve_hits
+
 WORD = 8
+_FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
+# vLLM 0.30 has no such field, and each rank keeps bytes of its own.
+SAME_ON_ALL_RANKS = {"max_tp_shards": 1} if "max_tp_shards" in _FIELDS else {}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the blocks of all layers stand in memory."""
+
+    layout: KVCacheLayout
+    heads: int  # Of the attention layers that are not MLA.
+    split: bool  # Whether blocks are registered in halves, as for kernels that take small blocks.
+
+
+ON_CPU = Placement(KVCacheLayout.LBHNC, 1, False)
 
 
 @dataclass(frozen=True)
@@ -40,20 +58,16 @@ class Member:
         """Whether a block holds one state and not its tokens."""
         return self.what == "recurrent"
 
-    @property
-    def block_words(self) -> int:
-        """Words of a block in the widest layer."""
-        return (1 if self.is_recurrent else self.block) * max(self.layers)
-
-    def spec(self, words: int) -> KVCacheSpec:
+    def spec(self, words: int, heads: int) -> KVCacheSpec:
         """vLLM's spec of one layer."""
         attention: dict[str, Any] = {
             "block_size": self.block,
-            "num_kv_heads": 1,
+            "num_kv_heads": heads,
             "head_size": words,
             "dtype": torch.float32,
         }
-        latent = {**attention, "head_size": 2 * words, "head_size_v": 0, "max_tp_shards": 1}
+        single = {**attention, "num_kv_heads": 1, "head_size": 2 * words, "head_size_v": 0}
+        latent = {**single, **SAME_ON_ALL_RANKS}
         match self.what:
             case "full":
                 return FullAttentionSpec(**attention)
@@ -66,13 +80,32 @@ class Member:
             case "chunked":
                 return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=self.window)
             case "scratch":
-                return CircularBufferSpec(**{**attention, "head_size": 2 * words, "head_size_v": 0})
+                return CircularBufferSpec(**single)
             case "recurrent":
                 shapes, dtypes = ((words,),), (torch.int64,)
-                return MambaSpec(
-                    block_size=self.block, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"
-                )
+                kind = MambaAttentionBackendEnum.GDN_ATTN
+                align: dict[str, Any] = {"mamba_type": kind, "mamba_cache_mode": "align"}
+                return MambaSpec(block_size=self.block, shapes=shapes, dtypes=dtypes, **align)
         raise ValueError(self.what)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a model drafts: vLLM's method, and which layers of which groups are the drafter's."""
+
+    method: str
+    layers: tuple[tuple[int, int], ...] = ()  # (gid, number of the layer in the group).
+    marked: tuple[int, ...] = ()  # The groups that vLLM marks as a drafter's (is_eagle_group).
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether drafts are made by a model, and so many in every step."""
+        return self.method != "ngram"
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a position on which the drafter's bytes there depend."""
+        return int(self.method == "eagle")
 
 
 @dataclass(frozen=True)
@@ -83,6 +116,15 @@ class Layout:
     members: tuple[Member, ...]
     weight: int = 4
     """How often it is drawn, among all layouts."""
+    drafting: Drafting | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether this version of vLLM is served with the layout's drafts."""
+        version = ".".join(vllm.__version__.split(".")[:2])
+        if self.drafting is None or (self.drafting.method == NGRAM and not self.has_recurrent):
+            return True
+        return version in VERSIONS
 
     @property
     def unit(self) -> int:
@@ -99,37 +141,87 @@ class Layout:
         """Whether a step must be able to cover a whole recurrent block."""
         return any(member.is_recurrent for member in self.members)
 
+    @property
+    def state_tokens(self) -> int:
+        """Tokens per block of the recurrent groups, which is one number in vLLM; 1 = none is."""
+        return max((member.block for member in self.members if member.is_recurrent), default=1)
+
     def layer_names(self, gid: int) -> list[str]:
         """The layers of a group."""
         return [f"g{gid}.l{layer}" for layer in range(len(self.members[gid].layers))]
 
-    def config(self, vllm_config: Any, num_blocks: int, worker: bool) -> KVCacheConfig:
+    def specs(self, placement: Placement) -> list[dict[str, KVCacheSpec]]:
+        """Of every layer by group and name; where blocks share places, their pages are padded."""
+        groups: list[dict[str, Any]] = []
+        for gid, member in enumerate(self.members):
+            named = zip(self.layer_names(gid), member.layers, strict=True)
+            groups.append({name: member.spec(words, placement.heads) for name, words in named})
+        pages = {spec.page_size_bytes for group in groups for spec in group.values()}
+        for group in () if placement.layout.is_block_outermost else groups:
+            for name, spec in group.items():
+                if spec.page_size_bytes < max(pages):
+                    group[name] = dataclasses.replace(spec, page_size_padded=max(pages))
+        return groups
+
+    def placements(self) -> list[Placement]:
+        """Those that vLLM takes for these groups."""
+        found = []
+        for layout in KVCacheLayout:
+            for heads in (1, 2):
+                plain = Placement(layout, heads, split=False)
+                specs = [spec for group in self.specs(plain) for spec in group.values()]
+                shapes = {
+                    (spec.num_heads, spec.num_states, spec.real_page_size_bytes) for spec in specs
+                }
+                if layout.is_block_compact or len(shapes) == 1:
+                    found.append(plain)
+                if layout is KVCacheLayout.LBNHC:
+                    found.append(dataclasses.replace(plain, split=True))
+        return found
+
+    def config(
+        self, vllm_config: Any, num_blocks: int, worker: bool, placement: Placement = ON_CPU
+    ) -> KVCacheConfig:
         """vLLM's config of these groups; as in vLLM, only the worker's has each layer's spec."""
-        groups = [
-            KVCacheGroupSpec(self.layer_names(gid), member.spec(member.layers[0]))
-            for gid, member in enumerate(self.members)
-        ]
+        specs = self.specs(placement)
+        if vllm_config.speculative_config is not None:
+            more = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
+            for gid, member in enumerate(self.members):
+                for name in specs[gid] if member.is_recurrent else ():
+                    specs[gid][name] = dataclasses.replace(specs[gid][name], **more)
+        groups = [KVCacheGroupSpec([*group], next(iter(group.values()))) for group in specs]
+        speculative = vllm_config.speculative_config
+        if self.drafting is not None and speculative.use_eagle_block_drop():
+            for gid in self.drafting.marked:
+                groups[gid].is_eagle_group = True
         config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.prefix_cache_retention_interval = (
             vllm_config.cache_config.prefix_cache_retention_interval
         )
-        config.kv_cache_layout = "simulated"
-        scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
-        config.hash_block_size = hash_block
-        config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-            config, vllm_config, scheduler_block, hash_block
-        )
-        for member, group in zip(self.members, groups, strict=True):
-            if worker and len(set(member.layers)) > 1:
-                layers = zip(group.layer_names, member.layers, strict=True)
-                specs = {name: member.spec(words) for name, words in layers}
-                group.kv_cache_spec = UniformTypeKVCacheSpecs(
-                    block_size=member.block, kv_cache_specs=specs
-                )
+        config.kv_cache_layout = placement.layout.name
+        resolve_hits(config, vllm_config)
+        if worker:
+            for group, layers in zip(groups, specs, strict=True):
+                if len(set(layers.values())) > 1:
+                    block = group.kv_cache_spec.block_size
+                    group.kv_cache_spec = UniformTypeKVCacheSpecs(block, layers)
+            cache = vllm_config.cache_config
+            cache.kv_cache_layout, cache.num_gpu_blocks_override = placement.layout.name, num_blocks
+            placed = planning().get_kv_cache_config_from_groups(vllm_config, groups, 0)
+            config.kv_cache_tensors = placed.kv_cache_tensors
         return config
 
-    def blocks_for(self, tokens: int, budget: int) -> int:
-        """Blocks that one request of this length may hold at once."""
+    def kernel_blocks(self, placement: Placement) -> list[int]:
+        """Tokens in the blocks that are registered, by group; a padded page is never split."""
+        kernels = []
+        for member, group in zip(self.members, self.specs(placement), strict=True):
+            padded = any(getattr(spec, "page_size_padded", None) for spec in group.values())
+            halves = placement.split and not (padded or member.is_recurrent or member.block % 2)
+            kernels.append(member.block // 2 if halves else member.block)
+        return kernels
+
+    def blocks_for(self, tokens: int, budget: int, drafts: int = 0) -> int:
+        """Blocks that one request of this length may hold at once, with so many drafts."""
         needed = 0
         for member in self.members:
             whole = -(-tokens // member.block)
@@ -140,7 +232,7 @@ class Layout:
                 "scratch": 1,
                 "recurrent": 4,
             }.get(member.what, whole)
-            needed += min(whole + 1, held)
+            needed += min(whole + 1, held) + drafts * member.is_recurrent
         return needed
 
 
@@ -219,6 +311,61 @@ LAYOUTS = {
             (_m("recurrent", 16), _m("full", 16), _m("sliding", 32, 50), _m("sliding", 48, 20)),
         ),
         Layout("recurrent_fine", (_m("recurrent", 16), _m("full", 64))),
+        *(
+            Layout(f"{drafting.method}_{name}", members, 3, drafting)
+            for name, members, drafting in (
+                ("full", (_m("full", 16, layers=(1, 1)),), Drafting("ngram")),
+                (
+                    "recurrent",
+                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    Drafting("ngram"),
+                ),
+                (
+                    "recurrent_fine",
+                    (_m("recurrent", 8), _m("full", 16), _m("sliding", 16, 40)),
+                    Drafting("ngram"),
+                ),
+                ("full", (_m("full", 16, layers=(1,) * 3),), Drafting("eagle", ((0, 2),))),
+                (
+                    "full",
+                    (_m("full", 8, layers=(1,) * 4),),
+                    Drafting("draft_model", ((0, 2), (0, 3))),
+                ),
+                (
+                    "unmarked",
+                    (_m("sliding", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    Drafting("eagle", ((1, 1),)),
+                ),
+                (
+                    "marked",
+                    (_m("sliding", 16, 32), _m("sliding", 16, 32), _m("full", 8, layers=(1, 1))),
+                    Drafting("eagle", ((2, 1),), (2,)),
+                ),
+                (
+                    "apart",
+                    (_m("sliding", 8, 33, (1,)), _m("full", 16), _m("full", 8)),
+                    Drafting("eagle", ((2, 0),), (2,)),
+                ),
+                (
+                    "mismarked",
+                    (_m("full", 16, layers=(1, 1)), _m("sliding", 8, 40, (1, 1))),
+                    Drafting("eagle", ((1, 1),), (0,)),
+                ),
+                ("bare", (_m("sliding", 16, 32), _m("full", 8)), Drafting("eagle", (), (1,))),
+                (
+                    "chunked",
+                    (_m("chunked", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    Drafting("draft_model", ((0, 1), (1, 1))),
+                ),
+                (
+                    "sliding",
+                    (_m("sliding", 16, 40), _m("full", 16, layers=(1, 1))),
+                    Drafting("draft_model", ((1, 1),)),
+                ),
+            )
+        ),
     )
 }
-"""By name. `_small` ones are scaled; the last seven keep a model's hard parts, not its numbers."""
+"""By name. `_small` ones are scaled; the seven before those that draft keep a model's hard parts,
+not its numbers. In "marked" and "apart" vLLM knows the drafter's group, in "mismarked" it takes
+another one for it, and in "bare" the drafter reads the target's layers alone."""

@@ -14,8 +14,16 @@ from hybridkv.core.geometry import Group, GroupKind
 
 Words = npt.NDArray[np.int64]
 
+SPOILT = -0x2121212121212121
+
 _PRIME = (1 << 61) - 1
 _MIX = 0x1E3779B97F4A7C15
+_AHEAD = 0x2545F4914F
+
+
+def token_of(content: int) -> int:
+    """The token that the model gives behind one of this content."""
+    return content % 1998 + 2
 
 
 class Content:
@@ -26,6 +34,25 @@ class Content:
         self._last = 7 + salt
         self._known = 0
         self._words = np.zeros(1024, np.int64)
+
+    def ahead(self, start: int, end: int, next_token: int | None = None) -> Words:
+        """What a drafter makes of tokens [start, end), each with the token behind it.
+
+        `next_token` is the one that it takes for that behind the last; None = the request's own.
+        """
+        following = np.array(self._tokens[start + 1 : end + 1], np.int64)
+        if next_token is not None:
+            following = np.append(following[: end - start - 1], next_token)
+        mixed: Words = self.upto(end)[start:] ^ (following * _AHEAD)
+        return mixed
+
+    def guess(self, count: int) -> list[int]:
+        """The `count` tokens that the model would give behind those that it has by now."""
+        last, tokens = int(self.upto(len(self._tokens))[-1]), []
+        for _ in range(count):
+            tokens.append(token_of(last))
+            last = (last * 1_000_003 + tokens[-1] + 11) % _PRIME
+        return tokens
 
     def upto(self, count: int) -> Words:
         """The first `count` contents."""
@@ -43,17 +70,79 @@ class Content:
 
 @dataclass(frozen=True)
 class GroupWords:
-    """The memory of a group: `[block, token, word]` per layer; one token holds recurrent state."""
+    """The memory of a group: `[block, token, head, word]` per layer.
+
+    A recurrent state is one token.
+    """
 
     group: Group
     layers: list[Words]
     rank: int = 0
+    drafter: frozenset[int] = frozenset()  # The layers that are the drafter's.
+    lookahead: int = 0  # Tokens behind a position on which the drafter's bytes there depend.
+
+    def expected(self, layer: int, content: Content, positions: slice) -> Words:
+        """What a layer holds of these tokens, all of whose next ones are known."""
+        start, end = positions.start, positions.stop
+        is_ahead = layer in self.drafter and self.lookahead
+        words = content.ahead(start, end) if is_ahead else content.upto(end)[start:]
+        return self.mixed(layer, words)
 
     def mixed(self, layer: int, content: Words) -> Words:
-        """What tokens of this content look like in a layer, shaped as `[..., token, word]`."""
+        """What tokens of this content look like in a layer: `[..., token, head, word]`."""
         place = (self.rank * 16 + self.group.gid) * 16 + layer + 1
-        mixed: Words = content ^ (place * _MIX % (1 << 62))
-        return mixed[..., None]
+        heads, words = self.layers[layer].shape[2:]
+        within = np.arange(heads * words).reshape(heads, words)
+        mixed: Words = (content ^ (place * _MIX % (1 << 62)))[..., None, None] ^ within
+        return mixed
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """Where a step of one request finds recurrent states and leaves them; columns of block tables.
+
+    As in vLLM's V1 model runner: the states behind the last known token and behind each draft stand
+    in consecutive columns from `first` on. After the step, the state at a block's end that accepted
+    tokens reach is copied to that block's own column.
+    """
+
+    source: int  # The column of the state behind all tokens before the step; -1 = there are none.
+    first: int
+    known_end: int  # Behind the last token of the step that is no draft.
+    drafts: int
+    accepted: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last token of the step that counts."""
+        return self.known_end + self.accepted
+
+
+@dataclass
+class StatePlace:
+    """Where the state of a running request stands, in block tables of one block size."""
+
+    column: int = -1  # -1 = the request has not run yet.
+    accepted: int = 0  # The state is in the column so many places behind `column`.
+
+    def step(self, size: int, start: int, known_end: int, drafts: int, accepted: int) -> StateStep:
+        """A step over the tokens from `start` on; the state's place is then where it leaves it."""
+        first = (known_end + drafts - 1) // size
+        source = self.column + self.accepted if self.column >= 0 else (start - 1) // size
+        end = (known_end + accepted) // size * size
+        is_back = end >= known_end and end // size - 1 == first
+        self.column, self.accepted = first, 0 if is_back else accepted
+        return StateStep(source if start else -1, first, known_end, drafts, accepted)
+
+
+@dataclass(frozen=True)
+class DraftedStep:
+    """What a step with a drafter does beside computing a request's own tokens."""
+
+    computed_end: int  # Behind the last draft that the target's layers compute.
+    drafted_end: int  # Behind the last token that the drafter's layers compute.
+    is_drafted: bool  # Whether vLLM runs the drafter in this step.
+    next_token: int | None  # What the drafter takes for the token behind those computed.
 
 
 class Oracle:
@@ -68,45 +157,127 @@ class Oracle:
         content: Content,
         start: int,
         table: Sequence[Sequence[int]],
-        recurrent: bool,
+        states: "StateStep | None" = None,
     ) -> None:
-        """All that computing token `start` reads, and all that the request keeps, is its own."""
+        """All that computing token `start` reads is its own: `states`, or else attention."""
         for words in self.groups:
             group = words.group
-            if start and (group.kind is GroupKind.RECURRENT) == recurrent:
+            is_recurrent = group.kind is GroupKind.RECURRENT
+            if not start or is_recurrent != (states is not None):
+                continue
+            if states is not None:
+                blocks = [table[group.gid][states.source]]
+                assert blocks[0], f"{name} at {start}: null block is read in group {group.gid}"
+                self._expect(name, words, blocks, content.upto(start)[-1:], [start - 1])
+            else:
                 read = read_by(group, start)
-                if recurrent:
-                    blocks = [table[group.gid][(start - 1) // group.tokens_per_block]]
-                    assert blocks[0], f"{name} at {start}: null block is read in group {group.gid}"
-                    self._expect(name, words, blocks, content.upto(start)[-1:], [start - 1])
-                else:
-                    self._check_attention(name, words, content.upto(start), read, table[group.gid])
+                self._check_attention(name, words, content.upto(start), read, table[group.gid])
 
-    def write(self, content: Content, start: int, end: int, table: Sequence[Sequence[int]]) -> None:
+    def write(
+        self,
+        content: Content,
+        start: int,
+        end: int,
+        table: Sequence[Sequence[int]],
+        states: StateStep,
+        drafts: "DraftedStep | None" = None,
+    ) -> None:
         """What computing tokens [start, end) leaves in the cache."""
         for words in self.groups:
             size = words.group.tokens_per_block
             if words.group.kind is GroupKind.RECURRENT:
-                blocks = np.array([table[words.group.gid][(end - 1) // size]])
-                offsets, fresh = np.zeros(1, np.int64), content.upto(end)[-1:]
-            else:
-                positions = np.arange(start, end)
-                blocks = np.array(table[words.group.gid], np.int64)[positions // size]
-                offsets, fresh = positions % size, content.upto(end)[start:]
+                self._write_states(words, content, table[words.group.gid], states)
+                continue
+            if drafts is not None:
+                self._spoil(words, start, end, table[words.group.gid], drafts)
+            positions = np.arange(start, end)
+            blocks = np.array(table[words.group.gid], np.int64)[positions // size]
+            offsets, fresh = positions % size, content.upto(end)[start:]
             assert blocks.all(), (
                 f"the engine has no block in group {words.group.gid} for tokens it computes"
             )
             for layer, view in enumerate(words.layers):
-                view[blocks, offsets] = words.mixed(layer, fresh)
+                mixed = fresh
+                if layer in words.drafter and drafts is not None:
+                    if not drafts.is_drafted:
+                        continue
+                    if words.lookahead:
+                        mixed = content.ahead(start, end, drafts.next_token)
+                view[blocks, offsets] = words.mixed(layer, mixed)
+
+    def check_drafter(
+        self, name: str, content: Content, first: int, end: int, table: Sequence[Sequence[int]]
+    ) -> int:
+        """What a load left in the drafter's layers of [first, end) is what computing would leave.
+
+        Returns how many blocks there are.
+        """
+        count = 0
+        for words in (one for one in self.groups if one.drafter):
+            size, blocks = words.group.tokens_per_block, table[words.group.gid]
+            for number in range(first // size, end // size):
+                whole = slice(number * size, (number + 1) * size)
+                for layer in sorted(words.drafter) if blocks[number] else ():
+                    view = words.layers[layer][blocks[number]]
+                    expected = np.broadcast_to(words.expected(layer, content, whole), view.shape)
+                    assert np.array_equal(view, expected), (
+                        f"{name}: the drafter's layer {layer} of group {words.group.gid}, "
+                        f"{whole.start} to {whole.stop}, is loaded and wrong"
+                    )
+                    count += 1
+        return count
+
+    def _write_states(
+        self, words: GroupWords, content: Content, table: Sequence[int], states: StateStep
+    ) -> None:
+        """The states behind the last known token and behind each draft."""
+        for draft in range(states.drafts + 1):
+            tokens, block = states.known_end + draft, table[states.first + draft]
+            assert block, f"no block in group {words.group.gid} for the state at {tokens}"
+            for layer, view in enumerate(words.layers):
+                view[block] = SPOILT - tokens
+                if draft <= states.accepted:
+                    view[block] = words.mixed(layer, content.upto(tokens)[-1:])
+
+    def verified(self, table: Sequence[Sequence[int]], states: StateStep) -> None:
+        """The tokens of a step are sampled: the state at a block's end goes to that block."""
+        for words in self.groups:
+            if words.group.kind is not GroupKind.RECURRENT:
+                continue
+            size, blocks = words.group.tokens_per_block, table[words.group.gid]
+            end = states.end // size * size
+            if end < states.known_end:
+                continue
+            block = blocks[end // size - 1]
+            assert block, f"no block in group {words.group.gid} for the state at {end}"
+            for view in words.layers:
+                view[block] = view[blocks[states.first + end - states.known_end]]
+
+    def _spoil(
+        self, words: GroupWords, start: int, end: int, table: Sequence[int], drafts: "DraftedStep"
+    ) -> None:
+        """Behind token `end` are the bytes of drafts that were rejected or not verified yet."""
+        size = words.group.tokens_per_block
+        for layer, view in enumerate(words.layers):
+            is_drafters = layer in words.drafter
+            if is_drafters and not drafts.is_drafted:
+                continue
+            last = drafts.drafted_end if is_drafters else drafts.computed_end
+            for position in range(end, min(last, len(table) * size)):
+                if block := table[position // size]:
+                    view[block, position % size] = SPOILT - position
 
     def holds(self, words: GroupWords, block: int, content: Content, boundary: int) -> bool:
-        """Whether a block that ends at `boundary` holds what it must, whole."""
+        """Whether a block that is cached up to `boundary` holds what it must, whole."""
         expected = content.upto(boundary)[block_tokens(words.group, boundary)]
+        kept = slice(0, len(expected))
         return all(
             np.array_equal(
-                view[block], np.broadcast_to(words.mixed(layer, expected), view[block].shape)
+                view[block, kept],
+                np.broadcast_to(words.mixed(layer, expected), view[block, kept].shape),
             )
             for layer, view in enumerate(words.layers)
+            if layer not in words.drafter
         )
 
     def _check_attention(
@@ -135,13 +306,16 @@ class Oracle:
     ) -> None:
         expected = expected.reshape(len(blocks), -1)
         for layer, view in enumerate(words.layers):
+            # The engine's own cache may give a drafter what another prompt's left.
+            if layer in words.drafter:
+                continue
             wrong = view[blocks, : expected.shape[1]] != words.mixed(layer, expected)
             if wrong.any():
                 block, token = (int(index) for index in np.argwhere(wrong)[0][:2])
                 raise AssertionError(
                     f"{name}: group {words.group.gid} ({words.group.kind}) "
                     f"rank {words.rank} layer {layer}: "
-                    f"{int(wrong.any(axis=2).sum())} of {expected.size} tokens wrong, "
+                    f"{int(wrong.any(axis=(2, 3)).sum())} of {expected.size} tokens wrong, "
                     f"first {int(at[block]) + token} "
                     f"in block {int(blocks[block])}"
                 )
@@ -159,6 +333,9 @@ def read_by(group: Group, token: int) -> range:
 
 
 def block_tokens(group: Group, boundary: int) -> slice:
-    """The tokens whose content stands in the block that ends at `boundary`."""
-    first = boundary - 1 if group.kind is GroupKind.RECURRENT else boundary - group.tokens_per_block
-    return slice(first, boundary)
+    """The tokens whose content stands in the block that is cached up to `boundary`.
+
+    A prompt may end inside a block, of which vLLM then caches the beginning.
+    """
+    size = 1 if group.kind is GroupKind.RECURRENT else group.tokens_per_block
+    return slice((boundary - 1) // size * size, boundary)

@@ -42,6 +42,8 @@ BEHAVIOURS = (
         "kill",
         "flip",
         "harm_between",
+        "hook",
+        "begun_anew",
     ),
     *(
         "intermission_engine",
@@ -51,6 +53,8 @@ BEHAVIOURS = (
         "objects_of_tenants",
     ),
     *("lookups_promoted", "heard_stored", "heard_removed", "announced_chains"),
+    *("drafts_accepted", "drafts_rejected", "steps_undrafted", "drafter_blocks"),
+    *("planned_ahead", "stopped_ahead", "stores_no_staging", "stores_too_large"),
 )
 """What the seeds of one run must have come to."""
 

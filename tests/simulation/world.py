@@ -4,7 +4,9 @@ import dataclasses
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import xor
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
+import hybridkv.vllm.supervise
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset, short_hash, slot_bytes
-from tests.simulation.engine import CLOCK, Chance, Engine, Shape
+from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Shape, Traced
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node
 from tests.simulation.oracle import Content, GroupWords
@@ -44,6 +47,7 @@ FAULTS = (
     "forget",
     "abort",
     "late",
+    "behind",
     "repeat",
     "cut",
     "shed",
@@ -52,7 +56,11 @@ FAULT_RATE = 0.3
 """How often a seed has each of the faults at all, so that seeds differ."""
 KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
+HOOKS_RATE = 0.25
+"""How many seeds break hooks; FAULTS_MAX of them switch a role off."""
 STUCK_STEPS = 500
+SALTS = (0, 3, 5)
+"""What the bytes of an engine depend on, as its weights say; 0 at the start."""
 VOCABULARY = range(2, 2000)
 
 
@@ -72,12 +80,20 @@ class Draw:
     """What is lost after half of the requests: "engine" (its own cache), "daemon" or "nothing"."""
     lag: int
     """Steps by which the workers' reports come late."""
+    hooks: random.Random
+    """Draws faults of hooks, where `hook_rate` is above 0, beside all other draws."""
+    hook_rate: float
+    """Faults of hooks in each step."""
+    hook_faults: int
+    """How many of them switch a role off."""
 
 
-def draw(rng: random.Random, layout: Layout | None) -> Draw:
+def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
     """Sizes around what the layout makes interesting."""
+    hooks = random.Random(f"hooks of {seed}")
+    drafting = random.Random(f"drafts of {seed}")
     if layout is None:
-        names = sorted(LAYOUTS)
+        names = sorted(name for name in LAYOUTS if LAYOUTS[name].is_served)
         layout = LAYOUTS[rng.choices(names, [LAYOUTS[name].weight for name in names])[0]]
     unit = layout.unit
     chunk = unit * rng.choice((1, 1, 2, 3)) if unit < 256 else unit
@@ -91,7 +107,11 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         (unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk))
     )
     budget = max(16, budget, *(member.block for member in layout.members if member.is_recurrent))
-    needed = layout.blocks_for(max_model_len, budget)
+    # vLLM has no asynchronous scheduling with n-gram speculation.
+    is_async = rng.random() < 0.5 and not (layout.has_recurrent and layout.drafting)
+    drafts = drafting.choice((1, 2, 3)) if layout.drafting else 0
+    # With asynchronous scheduling vLLM admits a request where two steps of it fit.
+    needed = layout.blocks_for(max_model_len, budget * (1 + is_async), drafts)
     sparse = any(
         member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members
     )
@@ -109,11 +129,11 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         "checksum": rng.choice(
             ("on", "paranoid") if "flip" in faults else ("on", "off", "paranoid")
         ),
-        "weights_identity": "simulated",
         "load_policy": rng.choice(("always", "faster")),
     }
     if not derived:
         settings["hybrid_chunk_size"] = chunk
+    placements = layout.placements()
     shape = Shape(
         layout=layout,
         num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0)))
@@ -124,8 +144,14 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         max_seqs=rng.choice((2, 4, 8)),
         retention=rng.choice((0, 0, None, unit, 3 * unit)) if sparse else rng.choice((0, None)),
         ranks=ranks,
-        packed=rng.random() < 0.5,
+        placement=placements[int(rng.random() * len(placements))],
         settings=settings,
+        is_async=is_async,
+        staging=rng.choice((*[None] * 6, 0.5, 1.0, 2.5, 2.5, 8.0)),
+        drafts=drafts,
+        drafter_tokens_max=drafting.choice((None, None, None, max_model_len * 2 // 3)),
+        is_block_dropped=drafting.random() < 0.8,
+        is_padded=drafting.random() < 0.5,
     )
     return Draw(
         shape=shape,
@@ -138,6 +164,9 @@ def draw(rng: random.Random, layout: Layout | None) -> Draw:
         step_seconds=rng.choice((0.002, 0.005, 0.03)),
         intermission=rng.choice(("engine", "engine", "engine", "daemon", "nothing")),
         lag=rng.choice((0, 0, 0, 1, 4)),
+        hooks=hooks,
+        hook_rate=hooks.choice((0.03, 0.1, 0.3)) if hooks.random() < HOOKS_RATE else 0.0,
+        hook_faults=hooks.choice((1, 1, 3)),
     )
 
 
@@ -149,6 +178,10 @@ class Site:
     salt: int = 0
     names: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
     """Block hash to the tokens it names, with the present weights."""
+    unproven: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
+    """Those since the workers last said which weights they have; no object has them before that."""
+    ahead: dict[bytes, set[bytes]] = field(default_factory=dict)
+    """The chunk hashes that were made of a block hash, each with another token behind it."""
     progress: tuple[int, int] = (0, 0)
     """Tokens computed so far, and since which step."""
     done: list[list[int]] = field(default_factory=list)
@@ -170,7 +203,16 @@ class World:
     def run(self, seed: int, layout: Layout | None = None) -> dict[str, Any]:
         """Every count of one seed."""
         rng = random.Random(seed)
-        drawn = draw(rng, layout)
+        drawn = draw(rng, layout, seed)
+        if seed % 3 == 2:
+            # Nothing else of a seed depends on who copies.
+            shape = dataclasses.replace(drawn.shape, device=seed)
+            drawn = dataclasses.replace(drawn, shape=shape)
+        vars(hybridkv.vllm.supervise).update(
+            FAULTS_MAX=drawn.hook_faults,
+            PAUSE_SECONDS=PAUSE_STEPS * drawn.step_seconds,
+            PAUSE_SECONDS_MAX=4 * PAUSE_STEPS * drawn.step_seconds,
+        )
         node = self._nodes[drawn.arena]
         node.fresh()
         self._seeds += 1
@@ -188,6 +230,7 @@ class World:
             "seed": seed,
             "layout": drawn.shape.layout.name,
             "arena": drawn.arena,
+            "devices": int(drawn.shape.device is not None),
             **life.totals(),
         }
 
@@ -202,14 +245,12 @@ class _Life:
         self.counts: Counter[str] = Counter()
         self.sites: list[Site] = []
         self._names: dict[tuple[bytes, bytes], tuple[Content, int]] = {}
-        """(namespace, block hash) to the tokens it names."""
+        """(namespace, chunk hash) to the tokens it names."""
         for number in range(drawn.engines):
             shape = drawn.shape
             if number:
-                shape = dataclasses.replace(
-                    shape, num_blocks=shape.num_blocks + rng.randrange(20), packed=shape.packed
-                )
-            chance = Chance(self._late, self._shed, self._repeat, self._between)
+                shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20))
+            chance = Chance(self._late, self._behind, self._shed, self._repeat, self._between)
             self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
         self._geometry: Geometry = self.sites[0].engine.geometry
         chunk = self._geometry.chunk_tokens
@@ -231,12 +272,12 @@ class _Life:
                 self._node.resume()
             if rng.random() < drawn.fault_rate and step < FAULTS_UNTIL:
                 self._fault(step)
+            if drawn.hooks.random() < drawn.hook_rate and step < FAULTS_UNTIL:
+                drawn.hooks.choice(self.sites).engine.sabotage(drawn.hooks)
             for site in self.sites:
                 self._step(site)
                 self._check_progress(site, step)
-            busy = any(
-                s.engine.scheduler.has_requests() or not s.engine.quiet() for s in self.sites
-            )
+            busy = any(s.engine.is_busy() or not s.engine.quiet() for s in self.sites)
             idle = 0 if busy or self._requests < due else idle + 1
             if idle == 2 and due == drawn.requests:
                 break
@@ -257,6 +298,7 @@ class _Life:
         for site in self.sites:
             totals.update(site.engine.counts)
             totals.update(site.engine.router.counts)
+            totals["drafter_blocks"] += sum(rank.drafter_blocks for rank in site.engine.ranks)
             for name in (
                 "loads",
                 "tokens_loaded",
@@ -266,6 +308,8 @@ class _Life:
                 "losses",
                 "lookups_promoted",
                 "lookups_outrun",
+                "stores_no_staging",
+                "stores_too_large",
             ):
                 totals[name] += int(site.engine.connector.counters.get(name, 0))
         return dict(totals)
@@ -274,6 +318,9 @@ class _Life:
 
     def _late(self) -> int:
         return self._rng.choice((0, 0, 1, 3, 7)) if "late" in self._drawn.faults else 0
+
+    def _behind(self) -> int:
+        return self._rng.choice((0, 1, 1, 2, 9)) if "behind" in self._drawn.faults else 0
 
     def _repeat(self) -> int:
         rng = self._rng
@@ -328,7 +375,12 @@ class _Life:
         request = Request(
             f"r{self._requests}",
             prompt,
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=generated),
+            SamplingParams(
+                temperature=0.0,
+                ignore_eos=True,
+                max_tokens=generated,
+                stop_token_ids=rng.sample(VOCABULARY, 150) if rng.random() < 0.3 else None,
+            ),
             None,
             block_hasher=site.engine.hasher,
             cache_salt=salt,
@@ -351,10 +403,10 @@ class _Life:
             self._new_weights(site)
         elif what == "forget":
             scheduler.reset_prefix_cache(reset_connector=True)
-            self._rename(site)
             self.counts[what] += 1
         elif what == "flush":
-            if not site.engine.loading():
+            self._drain(site)
+            if not site.engine.holding():
                 scheduler.reset_prefix_cache(reset_running_requests=True)
                 self.counts[what] += 1
         else:
@@ -412,24 +464,50 @@ class _Life:
             self.counts[f"abort_{state}"] += 1
 
     def _new_weights(self, site: Site) -> None:
-        """Like an update of the weights: all is computed again, with other bytes."""
-        engine = site.engine
-        if engine.loading():
+        """Like an update of the weights: all is computed again, with other bytes.
+
+        Nobody but a reset tells of weights that change in place; vLLM's own methods may come before
+        or after it. Weights come back too.
+        """
+        engine, rng = site.engine, self._rng
+        self._drain(site)
+        if engine.holding():
             return
-        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        site.salt = self._rng.getrandbits(40) | 1
+        site.salt = rng.choice(SALTS)
+        way = rng.choice(("in place", "before", "after"))
+        for rank in engine.ranks:
+            if way == "in place":
+                rank.model.salt.fill_(site.salt)
+            elif way == "before":
+                rank.update_weights(site.salt)
+        engine.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=rng.random() < 0.5
+        )
+        for rank in engine.ranks:
+            if way == "after":
+                rank.update_weights(site.salt)
         for traced in engine.traced.values():
             traced.forget(_salt(site, traced.request))
         site.names.clear()
-        self._rename(site)
+        site.unproven.clear()
         self.counts["identity"] += 1
 
     def _step(self, site: Site) -> None:
         if not self._node.stopped:
             site.engine.settle()
-        self._name(site)
+        self._take(site, site.engine.step)
+
+    def _drain(self, site: Site) -> None:
+        """vLLM preempts all requests only where no step is under way."""
+        self._take(site, site.engine.drain)
+
+    def _take(self, site: Site, work: Callable[[], list[str]]) -> None:
+        """Do `work`, which answers requests, and name what it adds to them."""
         traced = dict(site.engine.traced)
-        for name in site.engine.step():
+        self._name(site, traced)
+        answered = work()
+        self._name(site, traced)
+        for name in answered:
             site.done.append(list(traced[name].request.all_token_ids)[: self._room])
             self.counts["answered"] += 1
 
@@ -438,7 +516,7 @@ class _Life:
         engine = site.engine
         if engine.counts["tokens"] != site.progress[0]:
             site.progress = engine.counts["tokens"], step
-        holding = len(engine.scheduler.kv_holding_waiting)
+        holding = engine.holding()
         stuck = (
             step - site.progress[1] > STUCK_STEPS
             and engine.quiet()
@@ -450,44 +528,48 @@ class _Life:
 
     # What must hold
 
-    def _rename(self, site: Site) -> None:
-        for traced in site.engine.traced.values():
-            traced.named = 0
-
-    def _name(self, site: Site) -> None:
-        namespace = site.engine.side._session.link._hello.namespace
+    def _name(self, site: Site, requests: Mapping[str, Traced]) -> None:
         unit = site.engine.hash_tokens
-        for traced in site.engine.traced.values():
-            hashes = traced.request.block_hashes
+        for traced in requests.values():
+            hashes, tokens = traced.request.block_hashes, traced.request.all_token_ids
+            known = min(len(hashes), (len(tokens) - self._geometry.lookahead_tokens) // unit)
             for index in range(traced.named, len(hashes)):
                 named = traced.content, (index + 1) * unit
-                self._names[namespace, bytes(hashes[index])] = site.names[bytes(hashes[index])] = (
-                    named
-                )
-            traced.named = len(hashes)
+                name = bytes(hashes[index])
+                site.names[name] = named
+                if index < known:
+                    ahead = tokens[named[1]] if self._geometry.lookahead_tokens else 0
+                    looking = _looking_ahead(name, ahead)
+                    site.ahead.setdefault(name, set()).add(looking)
+                    site.unproven[looking] = named
+            traced.named = known
+        if site.engine.side._weights.is_current:
+            namespace = site.engine.namespace
+            for name, named in site.unproven.items():
+                self._names[namespace, name] = named
+            site.unproven.clear()
 
     def _audit(self) -> None:
         """Nothing is held, nothing faulted, and neither the engine nor the daemon keeps a lie."""
         for site in self.sites:
             engine = site.engine
+            engine.fresh()
             side = engine.side
             free, blocks = engine.pool.get_num_free_blocks(), engine.pool.num_gpu_blocks
             assert free == blocks - 1, (
                 f"{blocks - 1 - free} blocks of the engine are never given back"
             )
-            requests = side._requests
+            requests, staging = side._requests, side._stores._staging
+            assert not any(staging._taken), f"staging is never given back: {staging._taken}"
             assert not requests.by_id, f"requests are tracked for ever: {list(requests.by_id)}"
             assert not requests.by_lease, f"leases are tracked for ever: {list(requests.by_lease)}"
             assert not side._stores._storing, (
                 f"stores are never settled: {list(side._stores._storing)}"
             )
-            for connector in (engine.connector, *(rank.connector for rank in engine.ranks)):
-                faults = {
-                    name: count
-                    for name, count in connector.counters.items()
-                    if name.startswith("fault_")
-                }
-                assert not faults, f"hooks faulted: {faults}"
+            for saboteur in engine.saboteurs:
+                assert not saboteur.others, f"hooks faulted: {saboteur.others}"
+                self.counts["hook"] += saboteur.fired
+                self.counts["begun_anew"] += saboteur.supervisor.counters["begun_anew"]
             refused = [name for name in engine.connector.counters if name.startswith("refused_")]
             assert not refused, f"the daemon refused: {refused}"
             engine.barrier()
@@ -498,14 +580,13 @@ class _Life:
             assert time.monotonic() < deadline, f"{leases} leases are kept"
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
-                site.engine.step()
+                site.engine.step_idle()
         # The daemon tells of evictions at the end of its turn; the second answer comes after that.
         # From here on each step may ask for slots, and evictions are told after it.
         for _ in range(2):
             for site in self.sites:
                 site.engine.barrier()
-        sessions = [site.engine.side._session for site in self.sites]
-        present = [self._present(session.link._hello.namespace) for session in sessions]
+        present = [self._present(site.engine.namespace) for site in self.sites]
         for site, objects in zip(self.sites, present, strict=True):
             self._audit_router(site, objects)
         self._audit_arena()
@@ -513,11 +594,12 @@ class _Life:
     def _audit_router(self, site: Site, present: set[tuple[int, bytes]]) -> None:
         """A reader of the engine's events would find what they say, and every count has arrived."""
         engine, geometry = site.engine, self._geometry
-        engine.step()
+        engine.step_idle()
         stats = engine.connector.get_kv_connector_stats()
         if stats is not None:
             engine.dashboard.add(stats.to_dict())
-        engine.dashboard.check(engine.connector.counters)
+        faulted = any(saboteur.fired for saboteur in engine.saboteurs)
+        engine.dashboard.check(engine.connector.counters, faulted)
         router = engine.router
         names = {
             maybe_convert_block_hash(BlockHash(name)): (name, *named)
@@ -532,12 +614,22 @@ class _Life:
             tokens = [token for one in chain for token in router.blocks[one].tokens]
             assert len(tokens) == boundary, "the tokens of a prefix"
             assert list(content._tokens[:boundary]) == tokens
-            ends = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
-            masks = [
-                bytes((group.gid, one) in present for one in ends) for group in geometry.groups
-            ]
-            hit = largest_hit(geometry, masks, len(ends)) * geometry.chunk_tokens
-            assert hit == boundary, f"{boundary} tokens are announced, a lookup would hit {hit}"
+            plain = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
+            # What a prompt looks up that goes on behind the chain with the token of some other one.
+            hits = []
+            for last in site.ahead.get(plain[-1], {plain[-1]}):
+                ends = [
+                    _looking_ahead(one, tokens[at * geometry.chunk_tokens])
+                    if geometry.lookahead_tokens
+                    else one
+                    for at, one in enumerate(plain[:-1], 1)
+                ]
+                masks = [
+                    bytes((group.gid, one) in present for one in (*ends, last))
+                    for group in geometry.groups
+                ]
+                hits.append(largest_hit(geometry, masks, len(plain)) * geometry.chunk_tokens)
+            assert boundary in hits, f"{boundary} tokens are announced, a lookup would hit {hits}"
             self.counts["announced_chains"] += 1
 
     def _present(self, namespace: bytes) -> set[tuple[int, bytes]]:
@@ -629,25 +721,29 @@ class _Life:
         assert not rest, f"an object of group {header.gid} ends inside a chunk, at {boundary}"
         group = words.group
         positions = stored_blocks(self._geometry, group, chunk - 1)
-        expected = _stored(words, content.upto(boundary), positions)
+        expected = _stored(words, content, positions)
         assert np.array_equal(part, expected), (
             f"the object of group {group.gid}, rank {rank}, at {boundary} is wrong"
         )
 
 
-def _stored(words: GroupWords, content: Any, positions: range) -> Any:
-    """The words of one rank's part of an object."""
+def _stored(words: GroupWords, content: Content, positions: range) -> Any:
+    """The words of one rank's part of an object: layer, block, and a block's in memory's order."""
     size = words.group.tokens_per_block
+    cells = slice(positions.start * size, positions.stop * size)
     if words.group.kind is GroupKind.RECURRENT:
-        cells = content[positions.stop * size - 1 :][:1]
-    else:
-        cells = content[positions.start * size : positions.stop * size]
+        cells = slice(cells.stop - 1, cells.stop)
     layers = []
     for layer, view in enumerate(words.layers):
-        layers.append(
-            np.broadcast_to(words.mixed(layer, cells), (len(cells), view.shape[2])).ravel()
-        )
+        blocks = words.expected(layer, content, cells).reshape(len(positions), *view.shape[1:])
+        order = sorted((1, 2, 3), key=view.strides.__getitem__, reverse=True)
+        layers.append(blocks.transpose(0, *order).ravel())
     return np.concatenate(layers)
+
+
+def _looking_ahead(name: bytes, token: int) -> bytes:
+    """The chunk hash of a block hash and the token behind it."""
+    return bytes(map(xor, name, token.to_bytes(len(name), "little")))
 
 
 def _salt(site: Site, request: Request) -> int:

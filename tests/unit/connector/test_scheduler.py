@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.requests import RequestState
+from hybridkv.connector.stats import cell_of
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import Commit, Found, Free, Lookup
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats, until
 from tests.waiting import DEADLINE_SECONDS
@@ -49,6 +52,7 @@ class Rig:
             parsed, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, self.counters, 1000
         )
         self._socket_path = daemon.socket_path
+        self._gauges: dict[str, float] = {}
         until(self._welcomed, "the daemon greets")
         self.report = StepReport
         if attached:
@@ -83,17 +87,36 @@ class Rig:
         failed: Any = (),
     ) -> Any:
         """One step: the plan, after which the workers are attached and report `finished` loads."""
+        plan = self.planned(scheduled, tables)
+        report = self.report(plan.number, {self.side._session.boot: 1})
+        self.side.reported(set(finished), set(failed), report)
+        assert not self.side.step_ended()
+        return plan
+
+    def planned(self, scheduled: dict[str, int], tables: Any = None) -> Any:
+        """The plan of a step, of which no worker has heard."""
         output = SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
         )
-        plan = self.side.planned(output, lambda _: tables)
-        self.side.reported(
-            set(finished), set(failed), self.report(boots={self.side._session.boot: 1})
-        )
-        assert not self.side.step_ended()
-        return plan
+        return self.side.planned(output, lambda _: tables)
+
+    def await_slots(self) -> None:
+        """Return once there are write slots of each size: the first answer may have none."""
+
+        def has_slots() -> bool:
+            self.side._poll(time.monotonic())
+            self.side._reserve(time.monotonic())
+            return all(pool.offsets for pool in self.side._stores.credits._pools.values())
+
+        until(has_slots, "there are write slots")
+
+    def gauge(self, name: str) -> float:
+        """One of the role's own gauges, as it was told last."""
+        stats = self.side.take_stats()
+        self._gauges.update(stats.data["gauges"] if stats else {})
+        return self._gauges[name]
 
     def value(self, name: str) -> float:
         """One of the daemon's counters or gauges."""
@@ -131,6 +154,25 @@ def loading(rig: Rig, name: str = "r", local: int = 0) -> Any:
     return request
 
 
+def test_a_daemon_that_stays_away_is_one_line_of_the_log(
+    rig: Rig, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it is greeted in vain; each loss is counted."""
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    assert daemon.process is not None
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for index in range(100):
+            rig.side._session.send(Lookup(index, index, bytes(1 << 20)), time.monotonic())
+        until(lambda: _poll(rig) or rig.counters["losses"] >= 3, "it is greeted in vain")
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+        ours.removeHandler(caplog.handler)
+    told = {record.created: record.getMessage() for record in caplog.records}
+    assert len([line for line in told.values() if "lost the daemon" in line]) == 1
+
+
 def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
     """The lease covers the whole hit, also chunks that the engine has itself (C25, C26)."""
     loading(rig, local=CHUNK)
@@ -145,14 +187,7 @@ def test_the_lookup_of_a_waiting_request_leaves_with_the_plan(rig: Rig) -> None:
     before = rig.value("lookups")
     rig.side.arrived(rig.request(1, STORED * CHUNK + 1))
     assert rig.value("lookups") == before, "an arrival sends nothing"
-    rig.side.planned(
-        SimpleNamespace(
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
-            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
-        ),
-        lambda _: (),
-    )
+    rig.planned({})
     until(lambda: rig.value("lookups") == before + 1, "the daemon is asked")
 
 
@@ -273,17 +308,35 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     request.num_preemptions = 1
     assert rig.side.matched(request, 0) == 0
     until(lambda: not rig.value("leases"), "it is released")
-    # Credits come with the daemon's answers.
-    until(lambda: _poll(rig) or not rig.side.slots_fd, "there are write slots")
+    rig.await_slots()
     plan = rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1))
     stored = {(run.span.group_index, run.span.first_chunk) for run in plan.stores.values()}
     assert stored == {(index, 0) for index in range(len(GEOMETRY.groups))}
 
 
+@pytest.mark.parametrize("part", ["_stores.planned", "_room.ran", "_flush"])
+def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None:
+    """No worker sees that plan, so none would report the loads in it (C38)."""
+    request, unknown = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "unknown"))
+    rig.side.arrived(request)
+    rig.side.allocated(request, tables(STORED * CHUNK + 1), rig.offered(request))
+    rig.side.allocated(unknown, tables(STORED * CHUNK + 1), CHUNK)
+    rig.side._session.attached_ranks = None
+    where, _, name = part.rpartition(".")
+    broken = getattr(rig.side, where) if where else rig.side
+    setattr(broken, name, lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        rig.planned({"another": 1}, tables(1))
+    delattr(broken, name)
+    assert sorted(rig.side.emergency().failed) == ["r", "unknown"]
+    rig.step({}, finished=("r",), failed=("r",))
+    assert rig.side.emergency().failed == []
+
+
 def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
     request = loading(rig, local=CHUNK)
     rig.step({}, finished=("r",))
-    until(lambda: _poll(rig) or not rig.side.slots_fd, "there are write slots")
+    rig.await_slots()
     request.num_computed_tokens = STORED * CHUNK
     assert not rig.step({"r": 1}, tables(STORED * CHUNK + 1)).stores
     full, sliding, small = GEOMETRY.groups
@@ -308,12 +361,63 @@ def test_a_load_is_no_line_of_the_log(rig: Rig, caplog: pytest.LogCaptureFixture
     assert any("for r in" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize(
+    ("masks", "hit", "limits"),
+    [
+        ((b"\1\1\1\1", b"\1\0\1\0", b"\1\1\1\1"), 3, {"1:sliding": 1}),
+        ((b"\1\1\0\0", b"\1\1\1\1", b"\1\1\0\0"), 2, {"0:full": 1, "2:full": 1}),
+        ((b"\1\1\0\0", b"\1\1\0\0", b"\1\1\0\0"), 2, {}),
+        ((b"\1\1\1\1", b"\1\1\1\1", b"\1\1\1\1"), 4, {}),
+    ],
+    ids=["one", "two", "none_has_more", "all_of_it"],
+)
+def test_groups_that_limit_a_hit_are_counted(
+    rig: Rig, masks: tuple[bytes, ...], hit: int, limits: dict[str, int]
+) -> None:
+    """Where groups disagree the hit is the least of them, and those are counted (B35)."""
+    rig.side.arrived(rig.request(2, STORED * CHUNK + 1))
+    lease = rig.side._requests.by_id["r"].lookup.lease
+    rig.side._lookups.take_found(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
+    prefix = "hits_limited_by_"
+    counted = {
+        name.removeprefix(prefix): count
+        for name, count in rig.counters.items()
+        if name.startswith(prefix)
+    }
+    assert counted == limits
+    assert cell_of(f"{prefix}1:sliding") == ("hits_limited", ("1:sliding",))
+
+
+def test_a_load_that_does_not_end_is_named_once_and_shown(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can end a copy that hangs: its request waits, and that is seen (B39, D6)."""
+    loading(rig, "slow")
+    loading(rig, "quick")
+    assert rig.gauge("loads_overdue") == 0
+    rig.side._loads.loading["slow"].load.allocated_at -= LOAD_SECONDS_MAX + 1
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    try:
+        assert [rig.gauge("loads_overdue") for _ in range(3)] == [1, 1, 1]
+    finally:
+        ours.removeHandler(caplog.handler)
+    told = {record.created: record.getMessage() for record in caplog.records}
+    (line,) = told.values()
+    assert line.startswith("hybridkv: the load of slow has not ended for 10 s")
+    rig.side.finished("slow")
+    assert rig.gauge("loads_overdue") == 1, "the engine still waits for it"
+    rig.step({}, finished=("slow", "quick"))
+    assert rig.gauge("loads_overdue") == 0
+    assert not rig.side._loads.loading
+
+
 def test_patience_is_what_computing_takes_and_has_a_cap(daemon: DaemonProcess) -> None:
     """D18: 2.0 s and 0.1 s per Ki tokens while the speed of prefill is not known."""
     rig = Rig(daemon, {"load_timeout_seconds": 12})
     assert rig.side._lookups.patience.of(0) == (2.0, 0)
     assert rig.side._lookups.patience.of(10 << 10) == (3.0, 0)
-    rig.side._lookups.patience.prefill = Speed(1000.0, 0.0)
+    rig.side._lookups.patience.prefill.speed = Speed(1000.0, 0.0)
     assert rig.side._lookups.patience.of(500) == (0.5, 1000)
     assert rig.side._lookups.patience.of(1 << 20) == (12.0, 1000)
     rig.side.close()
@@ -324,11 +428,48 @@ def test_the_speed_of_prefill_is_measured_step_by_step(rig: Rig) -> None:
     rig.side.arrived(request)
     assert rig.offered(request) == 0
     rig.step({"r": 1}, tables(9 * CHUNK))
-    assert rig.side._lookups.patience.prefill == Speed(), "a step of a few tokens says nothing"
+    assert rig.side._lookups.patience.prefill.speed == Speed(), (
+        "a step of a few tokens says nothing"
+    )
     began = time.monotonic()
     rig.step({"r": 4 * CHUNK}, tables(9 * CHUNK))
-    rate, most = rig.side._lookups.patience.prefill.per_second, 4 * CHUNK / 1e-4
+    rate, most = rig.side._lookups.patience.prefill.speed.per_second, 4 * CHUNK / 1e-4
     assert min(most, 4 * CHUNK / (time.monotonic() - began)) <= rate <= most
+
+
+def test_the_speed_of_prefill_is_that_of_its_own_step(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With asynchronous scheduling a step is planned before the one before it is reported.
+
+    Steps of 16 and 4096 tokens take 0.01 s and 1 s; each begins when the one before it ends.
+    """
+    from hybridkv.connector.scheduler import role
+
+    now = time.monotonic()
+    monkeypatch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def planned(tokens: int) -> int:
+        state = SimpleNamespace(boundary_state_offloads={})
+        output = SimpleNamespace(
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=tokens,
+            kv_connector_block_state=state,
+        )
+        return int(rig.side.planned(output, lambda _: []).number)
+
+    def speed(number: int, after: float) -> float:
+        nonlocal now
+        now += after
+        rig.side.reported(set(), set(), rig.report(number, {rig.side._session.boot: 1}))
+        return float(rig.side._lookups.patience.prefill.speed.per_second)
+
+    decode, prefill = planned(16), planned(4096)
+    assert speed(decode, 0.01) == 0.0, "a report of another step says nothing of this one"
+    later = planned(16)
+    assert speed(prefill, 1.0) == pytest.approx(4096.0)
+    assert speed(prefill, 5.0) == pytest.approx(4096.0), "a report that comes twice"
+    assert speed(later, 0.01) == pytest.approx(4096.0)
 
 
 def _poll(rig: Rig) -> bool:
@@ -390,7 +531,7 @@ def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
     assert rig.offered(request)
     assert rig.value("leases") == 1
     greeted = rig.side._session.link.greetings
-    plan = rig.side.quit()
+    plan = rig.side.quit(())
     assert plan.session == greeted + 1
     until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
     assert rig.side._session.link.welcome is None
@@ -407,6 +548,20 @@ def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
     assert rig.side.matched(request, 0) == 0
 
 
+def test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena(rig: Rig) -> None:
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.reported(set(), set(), rig.report(counters={"attach_failed": 1}))
+    rig.side.arrived(request)
+    until(
+        lambda: _poll(rig) or rig.side._requests.by_id["r"].lookup.found is not None,
+        "it is answered",
+    )
+    assert rig.side.matched(request, 0) == 0
+    assert rig.counters["lookups_late_workers"] == 1
+    rig.step({})
+    assert loading(rig, "s"), "they map it after all"
+
+
 def connector_of(rig: Rig) -> Any:
     """The connector as vLLM calls it, over the rig's scheduler role."""
     from hybridkv.connector.connector import HybridKVConnector
@@ -418,7 +573,7 @@ def connector_of(rig: Rig) -> Any:
         rig.side,
         None,
     )
-    connector._facts = {}
+    connector._weights = rig.side._weights
     return connector
 
 
@@ -429,7 +584,8 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
     connector._supervisor.switch_off("the test says so")
     greeted = rig.side._session.link.greetings
-    assert [connector.build_connector_meta(None).session for _ in range(2)] == [greeted + 1] * 2
+    idle = SimpleNamespace(num_scheduled_tokens={})
+    assert [connector.build_connector_meta(idle).session for _ in range(2)] == [greeted + 1] * 2
     assert rig.side._session.link.welcome is None
     until(lambda: not rig.value("leases"), "no worker copies")
 
@@ -440,9 +596,58 @@ def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -
     request = rig.request(1, STORED * CHUNK + 1)
     connector.on_new_request(request)
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    rig.side.identify = None  # type: ignore[method-assign,assignment]
+    rig.side.reset = None  # type: ignore[method-assign,assignment]
     assert connector.reset_cache()
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
+    """vLLM tells them with `reset_connector` alone; the same weights hit again at once."""
+    connector, watch = connector_of(rig), rig.side._weights
+    watch.named, watch._heard = ("a",), {0: (0, "a", 0)}
+    manager = SimpleNamespace(get_blocks=None, block_pool=None, reset_prefix_cache=lambda: True)
+    connector.bind_kv_cache_manager(manager)
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    assert rig.offered(request) == STORED * CHUNK
+    assert manager.reset_prefix_cache()
+    assert rig.side.matched(request, 0) is None, "nobody knows the weights"
+    output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    plan = rig.side.planned(output, lambda _: [])
+    assert (plan.question, plan.weights) == (1, ())
+    boots = {rig.side._session.boot: 1}
+    rig.side.reported(set(), set(), rig.report(boots=boots, weights={0: (1, "a", 0)}))
+    assert rig.side.matched(request, 0) == STORED * CHUNK
+    rig.side.finished("r")
+
+
+@pytest.mark.parametrize("weights", ["a", "b"])
+def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
+    daemon: DaemonProcess, weights: str
+) -> None:
+    """A prompt's windows and states stand in the engine for one step only."""
+    rig = Rig(daemon)
+    watch = rig.side._weights
+    watch.named, watch._heard = ("a",), {0: (0, "a", 0)}
+    watch.facts_of = lambda digests: {"weights": digests}
+    rig.await_slots()
+    rig.side.reset(True)
+    assert rig.side.has_pending(), "the workers have not been asked"
+    request = rig.request(2, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    until(lambda: _poll(rig) or rig.side.matched(request, 0) == 0, "a miss is no doubt")
+    rig.side.allocated(request, [], 0)
+    plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
+    assert plan.stores
+    assert not plan.weights
+    done, boots = {number: {0} for number in plan.stores}, {rig.side._session.boot: 1}
+    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights={0: (1, "", 0)}))
+    assert not rig.side._changes
+    assert rig.side.has_pending(), "they are not committed"
+    rig.side.reported(set(), set(), rig.report(boots=boots, weights={0: (1, weights, 0)}))
+    assert {type(message) for message in rig.side._changes} == {Commit if weights == "a" else Free}
+    assert not rig.side.has_pending()
+    rig.side.close()
 
 
 def test_what_is_said_behind_the_loss_of_a_connection_is_not_taken(rig: Rig) -> None:
@@ -469,19 +674,12 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
         Client(daemon.socket_path, name="old") as old,
         Client(daemon.socket_path, name="new", identity=b"o" * 32) as new,
     ):
-        until(
-            lambda: not rig.side.step_ended() and rig.side.slots_fd is None, "there are write slots"
-        )
+        rig.await_slots()
         request = rig.request(2, STORED * CHUNK + 1)
         rig.side.arrived(request)
         assert rig.offered(request) == 0
         rig.side.allocated(request, [], 0)
-        output = SimpleNamespace(
-            num_scheduled_tokens={"r": STORED * CHUNK},
-            total_num_scheduled_tokens=STORED * CHUNK,
-            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
-        )
-        plan = rig.side.planned(output, lambda _: tables(STORED * CHUNK + 1))
+        plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert plan.stores
         done = {number: {0} for number in plan.stores}
         rig.side.reported(set(), set(), rig.report(boots={rig.side._session.boot: 1}, done=done))
@@ -500,22 +698,48 @@ def test_the_first_step_of_an_engine_is_stored(daemon: DaemonProcess) -> None:
     No worker has reported yet that it is attached. After a step without a report, none is.
     """
     rig = Rig(daemon, attached=False)
-    until(
-        lambda: _poll(rig) or (rig.side._session.boot != "" and rig.side.slots_fd is None),
-        "there are write slots",
-    )
+    rig.await_slots()
     for name, stores in (("first", True), ("second", False)):
         request = rig.request(2, STORED * CHUNK + 1, name)
         rig.side.arrived(request)
         assert rig.offered(request) == 0
         rig.side.allocated(request, [], 0)
-        output = SimpleNamespace(
-            num_scheduled_tokens={name: STORED * CHUNK},
-            total_num_scheduled_tokens=STORED * CHUNK,
-            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
-        )
-        plan = rig.side.planned(output, lambda _: tables(STORED * CHUNK + 1))
+        plan = rig.planned({name: STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert bool(plan.stores) == stores
         assert plan.boot
         rig.side.reported(set(), set(), None)
     rig.side.close()
+
+
+def test_an_engine_steps_until_its_last_stores_are_committed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without requests, and never longer than PUSH_SECONDS after the last store."""
+    from hybridkv.connector.scheduler import role
+
+    rig.await_slots()
+    connector = connector_of(rig)
+    assert not connector.has_pending_push_work()
+    request = rig.request(2, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    assert rig.offered(request) == 0
+    rig.side.allocated(request, [], 0)
+    plan = rig.step({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
+    assert plan.stores
+    rig.side.finished("r")
+    rig.step({})
+    assert connector.has_pending_push_work()
+    first, *others = ({number: {0}} for number in plan.stores)
+    report = rig.report(boots={rig.side._session.boot: 1}, done=first)
+    rig.side.reported(set(), set(), report)
+    assert connector.has_pending_push_work() == bool(others)
+    now = time.monotonic() + role.PUSH_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now))
+        assert not connector.has_pending_push_work()
+    for done in others:
+        rig.side.reported(set(), set(), rig.report(boots={rig.side._session.boot: 1}, done=done))
+    assert not connector.has_pending_push_work()
+    rig.side.step_ended()
+    until(lambda: rig.value("objects_stored") > STORED, "they are committed")
+    until(lambda: rig.value("tokens_stored") == STORED * CHUNK, "each chunk is counted once")

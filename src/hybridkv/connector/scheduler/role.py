@@ -5,31 +5,39 @@ answers (`matched`), ends the engine's scheduling (`planned`) or ends the step (
 hook takes in what the daemon has answered.
 """
 
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler import requests
+from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import HybridKVStats, StatsCollector
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import tenant_of
+from hybridkv.core.keys import fingerprint, tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.settings import Settings
-from hybridkv.vllm.adapters import Adapters
-from hybridkv.vllm.block_room import BlockRoom, retention_of
-from hybridkv.vllm.hashing import ChunkHashChain
+from hybridkv.vllm.adapters import Adapter, Adapters
+from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
+from hybridkv.vllm.drafters import Drafter
+from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
+Result = TypeVar("Result")
+
+PUSH_SECONDS = 5.0
+"""How long after its last store an engine without requests steps on to hear of the store's end."""
 
 
 class SchedulerRole:
@@ -49,31 +57,61 @@ class SchedulerRole:
         facts: Mapping[str, object] | None = None,
         model: wire.WireModel | None = None,
         events: KVEventPublisher | None = None,
+        staging_bytes: int | None = None,
+        inflight_tokens: int | None = None,
+        before: "SchedulerRole | None" = None,
+        weights: WeightsWatch | None = None,
+        drafter: Drafter | None = None,
+        keeps: Sequence[Retention] | None = None,
     ) -> None:
         """`events` publishes what RAM has, where routers are to hear of it.
 
+        `weights` are those that `namespace` and `facts` are of; None = they never change.
         `own_hashes`: the engine's hashes cannot be used. `pool_blocks` is the size of the engine's
-        block pool.
+        block pool. `staging_bytes` is the least of all ranks (WorkerLayout). `inflight_tokens` are
+        the most of all steps that the engine plans at once; None = those of one step. `before` is
+        the role that was switched off: its requests are not tracked any more, but what workers may
+        still report of it and what the engine keeps goes on. `drafter` is the one whose layers have
+        a KV cache; None = there is none. `keeps` is what the engine keeps of a request in each
+        group; None = what the groups say, without drafts.
         """
         self._geometry = geometry
         self._own_hashes = own_hashes
         self._counters = counters
-        self._adapters = Adapters(time.time_ns())
-        self._meter = StatsCollector(counters)
+        self._adapters: Adapters = before._adapters if before else Adapters(time.time_ns())
+        self._meter: StatsCollector = before._meter if before else StatsCollector(counters)
         self._events = events or KVEventPublisher(geometry, counters, is_on=False)
-        self._room = BlockRoom([*map(retention_of, geometry.groups)], pool_blocks, tokens_per_step)
+        keeps = keeps or [*map(retention_of, geometry.groups)]
+        self._room: BlockRoom = (
+            before._room
+            if before
+            else BlockRoom(keeps, pool_blocks, inflight_tokens or tokens_per_step)
+        )
         version, groups = wire.PROTOCOL_VERSION, wire.geometry_to_wire(geometry)
-        hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model)
+        # Workers say that they are done with every greeting up to the number of `quit`.
+        greeted = before._session.link.greetings + 1 if before else 0
+        hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model, greeted)
         options = settings.daemon_options() if settings.server == "auto" else None
-        self._session = DaemonSession(
+        self._session: DaemonSession = DaemonSession(
             socket_path, hello, facts or {}, options, bool(events), counters, self._connection_lost
         )
         self._requests = requests.RequestRegistry(
             geometry, self._session, self._room, self._meter, counters
         )
-        self._lookups = Lookups(settings, self._requests, self._events)
+        self._weights = weights or WeightsWatch()
+        self._lookups = Lookups(settings, self._requests, self._events, self._weights)
         self._loads = LoadPlanner(self._requests)
-        self._stores = StorePlanner(geometry, tokens_per_step, settings.store_generated, counters)
+        # A late report of what `before` planned must not be taken for one of this role's plans.
+        numbers = before._stores.numbers if before else None
+        self._stores: StorePlanner = StorePlanner(
+            geometry, tokens_per_step, settings.store_generated, counters, staging_bytes, numbers
+        )
+        self._drafted = DraftedBlocks(drafter, geometry, pool_blocks + 1) if drafter else None
+        if before:
+            self._loads.to_fail = before._loads.give_up()
+        plans = before._plan_numbers if before else itertools.count(1)
+        self._plan_numbers: Iterator[int] = plans
+        self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self._changes: list[wire.Commit | wire.Free] = []  # What leaves with the end of the step.
         self._poll(time.monotonic())
 
@@ -82,19 +120,31 @@ class SchedulerRole:
         """A descriptor to wait on, outside of hooks, while slots are being reserved; else None."""
         return self._session.link.fd if self._stores.credits.awaited else None
 
+    def run(self, work: Callable[["SchedulerRole"], Result]) -> Result:
+        """The work of one hook; a fault in it ends the connection, and another one is made.
+
+        Messages may be lost with the fault. With the connection the daemon ends what it lent, and
+        this role what it waits for.
+        """
+        try:
+            return work(self)
+        except Exception:
+            self._session.link.reset("a hook failed", time.monotonic())
+            raise
+
     def arrived(self, request: Any) -> None:
         """A new request; its lookup leaves with the engine's next question, or its next plan."""
         now = time.monotonic()
-        if request.prompt_embeds is not None:
+        ahead = self._geometry.chunk_tokens if self._geometry.lookahead_tokens else 0
+        if not is_hashable(request, self._own_hashes, ahead):
             tracked = requests.TrackedRequest(request)
             self._requests.decline(tracked, "lookups_unhashable")
             self._requests.report(tracked, now)
             return
-        lora = request.lora_request
         tracked = requests.TrackedRequest(
             request,
             ChunkHashChain(request, self._geometry.chunk_tokens) if self._own_hashes else None,
-            None if lora is None else self._adapters.of(lora, now),
+            self._adapter_of(request, now),
             tenant=tenant_of(request.cache_salt),
             next_chunk=[0] * len(self._geometry.groups),
         )
@@ -102,6 +152,10 @@ class SchedulerRole:
             self._poll(now)
         self._requests.by_id[request.request_id] = tracked
         self._lookups.begin(tracked, now)
+
+    def passed_by(self, request: Any) -> None:
+        """A request that is computed; its adapter's files are read while they are the engine's."""
+        self._adapter_of(request, time.monotonic())
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be loaded; None = ask again in the next step."""
@@ -112,7 +166,7 @@ class SchedulerRole:
             return 0
         tracked.local_seen = local_tokens
         is_resumed = request.num_preemptions > tracked.preemptions
-        if is_resumed and tracked.storable and tracked.state is requests.RequestState.READY:
+        if is_resumed and tracked.state is requests.RequestState.READY:
             tracked.preemptions = request.num_preemptions
             self._requests.advance(tracked, requests.RequestEvent.RESUMED, now)
             self._lookups.begin(tracked, now)
@@ -141,30 +195,53 @@ class SchedulerRole:
 
         `tables` gives a request's present block tables, one for each of the engine's groups.
         """
+        plan = self._planned(output, tables)
+        # Nothing may come after this: workers never see a plan that a fault ends.
+        self._loads.handed_over()
+        return plan
+
+    def _planned(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         now = time.monotonic()
+        if self._drafted is not None:
+            self._drafted.step(output, self._requests.by_id, tables)
         session = self._session
-        plan = StepPlan(session.boot, session.link.greetings, session.reserved_bytes)
+        greetings, number = session.link.greetings, next(self._plan_numbers)
+        plan = StepPlan(number, session.boot, greetings, session.reserved_bytes)
+        plan.question = self._weights.question
+        plan.is_idle = not output.total_num_scheduled_tokens
         self._loads.put_into(plan, now)
+        is_current = self._weights.is_current
+        plan.weights = self._weights.versions if is_current else ()
+        if plan.loads or not plan.is_idle:
+            self._weights.planned()
         if session.is_connected:
             # Workers that were connected before this role map the arena as the first step begins,
             # and that step may be all of a prompt.
-            if session.attached_ranks is None or session.workers_attached():
+            is_attached = session.attached_ranks is None or session.workers_attached()
+            if not is_attached:
+                self._counters["stores_unattached"] += len(output.num_scheduled_tokens)
+            elif not self._weights.is_stale:
                 plan.stores = self._stores.planned(output, self._requests.by_id, tables)
             self._reserve(now)
-        self._lookups.patience.step_planned(output.total_num_scheduled_tokens, now)
-        self._loads.handed_over()
+        if plan.stores:
+            self._push_until = now + PUSH_SECONDS
+        self._lookups.patience.prefill.step_planned(number, output.total_num_scheduled_tokens, now)
         self._room.ran(output.num_scheduled_tokens)
         self._flush(now)
         return plan
 
     def emergency(self) -> StepPlan:
         """The plan after a fault in `planned`: loads that no worker was told of fail."""
-        return StepPlan(session=self._session.link.greetings, failed=self._loads.give_up())
+        if self._drafted is not None:
+            self._drafted.missed(self._requests.by_id)
+        greetings, number = self._session.link.greetings, next(self._plan_numbers)
+        plan = StepPlan(number, session=greetings, failed=self._loads.give_up())
+        plan.question = self._weights.question
+        return plan
 
     def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
         """What the workers did: loads end, and stored objects are committed."""
         now = time.monotonic()
-        self._lookups.patience.step_ended(now)
         for request_id in finished:
             tracked = self._requests.by_id.get(request_id)
             if tracked is not None:
@@ -174,16 +251,42 @@ class SchedulerRole:
         if report is None:
             return
         session.attached_ranks = report.boots
-        self._counters.update(report.counters)
+        self._lookups.patience.prefill.step_ended(report.number, now)
+        if report.counters.get("attach_failed"):
+            session.unmapped = session.boot
         if report.corrupt:
             slots = sorted(report.corrupt)
             self._counters["slots_condemned"] += len(slots)
             columns = [(pack_u64(list(column)), U64) for column in zip(*slots, strict=True)]
             for some in batches(wire.CHANGES_MAX, *columns):
                 session.send(wire.ReportCorrupt(*some), now)
-        self._changes += self._stores.reported(report)
+        was_stale = self._weights.is_stale
+        digests = self._weights.heard(report.weights)
+        if self._weights.is_stale and not was_stale:
+            self._stores.abort()
+            logger.warning(
+                "hybridkv: the weights changed, and the engine's own prefix cache has blocks of "
+                "the old ones; nothing is cached until it is reset (reset_prefix_cache)"
+            )
+        if digests is not None:
+            facts = self._weights.facts_of(digests)
+            self.identify(fingerprint(facts), facts)
+        self._changes += self._stores.reported(report, now, self._weights.is_doubtful)
         if session.is_connected:
             self._events.update(lambda events: events.stored(self._stores.committed))
+        self.counted(report)
+
+    def counted(self, report: StepReport | None) -> None:
+        """Add what the workers counted, also while this role is switched off."""
+        self._counters.update(report.counters if report is not None else {})
+
+    def has_pending(self) -> bool:
+        """Whether the engine should step although no request runs.
+
+        Stores are not committed yet, or workers were not asked for their weights.
+        """
+        is_unsent = self._stores.is_awaited or self._session.link.has_unsent
+        return (is_unsent or self._weights.is_untold) and time.monotonic() < self._push_until
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted."""
@@ -191,17 +294,39 @@ class SchedulerRole:
         if tracked is not None:
             self._requests.advance(tracked, requests.RequestEvent.FINISHED, time.monotonic())
 
+    def reset(self, is_empty: bool) -> None:
+        """The engine reset its prefix cache (`is_empty`: nothing is left): weights may be others.
+
+        The workers are asked, with a step of its own where none is due. Until they have answered
+        nothing is offered, and what is stored is not committed.
+        """
+        now = time.monotonic()
+        # What is committed by now was computed before; what is being written may not be.
+        self._send_changes(now)
+        self._stores.abort()
+        self._weights.reset(is_empty)
+        self._push_until = now + PUSH_SECONDS
+        self._flush(now)
+
+    def gone(self, request_id: str) -> None:
+        """The request ended while this role is switched off: its blocks are the engine's."""
+        self._room.ran((request_id,))
+
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
-        """The weights changed: what is being computed belongs to no identity."""
+        """The weights are others, and the engine has no block of the old ones any more."""
         now = time.monotonic()
         # What is committed by now was computed before.
         self._send_changes(now)
         self._session.identify(namespace, facts, now)
         self._stores.abort()
         self._events.update(KVEventPublisher.lost)
-        for tracked in self._requests.by_id.values():
-            tracked.storable = False
-        self._requests.settle_all("lookups_identity", now)
+        for tracked in [*self._requests.by_id.values()]:
+            tracked.next_chunk = [0] * len(self._geometry.groups)
+            tracked.stored_states.clear()
+            tracked.lookup.found = None
+            if tracked.is_prefetching:
+                self._requests.release(tracked, now)
+                self._lookups.begin(tracked, now)
         self._flush(now)
 
     def sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
@@ -211,12 +336,20 @@ class SchedulerRole:
             return {}
         return self._loads.tiers_of(tracked)
 
-    def take_stats(self) -> HybridKVStats | None:
-        """What was counted and measured since the last call; None = nothing."""
+    def take_stats(self, off_since: float = 0.0, off_seconds: float = 0.0) -> HybridKVStats | None:
+        """What was counted and measured since the last call; None = nothing.
+
+        `off_since` is when this role was switched off, in Unix time, and for `off_seconds`.
+        """
+        counters = self._counters
         gauges = {
+            "quarantined": counters["quarantined"] - counters["begun_anew"],
+            "quarantined_since": off_since,
+            "quarantined_until": off_since and off_since + off_seconds,
             "breaker_open": int(self._session.breaker.is_open),
             "daemon_connected": int(self._session.is_connected),
             "loads_pending": len(self._room),
+            "loads_overdue": self._loads.count_overdue(time.monotonic()),
         }
         return self._meter.take(gauges)
 
@@ -232,9 +365,13 @@ class SchedulerRole:
         self._events.update(KVEventPublisher.lost)
         return self._events.take()
 
-    def quit(self) -> StepPlan:
-        """The plan of a role that is switched off: the daemon gets back all that it lent."""
+    def quit(self, scheduled: Container[str]) -> StepPlan:
+        """The plan of a role that is switched off: the daemon gets back all that it lent.
+
+        `scheduled`: the requests that run in this step.
+        """
         self.close()
+        self._room.ran(scheduled)
         plan = self.emergency()
         # No greeting of this number will come. With it the workers report that they copy nothing
         # that was planned under any other.
@@ -244,6 +381,10 @@ class SchedulerRole:
     def close(self) -> None:
         """End the session."""
         self._session.link.close()
+
+    def _adapter_of(self, request: Any, now: float) -> Adapter | None:
+        lora = getattr(request, "lora_request", None)
+        return None if lora is None else self._adapters.of(lora, now)
 
     def _poll(self, now: float) -> None:
         # A queued lookup's deadline begins before an answer is read that sets another one.
