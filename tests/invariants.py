@@ -15,6 +15,7 @@ from hybridkv.store.eviction import _PROTECTED, EvictionQueue
 from hybridkv.store.extents import Extents
 from hybridkv.store.index import IndexEntry, Namespace, Slot
 from hybridkv.store.store import Store
+from hybridkv.tiers.demotion import HELD_SHARE, Demotion
 from hybridkv.tiers.disk.files import BLOCK_BYTES
 from hybridkv.tiers.disk.index import FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
@@ -28,10 +29,23 @@ def check_daemon(daemon: Daemon) -> None:
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
     pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
-    pins.update(daemon.demotion.held())
+    pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
     writing |= {read.slot for read in daemon.promotion._reads.values()}
     assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
+
+
+def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
+    """What is held for tiers: for each of them its share of the arena at most, or one object."""
+    all_held: list[Slot] = []
+    for tier, leaving in zip(demotion._tiers, demotion._leaving, strict=True):
+        writing = (job.items for job in demotion._writing if job.tier == tier.number)
+        items = [*leaving, *chain.from_iterable(writing)]
+        held = sum(item.record.size_bytes for item in items)
+        assert held == demotion._held_bytes[tier]
+        assert held <= arena_bytes // HELD_SHARE or len(items) == 1
+        all_held += [item.slot for item in items if item.slot is not None]
+    return all_held
 
 
 def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:

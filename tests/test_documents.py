@@ -115,9 +115,9 @@ def test_options_of_tiers_are_those_that_they_take(
     taken: set[str] = set()
     real = TierSpec.known_options
 
-    def known(spec: TierSpec, *names: str) -> object:
+    def known(spec: TierSpec, *names: str, bounded_by: str = "") -> object:
         taken.update(names)
-        return real(spec, *names)
+        return real(spec, *names, bounded_by=bounded_by)
 
     monkeypatch.setattr(TierSpec, "known_options", known)
     for url in urls:

@@ -25,3 +25,9 @@ def is_stopped(pid: int) -> bool:
 def state_of(path: Path) -> str:
     """The state of a process or thread, one letter, from its `stat` file."""
     return path.read_text().rpartition(")")[2].split()[0]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, though its parent may not have asked for its status."""
+    path = Path(f"/proc/{pid}/stat")
+    return not path.exists() or state_of(path) in "XZ"

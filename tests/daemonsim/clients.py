@@ -57,7 +57,7 @@ from tests.daemonsim.oracle import (
     signature,
     sizes,
 )
-from tests.daemonsim.system import SOCKET_PATH, ArenaFile, SimProcess, SimSocket, System
+from tests.daemonsim.system import SECOND, SOCKET_PATH, ArenaFile, SimProcess, SimSocket, System
 
 Ref = tuple[int, int]
 """(offset, generation) of a slot."""
@@ -144,7 +144,8 @@ class Caller:
     def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
         self._scene = scene
         self._on_loss = on_loss
-        self.awaited: deque[tuple[int, type[Reply]]] = deque()
+        self.awaited: deque[tuple[int, type[Reply], int]] = deque()
+        """Number of a request, kind of its reply, and when it was sent."""
         self._pending: dict[int, int | None] = {}
         """Lookups that wait for tiers: None, or the last request's number when one was given up."""
         self._given_up: dict[int, int] = {}
@@ -166,7 +167,7 @@ class Caller:
             del self._pending[reply.id]
             return
         assert self.awaited, f"nobody asked for {type(reply).__name__}"
-        number, kind = self.awaited.popleft()
+        number, kind, _ = self.awaited.popleft()
         assert reply.id == number, f"the reply to {reply.id} instead of {number}"
         if isinstance(reply, Pending) and kind is Found:
             self._pending[number] = self._given_up.pop(number, None)
@@ -194,12 +195,23 @@ class Caller:
         """Whether some answer is still to come."""
         return bool(self.awaited) or None in self._pending.values()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether an answer is to come that must before an engine is settled.
+
+        While RAM has no room, slots are asked for all the time, and one answer or other is always
+        on its way. So only a reservation of more than a second ago counts.
+        """
+        before = self._scene.system.now - SECOND
+        late = any(kind is not Reserved or sent_at < before for _, kind, sent_at in self.awaited)
+        return late or None in self._pending.values()
+
     def ask(self, make: Callable[[int], Request], kind: type[Reply]) -> bool:
         """Send a request that has a reply."""
         self._ids += 1
         sent = self.tell(make(self._ids))
         if sent:
-            self.awaited.append((self._ids, kind))
+            self.awaited.append((self._ids, kind, self._scene.system.now))
         return sent
 
     def tell(self, request: Request) -> bool:
@@ -310,8 +322,8 @@ class Scheduler(Client):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and the daemon is there."""
-        busy = self._asked or self.loading or self._storing or self._held or self._calls.waits
+        """Whether nothing is under way but a reservation, and the daemon is there."""
+        busy = self._asked or self.loading or self._storing or self._held or self._calls.is_due
         return self._calls.link.welcome is not None and not busy
 
     @property

@@ -19,6 +19,7 @@ from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     HEADER_BYTES,
+    PIECE_BYTES,
     SlotState,
     checksum_offset,
     payload_offset,
@@ -78,8 +79,11 @@ def content(name: Name, part: int, size: int) -> bytes:
 
 
 def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """As connector.copy.host signs a part."""
-    return signatures.signature(xxhash.xxh3_64(payload, seed=generation).intdigest())
+    """As a worker signs a part; written anew here, so that a wrong signature is seen."""
+    pieces = [payload[at : at + PIECE_BYTES] for at in range(0, len(payload), PIECE_BYTES)]
+    digests = b"".join(xxhash.xxh3_64_digest(piece)[::-1] for piece in pieces)
+    digest = xxhash.xxh3_64_intdigest(digests, seed=generation)
+    return (digest | 1).to_bytes(8, "little")
 
 
 def largest_slot(geometry: Geometry) -> int:

@@ -952,9 +952,9 @@ class System:
             "TierThreads": self.make_threads,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
-            "listen": self._listen,
-            "take_lock": lambda path: LOCK_FD,
-            "make_private_directory": lambda *_: None,
+            "ServedSocket": lambda path: SimpleNamespace(listen=self._listen, close=lambda: None),
+            # Nobody removes the daemon's files here.
+            "FILES_SECONDS": math.inf,
         }
         with contextlib.ExitStack() as stack:
             for name, value in server.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.shm.slots import payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import part_digests, payload_offset, sign, slot_bytes
 from hybridkv.tiers.contract import (
     DamagedError,
     FullError,
@@ -18,7 +18,14 @@ from hybridkv.tiers.contract import (
     WriteRequest,
 )
 from hybridkv.tiers.jobs import THREADS, JobOutcome, TierJob, execute
-from hybridkv.tiers.record import Record, RecordName, head_bytes, is_whole, read_head, write_head
+from hybridkv.tiers.record import (
+    Record,
+    RecordName,
+    head_bytes,
+    proven_digests,
+    read_head,
+    write_head,
+)
 from tests.daemonsim.oracle import Books, Name, content
 from tests.daemonsim.system import SECOND, SlotsMemory, Strand, System
 
@@ -79,7 +86,7 @@ class Vault:
         record = read_head(memoryview(image)) if image is not None else None
         if image is None or record is None or record.name.key != key:
             return None
-        return record if is_whole(record, memoryview(image)) else None
+        return record if proven_digests(record, memoryview(image)) else None
 
     def publish(self, key: bytes, image: bytes) -> None:
         """A record appears as a whole."""
@@ -146,7 +153,7 @@ def make_record(name: Name, part_bytes: int, parts: int, seed: int) -> bytes:
     for part in range(parts):
         start = payload_offset(parts) + part * part_bytes
         slot[start : start + part_bytes] = content(name, part, part_bytes)
-    sign(slot, part_bytes, parts, seed)
+    sign(slot, part_digests(slot, part_bytes, parts), seed)
     head = memoryview(bytearray(head_bytes(parts)))
     write_head(
         Record(RecordName(*name), part_bytes, parts, seed, tenant=name[2][1] % 3), slot, head

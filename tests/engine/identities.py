@@ -14,7 +14,9 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.model_loader import dummy_loader
 
+from hybridkv.lab import shims
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from tests.engine.support import prompt
@@ -29,8 +31,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cache_salt": {"salt": "tenant-7"},
     "a salt that is no UTF-8": {"salt": "u\ud800"},
     "that salt again": {"salt": "u\ud800"},
-    "weights (seed)": {"arguments": ["--seed=1"]},
-    "weights (contents)": {"environment": {"HYBRIDKV_WIDEN": "7:0.08"}},
+    "seed, of which the weights are independent": {"arguments": ["--seed=1"]},
+    "weights": {"is_widened": True},
     "weights_identity": {"extra": {"weights_identity": "another"}},
     "config (RoPE)": {
         "arguments": [
@@ -58,8 +60,12 @@ def tokens_loaded(
     extra: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     salt: str | None = None,
+    is_widened: bool = False,
 ) -> int:
-    """Tokens that a new engine takes from outside for the one prompt that all of them get."""
+    """Tokens that a new engine takes from outside for the one prompt that all of them get.
+
+    With `is_widened` its weights are others.
+    """
     transfer = {
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
@@ -73,6 +79,10 @@ def tokens_loaded(
     }
     before = dict(os.environ)
     os.environ.update(environment or {})
+    loader = dummy_loader.DummyModelLoader
+    narrow = dummy_loader.initialize_single_dummy_weight, loader.load_weights
+    if is_widened:
+        shims._wide_weights(7, 0.08)
     engine = make_engine(
         [
             f"--model={bundled_models()['qwen3']}",
@@ -101,6 +111,7 @@ def tokens_loaded(
             del core
         cleanup_dist_env_and_memory()
         gc.collect()
+        dummy_loader.initialize_single_dummy_weight, loader.load_weights = narrow
         os.environ.clear()
         os.environ.update(before)
 

@@ -89,9 +89,9 @@ class Server:
         self.close()
         self._copier.wait(DEADLINE_SECONDS)
 
-    def close(self) -> None:
-        """End it."""
-        self._process.send_signal(signal.SIGTERM)
+    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it with a signal."""
+        self._process.send_signal(number)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:

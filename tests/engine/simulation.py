@@ -23,18 +23,20 @@ import torch
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from hybridkv.client.control import ControlClient
+from hybridkv.core.geometry import GroupKind
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset
 from hybridkv.vllm.layout import group_geometry
-from tests.simulation.oracle import Content, GroupWords, Oracle, Words
+from tests.simulation.oracle import Content, GroupWords, Oracle, StatePlace, StateStep, Words
 
 REQUESTS = 30
 STEPS_MAX = 6000
@@ -63,9 +65,12 @@ class Simulation:
         kv_config = self.scheduler.kv_cache_config
         groups = []
         worker = get_kv_transfer_group()._worker
-        for gid, views in zip(kv_config.prefix_cacheable_group_ids, worker._groups, strict=True):
+        for gid, views in zip(
+            kv_config.prefix_cacheable_group_ids, worker._making.groups, strict=True
+        ):
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
-            layers = [_first_words(view) for view in views]
+            own = [*iter_layer_specs(spec)]
+            layers = [_first_words(*one) for one in zip(views, own * len(views), strict=False)]
             groups.append(GroupWords(group_geometry(gid, spec, (1,)), layers))
         self.oracle = Oracle(groups)
         self.numbers = 0
@@ -180,6 +185,12 @@ class Simulation:
             name: self.traced[name].request.num_computed_tokens - count
             for name, count in output.num_scheduled_tokens.items()
         }
+        groups = [words.group for words in self.oracle.groups]
+        sizes = [one.tokens_per_block for one in groups if one.kind is GroupKind.RECURRENT]
+        states = {
+            name: StatePlace().step(max(sizes, default=1), starts[name], starts[name] + count, 0, 0)
+            for name, count in output.num_scheduled_tokens.items()
+        }
         sampled: dict[str, list[int]] = {}
         with (
             set_forward_context(None, self.config),
@@ -192,16 +203,12 @@ class Simulation:
             # A layer writes the keys and values of all the step's tokens before any token reads.
             # So a request may share blocks that another request fills in this very step.
             # Recurrent state is read first, then written.
-            for name in output.num_scheduled_tokens:
-                self.oracle.check(
-                    name, self.traced[name].content, starts[name], tables[name], recurrent=True
-                )
-            for name, count in output.num_scheduled_tokens.items():
-                sampled[name] = self._write(self.traced[name], starts[name], count, tables[name])
-            for name in output.num_scheduled_tokens:
-                self.oracle.check(
-                    name, self.traced[name].content, starts[name], tables[name], recurrent=False
-                )
+            for name, step in states.items():
+                self.oracle.check(name, self.traced[name].content, starts[name], tables[name], step)
+            for name, step in states.items():
+                sampled[name] = self._write(self.traced[name], starts[name], step, tables[name])
+            for name in states:
+                self.oracle.check(name, self.traced[name].content, starts[name], tables[name])
         names = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=names,
@@ -221,10 +228,10 @@ class Simulation:
                 del self.traced[name]
 
     def _write(
-        self, traced: Traced, start: int, count: int, table: tuple[list[int], ...]
+        self, traced: Traced, start: int, step: StateStep, table: tuple[list[int], ...]
     ) -> list[int]:
-        end = start + count
-        self.oracle.write(traced.content, start, end, table)
+        end = step.end
+        self.oracle.write(traced.content, start, end, table, step)
         return (
             [int(traced.content.upto(end)[-1]) % 1998 + 2]
             if end >= traced.request.num_tokens
@@ -235,11 +242,15 @@ class Simulation:
         return int(self.scheduler.connector.counters.get(name, 0))
 
 
-def _first_words(view: torch.Tensor) -> Words:
-    """[blocks, tokens, 1]: one 64-bit word per token and layer (per state for recurrent layers)."""
-    words: Words = (
-        view.narrow(-1, 0, 8 // view.element_size()).view(torch.int64)[:, 0, :, :1].numpy()
-    )
+def _first_words(view: torch.Tensor, spec: Any) -> Words:
+    """[blocks, tokens, 1, 1]: one 64-bit word per token and layer (per state if recurrent).
+
+    `view` is physical: on a CPU a block is one run, by head and then by token.
+    """
+    is_state = isinstance(spec, MambaSpec)
+    heads, tokens = (1, 1) if is_state else (spec.num_kv_heads, spec.block_size)
+    shaped = view.view(len(view), heads, tokens, -1).narrow(-1, 0, 8 // view.element_size())
+    words: Words = shaped.view(torch.int64)[:, 0, :, None, :1].numpy()
     return words
 
 

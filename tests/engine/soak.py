@@ -29,7 +29,7 @@ from rich.table import Table
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
-from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, one_deviation
+from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, answer_of, one_deviation
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.observe.history import REQUESTS_MAX
 from hybridkv.wire.messages import ReportRequest
@@ -257,7 +257,7 @@ class Soak:
                 self.counts["aborts"] += 1
             for output in self._engine.step():
                 if output.request_id == probe_id:
-                    answer = _answer(output)
+                    answer = answer_of(output)
                 if output.finished:
                     running.discard(output.request_id)
         self._judge(probe, answer)
@@ -393,19 +393,6 @@ def main() -> int:
         )
         print(f"--seed {options.seed}")
     return 1 if wrong else 0
-
-
-def _answer(output: Any) -> dict[str, Any]:
-    """As hybridkv.lab.runner gives it."""
-    completion = output.outputs[0]
-    return {
-        "tokens": list(completion.token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "logprobs": [
-            sorted((token, entry.logprob) for token, entry in position.items())
-            for position in completion.logprobs or []
-        ],
-    }
 
 
 if __name__ == "__main__":

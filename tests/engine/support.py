@@ -5,11 +5,21 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+import vllm
+
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from tests.waiting import until
 
 VOCABULARY = 2048
+
+
+def since_vllm(minor: int, why: str) -> pytest.MarkDecorator:
+    """The mark of what holds from vLLM 0.`minor` on; `why` not before."""
+    is_older = int(vllm.__version__.split(".")[1]) < minor
+    return pytest.mark.skipif(is_older, reason=f"vLLM {vllm.__version__}: {why}")
 
 
 def engine(
@@ -30,9 +40,13 @@ def engine(
 
 
 def arguments_of(
-    model: str, server: str | None, *more: str, extra: dict[str, object] | None = None
+    model: str,
+    server: str | None,
+    *more: str,
+    extra: dict[str, object] | None = None,
+    module: str = "hybridkv.connector",
 ) -> list[str]:
-    """vLLM's arguments of such an engine."""
+    """vLLM's arguments of such an engine; `module` has the connector."""
     arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
     if server is not None:
         settings = {
@@ -41,7 +55,7 @@ def arguments_of(
         }
         transfer = {
             "kv_connector": "HybridKVConnector",
-            "kv_connector_module_path": "hybridkv.connector",
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {**settings, **(extra or {})},
@@ -62,3 +76,22 @@ def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
 def stats(socket_path: str) -> dict[str, float]:
     with ControlClient(socket_path) as control:
         return control.stats().values
+
+
+def forget(running: EngineProcess) -> None:
+    """Empty the engine's own cache, and wait until its weights were read again.
+
+    Until then nothing is stored, and a request does not wait for it long.
+    """
+
+    def readings() -> int:
+        return running._log_path.read_text(errors="replace").count("were read in")
+
+    before = readings()
+    running.reset()
+
+    def is_read() -> bool:
+        running.run(prompt(9, 10), max_tokens=1)
+        return readings() > before
+
+    until(is_read, "the weights are read")

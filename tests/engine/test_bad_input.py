@@ -12,26 +12,30 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
-    ("more", "extra", "says"),
+    ("model", "more", "extra", "says"),
     [
         (
+            "gemma3",
             (),
             {"sever": "auto"},
             r"kv_connector_extra_config: unknown key 'sever'; did you mean 'server'\?",
         ),
         pytest.param(
+            "gemma3",
             (),
             {"server": "auto", "ram": "100TiB"},
             r'kv_connector_extra_config.ram=100TiB is larger than .*" works',
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "qwen3next",
             ("--no-enable-prefix-caching",),
             {},
-            r"enable_prefix_caching is off.*--enable-prefix-caching works",
+            r"mamba_cache_mode='none' keeps no state.*needs --enable-prefix-caching",
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "gemma3",
             (),
             {"hybrid_chunk_size": 200},
             r"hybrid_chunk_size=200 is not a multiple of .* 256 works",
@@ -41,11 +45,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
     ids=["unknown key", "ram", "prefix caching", "chunk"],
 )
 def test_one_clear_line(
-    more: tuple[str, ...], extra: dict[str, object], says: str, tmp_path: Path
+    model: str, more: tuple[str, ...], extra: dict[str, object], says: str, tmp_path: Path
 ) -> None:
     with (
         pytest.raises(EngineError) as caught,
-        engine("gemma3", tmp_path / "e.log", str(tmp_path / "none.sock"), *more, extra=extra),
+        engine(model, tmp_path / "e.log", str(tmp_path / "none.sock"), *more, extra=extra),
     ):
         pass
     assert any(re.search(f"Error: {says}", line) for line in str(caught.value).splitlines()), str(
@@ -54,6 +58,7 @@ def test_one_clear_line(
 
 
 def test_speculation_with_recurrent_state_is_refused(tmp_path: Path) -> None:
+    """On the CPU, where the kernel of vLLM 0.32 is wrong and no shim mends it."""
     ngram = (
         '--speculative-config={"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
     )
@@ -62,8 +67,9 @@ def test_speculation_with_recurrent_state_is_refused(tmp_path: Path) -> None:
         engine("qwen3next", tmp_path / "e.log", str(tmp_path / "n.sock"), ngram),
     ):
         pass
+    wrong, unproven = "CPU build itself computes wrong recurrent states", "never restored on vllm"
     says = (
-        r"Error: speculative_config: .* group 0 .* not proven yet; "
+        rf"Error: speculative_config: .* ({wrong}|{unproven}) .*; "
         r"serving without --speculative-config works"
     )
     assert any(re.search(says, line) for line in str(caught.value).splitlines()), str(caught.value)

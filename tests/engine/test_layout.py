@@ -6,6 +6,7 @@ import pytest
 
 from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.geometry import GroupKind
+from tests.engine.support import since_vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -141,6 +142,7 @@ def test_layers_of_one_group_may_differ_in_size_but_not_in_kind() -> None:
         group_geometry(2, mixed, (128, 64))
 
 
+@since_vllm(31, "it has no groups of that kind")
 def test_a_group_that_the_engine_rebuilds_after_every_hit() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 

@@ -11,7 +11,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineError, EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from tests.engine.server import Server
-from tests.engine.support import answer, prompt, stats
+from tests.engine.support import answer, forget, prompt, stats
 from tests.engine.test_tiers import is_written, serve
 from tests.waiting import until
 
@@ -55,7 +55,7 @@ def engine(model: str, log: Path, arguments: list[str]) -> EngineProcess:
 
 def again(running: EngineProcess, text: list[int]) -> dict[str, Any]:
     """The same prompt, of which the engine itself has nothing."""
-    running.reset()
+    forget(running)
     (result,) = running.run(text, max_tokens=6)
     return result
 
@@ -119,7 +119,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         served([0, HIT], loaded(light, heavy), light, heavy)
         # A third of the hit at twice the weight is not worth it.
         clear(heavy, tiers=True)
-        running.reset()
+        forget(running)
         running.run(text[: CHUNK + 20], max_tokens=1)
         served([HIT, 0], loaded(light, heavy), light, heavy)
         # What was loaded from the one has gone to the other as well.

@@ -17,6 +17,7 @@ from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, preview_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.support import engine, prompt, stats
 from tests.waiting import until
 
@@ -29,6 +30,8 @@ MODELS = {
     "lfm2": ("--max-num-batched-tokens=2048",),
 }
 """vLLM's default of the tokens in a step is not the same for a server and a test's engine."""
+
+EXTRA, NAMED = "kv_connector_extra_config", {"weights_identity": "of the test"}
 
 QWEN3_NEXT_80B = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -84,7 +87,10 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
         asked = [
             (
                 bundled_environment(model),
-                [str(bundled_models()[model]), *bundled_arguments(model), *more],
+                [
+                    *(str(bundled_models()[model]), *bundled_arguments(model), *more),
+                    *("--kv-transfer-config", json.dumps({**CONNECTOR, EXTRA: NAMED})),
+                ],
             )
             for model, more in MODELS.items()
         ]
@@ -113,8 +119,13 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
 def test_a_plan_is_what_the_engine_registers(
     model: str, promises: "Future[dict[str, ConfigReport]]", daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """Groups, bytes, layers, KV dtype and the identity, in which every stride of a layer is."""
-    with engine(model, tmp_path / "e.log", daemon.socket_path, *MODELS[model]) as running:
+    """Groups, bytes, layers, KV dtype and the identity, in which every stride of a layer is.
+
+    Weights are known once they are loaded, so here they have a name.
+    """
+    with engine(
+        model, tmp_path / "e.log", daemon.socket_path, *MODELS[model], extra={**NAMED}
+    ) as running:
         with ControlClient(daemon.socket_path) as control:
             (served,) = control.engines()
         promised = promises.result()[model]

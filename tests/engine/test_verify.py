@@ -39,6 +39,20 @@ def test_every_arm_is_right(model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_of_ten_over_restarts_and_on_another_node() -> None:
+    """Requirements B43: ten prompts over each, all of them from outside and right."""
+    status, proof = verify("--model", "gemma3", "--repeat", "10")
+    assert status == 0, json.dumps(proof, indent=2)
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    chunk = proof["chunk_tokens"]
+    for event in ("after the engine's restart", "after the daemon's restart", "on another node"):
+        arm = arms[f"{event}: 10 of 10"]
+        assert arm["external_tokens"] == 10 * 5 * chunk
+        assert arm["same_bytes"] is True
+
+
+@pytest.mark.slow
 def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     """The oracle can see a single wrong byte: without it every test above would prove nothing."""
     status, proof = verify("--model", "gemma3", "--flip", "blind")

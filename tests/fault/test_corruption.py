@@ -14,7 +14,14 @@ import pytest
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.arena import SHM_DIR
-from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, is_signed, payload_offset
+from hybridkv.shm.slots import (
+    CHECKSUM_BYTES,
+    HEADER_BYTES,
+    SLOT_ALIGN,
+    is_signed,
+    part_digests,
+    payload_offset,
+)
 from hybridkv.store.index import Slot
 from hybridkv.tiers import record as records
 from hybridkv.tiers.contract import DamagedError, TierError
@@ -88,7 +95,7 @@ class Stored:
             start = payload_offset(self.record.parts)
             end = start + self.record.part_bytes * self.record.parts
             assert slot[start:end] == self.raw[start:end]
-            assert is_signed(slot, self.record.part_bytes, self.record.parts, SEED)
+            assert is_signed(slot, part_digests(slot, *self.record.shape), SEED)
             assert outcome.tenants == [self.record.tenant]
         return error
 
@@ -235,7 +242,7 @@ def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> 
             assert isinstance(stored.read(), DamagedError), other
 
 
-@pytest.mark.parametrize("version", [0, records.RECORD_VERSION + 1, 0xFFFF])
+@pytest.mark.parametrize("version", [0, 1, records.RECORD_VERSION + 1, 0xFFFF])
 def test_another_version(stored: Stored, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """Sound in itself."""
     payload = stored.raw[payload_offset(stored.record.parts) :]

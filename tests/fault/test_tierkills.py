@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.fault.tierkills import run
 
-KILLS = 6
+KILLS = 2
 
 
 def test_what_is_in_the_directory_after_a_kill_is_exact_and_within_its_bound(

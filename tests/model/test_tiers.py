@@ -18,13 +18,21 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.slots import SLOT_ALIGN, SlotState, is_signed, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import (
+    SLOT_ALIGN,
+    SlotState,
+    is_signed,
+    part_digests,
+    payload_offset,
+    sign,
+    slot_bytes,
+)
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, TierError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, execute
-from hybridkv.tiers.record import Record, RecordName, is_whole, read_head
+from hybridkv.tiers.record import Record, RecordName, proven_digests, read_head
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -266,7 +274,7 @@ class TiersMachine(RuleBasedStateMachine):
                 whole = content(engine.identity, index, chunk_hash, size * parts)
                 slot[payload_offset(parts) : payload_offset(parts) + len(whole)] = whole
                 if engine.signs:
-                    sign(slot, size, parts, generation)
+                    sign(slot, part_digests(slot, size, parts), generation)
                 self.written.add((engine.identity, index, chunk_hash))
                 commit = Commit(
                     granted.offsets,
@@ -335,7 +343,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def prove_slot(self, slot: Slot, identity: bytes, index: int, chunk_hash: bytes) -> None:
         memory = self.memory[slot.offset : slot.offset + slot.size_bytes]
-        signed = is_signed(memory, slot.part_bytes, slot.parts, slot.generation)
+        signed = is_signed(memory, part_digests(memory, *slot.shape), slot.generation)
         assert signed or (signed is None and not self.signs), "an answer is not signed"
         start, size = payload_offset(slot.parts), slot.part_bytes * slot.parts
         assert memory[start : start + size] == content(identity, index, chunk_hash, size), "LIE"
@@ -481,7 +489,7 @@ class TiersMachine(RuleBasedStateMachine):
                 if (
                     record is not None
                     and record.name.key == key
-                    and is_whole(record, memoryview(image))
+                    and proven_digests(record, memoryview(image))
                 ):
                     index = [group.gid for group in self.geometry.groups].index(record.name.gid)
                     start, size = payload_offset(record.parts), record.part_bytes * record.parts

@@ -35,6 +35,12 @@ HANDLERS = (
         "fault_*",
     ),
     Listed(
+        "SchedulerRole.run",
+        "except Exception",
+        "After a fault of a hook nobody knows what was said to the daemon: it is greeted anew.",
+        RAISED,
+    ),
+    Listed(
         "KVEventPublisher.update",
         "except Exception",
         "A fault of the KV events withdraws what was announced, and costs no lookup or store.",
@@ -47,19 +53,43 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Listed(
+        "EngineWeights._digest",
+        "except Exception",
+        "Weights that cannot be read are like no others, so the engine shares with nobody.",
+        NO + "the log has a line, and the start of the engine goes on",
+    ),
+    Listed(
         "HostCopier._each.run",
         "except Exception",
         "The error is returned to the caller, which fails the object's load or store.",
         "rank_loads_failed",
     ),
     Listed(
-        "CudaCopier._work",
+        "CopyLane.run",
         "except Exception",
-        "The error is given to the job's callback, which fails its loads or stores.",
-        "stores_failed",
+        "Whatever ends a copy on a device fails all that is queued, and the worker copies no more.",
+        "stores_device_failed",
     ),
     Listed(
-        "Adapters._begin.run",
+        "CopyLane._fail",
+        "except Exception",
+        "A device that has failed cannot be waited for, and nobody may wait for its copies.",
+        "stores_device_failed",
+    ),
+    Listed(
+        "CudaDevice.kernels",
+        "except Exception",
+        "Where Triton does not compile or run, torch copies the same bytes.",
+        NO + "it happens once, at the start, and the log says it",
+    ),
+    Listed(
+        "CudaEvent.wait",
+        "suppress(RuntimeError)",
+        "The error of the device is raised where the caller next asks whether the wait is over.",
+        NO + "the caller asks at once",
+    ),
+    Listed(
+        "Adapter.begin.run",
         "except Exception",
         "A LoRA adapter whose files cannot be read is refused, and its requests are computed.",
         "lookups_adapter",
@@ -103,10 +133,10 @@ HANDLERS = (
         NO + "nothing is lost in either case",
     ),
     Listed(
-        "DaemonServer._close",
-        "suppress(FileNotFoundError)",
-        "Someone may have removed the socket's file already, which is what the daemon wants.",
-        NO + "the wanted state is reached",
+        "_detach.on_serving",
+        "suppress(BrokenPipeError)",
+        "Whoever started the daemon may be gone, and the daemon goes on.",
+        NO + "nobody is left who would want to know",
     ),
     Listed(
         "serve",
@@ -324,10 +354,28 @@ HANDLERS = (
         NO + "the memory is released later, and at the latest with the process",
     ),
     Listed(
+        "create_arena",
+        "except BaseException",
+        "The file and its descriptor are gone whatever went wrong.",
+        RAISED,
+    ),
+    Listed(
         "attach_arena",
         "except BaseException",
         "The file descriptor is closed whatever went wrong.",
         RAISED,
+    ),
+    Listed(
+        "runtime_directory",
+        "suppress(OSError)",
+        "The directory that the environment names is gone.",
+        NO + "the socket is in the user's directory below /tmp, as without the variable",
+    ),
+    Listed(
+        "_open_removed",
+        "suppress(OSError)",
+        "The process is gone, is another user's, or closed the file meanwhile.",
+        "attach_failed",
     ),
     Listed(
         "machine_memory_bytes",
@@ -352,12 +400,6 @@ HANDLERS = (
         "except BaseException",
         "The connection is closed whatever went wrong.",
         RAISED,
-    ),
-    Listed(
-        "_end_other",
-        "suppress(OSError)",
-        "The other daemon has ended by itself, or is in another pid namespace.",
-        NO + "the start of our own daemon says what is in its way",
     ),
     Listed(
         "Link.close",

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,19 +9,21 @@ from typing import Any, TypeVar
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hybridkv.client.control import (
     ControlClient,
     DaemonRefusedError,
     DaemonUnreachableError,
+    DaemonVersionError,
     ensure_daemon,
+    runtime_directory,
 )
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
+from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.core.errors import ConfigError
@@ -33,12 +34,14 @@ from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
 from hybridkv.shm.arena import check_ram
+from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
-from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.layout import WorkerLayout, build_geometry, kv_dtype
+from hybridkv.vllm.identity import identity_facts, weights_fact
+from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.preflight import config_findings, group_findings, settings_of, state_rule
 from hybridkv.vllm.supervise import Supervisor
+from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -56,12 +59,16 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = check_config(vllm_config, kv_cache_config)
-        self._socket_path = socket_of_server(self._settings.server, os.environ, os.geteuid())
+        resolve_hits(kv_cache_config, vllm_config)
+        place = runtime_directory(), os.geteuid()
+        self._socket_path = socket_of_server(self._settings.server, *place)
         self._supervisor = Supervisor(role.name.lower())
         self._uncounted = Deltas(self._supervisor.counters)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
-        self._facts: dict[str, object] = {}
+        self._weights = WeightsWatch()
+        self._make_scheduler: Callable[[], None]
+        """Makes a scheduler role of the present identity; set when the layouts are known."""
         self._blocks_of: Callable[[str], Any] | None = None
         """The engine's function that returns a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -70,8 +77,10 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         else:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             rank = vllm_config.parallel_config.rank % ranks
+            settings, step = self._settings, vllm_config.scheduler_config.max_num_batched_tokens
             self._worker = WorkerRole(
-                kv_cache_config, self._socket_path, engine_id, rank, ranks, self._settings.checksum
+                *(kv_cache_config, self._socket_path, engine_id, rank, ranks),
+                *(settings.checksum, settings.hybrid_chunk_size, step),
             )
 
     @property
@@ -96,10 +105,20 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         assert self._worker is not None
         return self._worker.layout
 
+    def unregister_kv_caches(self) -> None:
+        """Before a sleep of the engine (vLLM 0.33): finish the copies and unpin the arena."""
+        worker = self._worker
+        assert worker is not None
+        self._supervisor.run("unregister_kv_caches", worker.detach, lambda: None, pauses=False)
+
+    def restore_kv_caches(self) -> None:
+        """After a sleep; the next step maps the arena anew, and the tensors are where they were."""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads. All are asynchronous, so vLLM's forward pass comes first."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan):
+            self._supervisor.begin_anew(worker.begin_anew)
             self._supervisor.run(
                 "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
             )
@@ -143,47 +162,97 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """At start-up, once the workers' layouts are known: geometry, identity, session."""
         layouts = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerLayout)}
-        geometry = build_geometry(self._kv_cache_config, layouts, self._settings.hybrid_chunk_size)
+        drafter = drafter_of(self._vllm_config)
+        ahead = drafter.lookahead_tokens if drafter else 0
+        size = self._settings.hybrid_chunk_size
+        geometry = build_geometry(self._kv_cache_config, layouts, size, ahead)
+        staging = [one.staging_bytes for one in layouts.values() if one.staging_bytes is not None]
         config, kv_config = self._vllm_config, self._kv_cache_config
         model, states = config.model_config, state_rule(config)
-        _report([length_finding(geometry, model.max_model_len)])
+        length = length_finding(geometry, model.max_model_len)
+        if length.verdict is Verdict.FAIL:
+            # Nothing is ever cached, which is no reason not to serve (B8).
+            logger.error("hybridkv: %s", length.sentence)
+        else:
+            _report([length])
         _report(state_findings(geometry, states))
-        self._facts = identity_facts(config, kv_config, geometry, layouts, self._settings)
-        namespace = fingerprint(self._facts)
+        facts = identity_facts(config, kv_config, geometry, layouts, self._settings)
+        first = tuple(layout.weights for _, layout in sorted(layouts.items()))
+
+        def facts_of(digests: Sequence[str]) -> Mapping[str, object]:
+            return {**facts, "weights": weights_fact(self._settings, digests, first)}
+
+        self._weights = WeightsWatch(first, facts_of)
         counters = self._supervisor.counters
-        self._scheduler = SchedulerRole(
-            self._settings,
-            geometry,
-            namespace,
-            str(config.kv_transfer_config.engine_id),
-            self._socket_path,
-            config.scheduler_config.max_num_batched_tokens,
-            counters,
-            kv_config.num_blocks - 1,
-            own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
-            facts=self._facts,
-            model=WireModel(
-                str(model.model)[-TEXT_MAX:],
-                model.max_model_len,
-                kv_dtype(config, layouts[0]),
-                [len(layers) for layers in layouts[0].layers.values()],
-                states.retention_tokens,
-                states.step_tokens,
-            ),
-            events=KVEventPublisher(geometry, counters) if wants_events(config) else None,
+        wire_model = WireModel(
+            str(model.model)[-TEXT_MAX:],
+            model.max_model_len,
+            kv_dtype(config, layouts[0]),
+            [len(layers) for layers in layouts[0].layers.values()],
+            states.retention_tokens,
+            states.step_tokens,
         )
+
+        specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        keeps = [group_keeping(one.gid, specs[one.gid]) for one in geometry.groups]
+
+        def make() -> None:
+            present = facts_of(self._weights.named)
+            self._scheduler = SchedulerRole(
+                self._settings,
+                geometry,
+                fingerprint(present),
+                str(config.kv_transfer_config.engine_id),
+                self._socket_path,
+                config.scheduler_config.max_num_batched_tokens,
+                counters,
+                kv_config.num_blocks - 1,
+                own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
+                facts=present,
+                model=wire_model,
+                events=KVEventPublisher(geometry, counters) if wants_events(config) else None,
+                staging_bytes=min(staging, default=None),
+                inflight_tokens=config.max_in_flight_tokens,
+                before=self._scheduler,
+                weights=self._weights,
+                drafter=drafter,
+                keeps=keeps,
+            )
+
+        make()
+        self._make_scheduler = make
         served = [f"{one.gid}:{one.kind}/{one.tokens_per_block}" for one in geometry.groups]
-        facts = ", ".join(served), geometry.chunk_tokens, namespace.hex()[:12], self._socket_path
-        logger.info("hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s", *facts)
+        namespace = fingerprint(facts).hex()[:12]
+        said = ", ".join(served), geometry.chunk_tokens, namespace, self._socket_path
+        logger.info("hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s", *said)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Keep the engine's `get_blocks`: `get_block_ids` would read every block of a request."""
+        """Keep the engine's `get_blocks`: `get_block_ids` would read every block of a request.
+
+        Resets are followed here, because vLLM tells connectors only of some (`reset_connector`).
+        """
         super().bind_kv_cache_manager(kv_cache_manager)
         self._blocks_of = kv_cache_manager.get_blocks
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def followed() -> bool:
+            is_empty = False
+            try:
+                is_empty = bool(reset())
+            finally:
+                self._reset("reset_prefix_cache", is_empty)
+            return is_empty
+
+        kv_cache_manager.reset_prefix_cache = followed
 
     def on_new_request(self, request: Any) -> None:
         """Send the lookup on arrival."""
-        self._run("on_new_request", lambda role: role.arrived(request), None)
+        self._run(
+            "on_new_request",
+            lambda role: role.arrived(request),
+            None,
+            lambda role: role.passed_by(request),
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -209,22 +278,32 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return StepPlan()
         return self._supervisor.run(
             "build_connector_meta",
-            lambda: role.planned(scheduler_output, self._tables),
-            lambda: role.emergency() if self._supervisor.healthy else role.quit(),
+            lambda: role.run(lambda role: role.planned(scheduler_output, self._tables)),
+            lambda: (
+                role.emergency()
+                if self._supervisor.healthy
+                else role.quit(scheduler_output.num_scheduled_tokens)
+            ),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers did."""
-        report = connector_output.kv_connector_worker_meta
+        told = connector_output.kv_connector_worker_meta
+        report = told if isinstance(told, StepReport) else None
         self._run(
             "update_connector_output",
             lambda role: role.reported(
                 set(connector_output.finished_recving or ()),
                 set(connector_output.failed_recving or ()),
-                report if isinstance(report, StepReport) else None,
+                report,
             ),
             None,
+            lambda role: role.counted(report),
         )
+
+    def has_pending_push_work(self) -> bool:
+        """Whether stores are not committed yet: then the engine steps on without requests."""
+        return self._run("has_pending_push_work", SchedulerRole.has_pending, False)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """False: no block is held after a request (requirements D10)."""
@@ -232,7 +311,12 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Finished:
         """False: no block is held after a request (requirements D10)."""
-        self._run("request_finished", lambda role: role.finished(request.request_id), None)
+        self._run(
+            "request_finished",
+            lambda role: role.finished(request.request_id),
+            None,
+            lambda role: role.gone(request.request_id),
+        )
         return False, None
 
     def get_external_cache_hit_sources(
@@ -246,11 +330,19 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_kv_connector_stats(self) -> metrics.KVConnectorStats | None:
         """What is new since the last step; the workers' reports have brought their counters."""
-        return self._run("get_kv_connector_stats", SchedulerRole.take_stats, None, tells=True)
+        off = self._supervisor.off_since, self._supervisor.pause_seconds
+        hook = "get_kv_connector_stats"
+        return self._run(hook, lambda role: role.take_stats(*off), None, tells=True)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """The last hook of a step: KV events about the daemon's RAM, if vLLM publishes events."""
-        return self._run("take_events", SchedulerRole.step_ended, [], SchedulerRole.withdraw)
+        """The last hook of a step: KV events about the daemon's RAM, if vLLM publishes events.
+
+        A scheduler role that is switched off is replaced here, after its pause: no request is
+        between its offer and its plan.
+        """
+        events = self._run("take_events", SchedulerRole.step_ended, [], SchedulerRole.withdraw)
+        self._supervisor.begin_anew(self._renew)
+        return events
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
         """End the session of a connector that is switched off: its last KV events.
@@ -273,21 +365,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return HybridKVPromMetrics(*vllm_arguments)
 
     def reset_cache(self) -> bool:
-        """The weights may have changed: no object stored so far is this engine's any more.
-
-        The epoch is random: two engines that were both updated once may have different weights.
-        """
-
-        def reset(role: SchedulerRole) -> None:
-            facts = {**self._facts, "epoch": uuid.uuid4().hex}
-            role.identify(fingerprint(facts), facts)
-
-        def give_up(role: SchedulerRole) -> None:
-            # Nothing else keeps what was found before from being loaded.
-            self._supervisor.switch_off("a fault in reset_cache")
-            role.close()
-
-        self._run("reset_cache", reset, None, give_up)
+        """The weights may have changed; what was stored stays for engines that have them."""
+        self._reset("reset_cache", False)
         return True
 
     def shutdown(self) -> None:
@@ -297,6 +376,16 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._scheduler = None
         if self._worker is not None:
             self._worker.close()
+
+    def _reset(self, hook: str, is_empty: bool) -> None:
+        def give_up(role: SchedulerRole) -> None:
+            # Nothing else keeps what was found before from being loaded.
+            self._supervisor.switch_off(f"a fault in {hook}")
+            role.close()
+            # A role that begins anew later asks for the weights too.
+            self._weights.reset(is_empty)
+
+        self._run(hook, lambda role: role.reset(is_empty), None, give_up)
 
     def _run(
         self,
@@ -311,8 +400,18 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if role is None:
             return default
         return self._supervisor.run(
-            hook, lambda: work(role), lambda: otherwise(role) if otherwise else default, tells=tells
+            hook,
+            lambda: role.run(work),
+            lambda: otherwise(role) if otherwise else default,
+            tells=tells,
         )
+
+    def _renew(self) -> None:
+        """Put a fresh scheduler role in the place of one that was switched off."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._weights.missed()
+            self._make_scheduler()
 
     def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
         assert self._blocks_of is not None, "bound when the engine's scheduler was made"
@@ -329,6 +428,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 return
             with ControlClient(self._socket_path, SERVER_CHECK_SECONDS):
                 pass
+        except DaemonVersionError as error:
+            logger.warning("hybridkv: everything is computed until there is a daemon: %s", error)
         except DaemonRefusedError as error:
             what = f"kv_connector_extra_config.server: {error}"
             raise ConfigError(what, '"auto" works') from error
@@ -359,7 +460,7 @@ def hit_sources(by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource,
 def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     """The settings of an engine; raises ConfigError where it cannot be served."""
     _report(config_findings(vllm_config))
-    _report(group_findings(kv_cache_config, vllm_config.speculative_config))
+    _report(group_findings(kv_cache_config, vllm_config))
     return settings_of(vllm_config)
 
 

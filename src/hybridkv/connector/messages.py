@@ -27,6 +27,7 @@ class LoadPlan:
 class StepPlan(base.KVConnectorMetadata):
     """What every worker does in one step."""
 
+    number: int = 0  # Counts the plans of one scheduler role from 1 on.
     boot: str = ""  # The daemon's life that the stores are for.
     session: int = 0  # The engine's greeting that the stores are for.
     reserved_bytes: int = 0
@@ -35,12 +36,21 @@ class StepPlan(base.KVConnectorMetadata):
     """Requests that wait for a load which nobody begins; workers report them as failed."""
     stores: dict[int, CopyRun] = field(default_factory=dict)
     """By the number under which the workers report the run."""
+    is_idle: bool = False  # Whether the step computes nothing.
+    question: int = 0  # Workers read their weights once for each number.
+    weights: tuple[tuple[str, int], ...] = ()
+    """(digest, version) of the weights that loads and stores are for, by rank."""
 
 
 @dataclass
 class StepReport(base.KVConnectorWorkerMetadata):
-    """What workers did in one step."""
+    """What workers did in one step.
 
+    The ends of loads and stores may be those of any earlier step. With asynchronous scheduling
+    the scheduler makes the next plan before it has the report of this one.
+    """
+
+    number: int = 0  # The plan that every rank has begun; 0 = some rank could not.
     boots: dict[str, int] = field(default_factory=dict)
     """The number of ranks that map the arena, by the daemon's life."""
     done: dict[int, set[int]] = field(default_factory=dict)
@@ -49,15 +59,19 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """Places in a store run of objects that some rank did not write, by the run's number."""
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
+    weights: dict[int, tuple[int, str, int]] = field(default_factory=dict)
+    """Each rank's EngineWeights.answer."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """The report of the workers of both."""
         return StepReport(
+            min(self.number, other.number),
             _merged(self.boots, other.boots, operator.add),
             _merged(self.done, other.done, operator.or_),
             _merged(self.unstored, other.unstored, operator.or_),
             self.corrupt | other.corrupt,
+            {**self.weights, **other.weights},
             _merged(self.counters, other.counters, operator.add),
         )
 

@@ -38,6 +38,9 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "lookup_wait_seconds": _seconds(
         "From a lookup's question to its answer, or to its deadline, in seconds."
     ),
+    "hits_limited": counter(
+        "Lookups that a group made shorter, which lacked what others have, by group.", "group"
+    ),
     "loads": counter("Loads that ended, by result (loaded, failed).", "result"),
     "load_seconds": _seconds(
         "From a request's blocks to the end of its load, in seconds, as the scheduler sees it."
@@ -53,6 +56,12 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "stored_objects": counter("Objects (one group's bytes of one chunk) stored."),
     "store_bytes": counter("Bytes of KV cache stored, of all ranks together."),
     "store_copy_seconds": counter("Seconds that workers spent copying out within steps, summed."),
+    "device_copy_bytes": counter(
+        "Bytes copied between a device and slots, by way (store, load).", "way"
+    ),
+    "device_copy_seconds": counter(
+        "Seconds in which a worker had copies of that way on its device, summed.", "way"
+    ),
     "stores_shed": counter("Objects that were not stored, or not yet, by reason.", "reason"),
     "faults": counter(
         "Errors inside the connector that were kept from the engine, by hook.", "hook"
@@ -66,9 +75,17 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "Chunks that KV events told routers of, by event (stored, removed).", "event"
     ),
     "events": counter("Whatever else was counted, by event.", "event"),
+    "quarantined": gauge("How many roles (the scheduler's and each worker's) are switched off."),
+    "quarantined_since": gauge(
+        "When the scheduler role was switched off, in Unix time; 0 = it is on."
+    ),
+    "quarantined_until": gauge("When it begins anew, in Unix time; 0 = it is on."),
     "breaker_open": gauge("1 while the daemon is left alone because it did not answer in time."),
     "daemon_connected": gauge("1 while there is a connection to the daemon."),
     "loads_pending": gauge("Requests that have blocks for a load and did not run since."),
+    "loads_overdue": gauge(
+        "Loads that had not ended 10 s after their request had blocks. It waits for them."
+    ),
 }
 """The metrics; PREFIX stands before their names."""
 
@@ -85,6 +102,10 @@ EXACT: Mapping[str, Cell] = {
     "objects_stored": ("stored_objects", ()),
     "bytes_stored": ("store_bytes", ()),
     "store_seconds": ("store_copy_seconds", ()),
+    "device_store_bytes": ("device_copy_bytes", ("store",)),
+    "device_load_bytes": ("device_copy_bytes", ("load",)),
+    "device_store_seconds": ("device_copy_seconds", ("store",)),
+    "device_load_seconds": ("device_copy_seconds", ("load",)),
     "states_unaligned": ("stores_shed", ("state_unaligned",)),
     "connects": ("daemon_connects", ()),
     "losses": ("daemon_losses", ()),
@@ -95,6 +116,7 @@ EXACT: Mapping[str, Cell] = {
 """The cell of each counter that has one of its own."""
 PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("lookups_", "lookups", ("declined",)),
+    ("hits_limited_by_", "hits_limited", ()),
     ("tokens_loaded_from_", "loaded_tokens_by_tier", ()),
     ("stores_", "stores_shed", ()),
     ("fault_", "faults", ()),

@@ -1,7 +1,7 @@
 """Copy plans: which block of which group is copied to or from which place in the arena.
 
 An object's payload has one part for each rank, or one that all ranks share (core.geometry), each
-``[layer of the group][stored block][bytes of the block]``::
+``[layer of the group][stored block][bytes of the block, in the order of memory]``::
 
     slot      |header|checksums| part of rank 0            | part of rank 1 ...
     part                       | layer 0: b0 b1 | layer 1: b0 b1 | ...
@@ -20,8 +20,8 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import U64, unpack_u64
 
-PAYLOAD_VERSION = 1
-"""The layout's version, a part of the identity: the arena outlives an upgrade of the daemon."""
+PAYLOAD_VERSION = 2
+"""The version of layout and signatures, a part of the identity, as records outlive an upgrade."""
 NULL_BLOCK = 0  # The engine's null block: never stored, never loaded into.
 _ZEROS = re.compile(b"\0+")
 

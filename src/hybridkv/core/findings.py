@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of `hybridkv doctor`; what the connector raises where it is a FAIL."""
+    """One row of `hybridkv doctor`; the connector raises a FAIL, but that of `length_finding`."""
 
     check: str
     verdict: Verdict

@@ -103,11 +103,16 @@ class Geometry:
     """The engine's scheduler block: a hit, local and external, is a multiple of it."""
     hash_tokens: int  # Tokens covered by one of the engine's block hashes.
     ranks: int = 1  # Worker ranks of the engine.
+    lookahead_tokens: int = 0
+    """Tokens behind a chunk that its hash covers too: 1 where a drafter's KV depends on them."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
             what = f"{len(self.groups)} cacheable groups on {self.ranks} ranks"
             raise GeometryError(f"{what} cannot be served")
+        if self.lookahead_tokens not in (0, 1):
+            what = f"chunk hashes that cover {self.lookahead_tokens} tokens behind a chunk"
+            raise GeometryError(f"{what} cannot be made")
         if sorted({group.gid for group in self.groups}) != [group.gid for group in self.groups]:
             raise GeometryError("groups must be in the order of their gids, each once")
         chunk = self.chunk_tokens
@@ -163,7 +168,10 @@ def derive_chunk_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_t
 
 
 def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
-    """Whether prompts can be long enough for a hit, and which group decides (B8, B9)."""
+    """Whether prompts can be long enough for a hit, and which group decides (B8, B9).
+
+    Where they cannot, the connector logs an error, and the engine serves without the cache.
+    """
     chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
     largest = max(groups, key=lambda group: group.tokens_per_block)
     why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"

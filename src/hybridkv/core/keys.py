@@ -3,11 +3,13 @@
 A *namespace* is the fingerprint of everything but the prompt that decides about the bytes: weights,
 config, dtypes, layout, engine ABI. In a namespace an object is identified by (gid, chunk hash). The
 chunk hash is the engine's prefix-chained block hash at the end of the chunk; it covers the tokens,
-multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`.
+multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`, and chunks
+whose bytes depend on the token behind them have `lookahead_hashes`.
 """
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 
 HASH_BYTES = 32  # Length of a chunk hash and of a namespace fingerprint.
@@ -33,10 +35,28 @@ def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
 
     Results differ where the hashes or the adapters do. Thousands of hashes cost next to nothing.
     """
-    size = len(hashes)
-    repeated = adapter * (size // HASH_BYTES)
-    whole = int.from_bytes(hashes, "little") ^ int.from_bytes(repeated, "little")
-    return whole.to_bytes(size, "little")
+    return _exclusive_or(hashes, adapter * (len(hashes) // HASH_BYTES))
+
+
+def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[object]) -> bytes:
+    """The exclusive or of each chunk hash with the token behind the chunk.
+
+    `extras[i]` is what token i depends on besides, as an image; None = on nothing. `extras` may be
+    empty. Results differ where the hashes, the tokens or the extras do.
+    """
+    ahead = array("q", bytes(len(hashes)))
+    ahead[:: HASH_BYTES // ahead.itemsize] = array("q", tokens)
+    named = _exclusive_or(hashes, ahead.tobytes())
+    digests = [
+        bytes(HASH_BYTES) if extra is None else hashlib.sha256(repr(extra).encode()).digest()
+        for extra in extras
+    ]
+    return _exclusive_or(named, b"".join(digests)) if digests else named
+
+
+def _exclusive_or(some: bytes, others: bytes) -> bytes:
+    whole = int.from_bytes(some, "little") ^ int.from_bytes(others, "little")
+    return whole.to_bytes(len(some), "little")
 
 
 def pack_hashes(block_hashes: Sequence[bytes]) -> bytes:

@@ -28,15 +28,18 @@ def choice(values: Iterable[str]) -> Parser:
 def number(
     low: float, high: float, works: str, kind: type[float] = float, what: str = "a number"
 ) -> Parser:
-    """A parser of a number from `low` to `high`, or of a text that is one."""
+    """A parser of a number from `low` to `high`, or of a text that is one.
+
+    With kind=int a number with a fraction is refused.
+    """
 
     def parse(value: Any, where: str) -> float:
         try:
             parsed = float("nan" if isinstance(value, bool) else value)
         except (TypeError, ValueError):
             parsed = float("nan")
-        if not low <= parsed <= high:
-            wrong = f"{where}={value!r} must be {what} from {low:g} to {high:g}"
+        if not low <= parsed <= high or kind(parsed) != parsed:
+            wrong = f"{where}={value!r} must be {what} from {low:.9g} to {high:.9g}"
             raise ConfigError(wrong, f"{works} works")
         return kind(parsed)
 

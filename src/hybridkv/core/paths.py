@@ -1,6 +1,4 @@
-"""Where a user's daemon listens: pure text, the environment is an argument."""
-
-from collections.abc import Mapping
+"""Where a user's daemon listens: pure text, the user's directory is an argument."""
 
 from hybridkv.core.errors import ConfigError
 
@@ -8,16 +6,15 @@ _NODE_NAME_MAX = 200  # Bytes in a node's name, which begins names of directorie
 _SOCKET_PATH_MAX = 107  # Bytes that the kernel allows in the path of a Unix socket.
 
 
-def default_socket(environ: Mapping[str, str], uid: int) -> str:
-    """The socket of a user's own daemon."""
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
+def default_socket(runtime: str, uid: int) -> str:
+    """The socket of a user's own daemon; `runtime` is the runtime directory, empty for none."""
     base = f"{runtime}/hybridkv" if runtime.startswith("/") else f"/tmp/hybridkv-{uid}"
     return f"{base}/daemon.sock"
 
 
-def socket_of_server(server: str, environ: Mapping[str, str], uid: int) -> str:
+def socket_of_server(server: str, runtime: str, uid: int) -> str:
     """The socket path of a `server` setting ("auto" or "unix:///path")."""
-    path = default_socket(environ, uid) if server == "auto" else server.removeprefix("unix://")
+    path = default_socket(runtime, uid) if server == "auto" else server.removeprefix("unix://")
     return check_socket_path(path, "server")
 
 

@@ -98,7 +98,9 @@ class Settings:
     load_policy: LoadPolicy = _setting(LoadPolicy.FASTER, options.choice(LoadPolicy))
     """Whether objects that only a tier below RAM has are loaded. "faster" loads as far as that is
     expected to be faster than computing; "always" and "never" do not weigh it."""
-    hybrid_chunk_size: int | None = _setting(None, options.number(1, 1 << 24, "1024", kind=int))
+    hybrid_chunk_size: int | None = _setting(
+        None, options.number(1, 1 << 24, "1024", kind=int, what="a whole number")
+    )
     """The number of tokens in a chunk. It must be a common multiple of the block sizes of all
     groups. By default it is derived from the groups."""
     load_timeout_seconds: float = _setting(
@@ -117,9 +119,10 @@ class Settings:
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
     weights_identity: str | None = _setting(None, options.text)
-    """A name that stands for the weights in the cache's identity. By default the identity is made
-    from the content of the weights' files. Set it where copies of the same weights have files
-    with different times of change and should share."""
+    """A name that stands for the weights with which the engine starts. By default the identity has
+    a digest of the weights in each worker's memory. Set it where the same model has other bytes in
+    memory (another processor's packing), or cannot be read there (see the log), and should share.
+    Weights that change while the engine serves have an identity of their own, with the name."""
 
     def daemon_options(self) -> list[str]:
         """Arguments of `hybridkv serve`."""

@@ -50,19 +50,20 @@ class TierSpec:
         before, at, rest = self.location.rpartition("@")
         return f"{before.partition('://')[0]}://{rest}" if at else self.location
 
-    def known_options(self, *names: str) -> Mapping[str, str]:
-        """The kind's own options; raises ConfigError where there is one that it does not know."""
+    def known_options(self, *names: str, bounded_by: str = "") -> Mapping[str, str]:
+        """The kind's own options; raises ConfigError where there is one that it does not know.
+
+        Where something else bounds what the tier holds (`bounded_by`), it does not know `bytes`.
+        """
+        known = [*names, *(name for name in _COMMON if name != "bytes" or not bounded_by)]
         for name in self.options:
             if name not in names:
                 what = f"tier {self.shown}: unknown option {name!r}"
-                raise ConfigError(what, options.did_you_mean(name, [*names, *_COMMON]))
-        return self.options
-
-    def refuse_bytes(self, others: str) -> None:
-        """Raises ConfigError where `bytes` is given though `others` bound what the tier holds."""
-        if self.max_bytes is not None:
-            what = f"tier {self.shown}: bytes= is not taken, since {others} bound it"
+                raise ConfigError(what, options.did_you_mean(name, known))
+        if bounded_by and self.max_bytes is not None:
+            what = f"tier {self.shown}: bytes= is not taken, since {bounded_by} bound it"
             raise ConfigError(what, "a URL without bytes= works")
+        return self.options
 
 
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {

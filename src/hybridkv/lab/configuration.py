@@ -1,9 +1,10 @@
 """What vLLM makes of a configuration, asked of a child: hybridkv.lab.configuration_child."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
+from pathlib import Path
 
 import msgspec
 
@@ -28,20 +29,31 @@ class ConfigReport:
     findings: list[Finding] = field(default_factory=list)
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
-    identity: str = ""  # The namespace that the engine will have, in hex.
+    identity: str = ""
+    """The namespace that the engine will have, in hex, if `weights_identity` is set; else the
+    fingerprint of all that makes it but the weights.
+    """
     facts: dict[str, str] = field(default_factory=dict)
     unreadable: str = ""  # Why vLLM cannot read the arguments at all; then nothing else is known.
 
 
 def inspect_arguments(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    waiting: Callable[[float], None] = lambda seconds: None,
 ) -> ConfigReport:
-    """What `vllm serve` with these arguments would be; raises ConfigError where it is none."""
+    """What `vllm serve` with these arguments would be; raises ConfigError where it is none.
+
+    `waiting` is called every few seconds, with the seconds since vLLM was asked.
+    """
+    model = _model_of(arguments)
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ConfigError(f"model: there is no {model}", "a directory with a config.json works")
     with tempfile.TemporaryFile() as log:
         module, variables = "hybridkv.lab.configuration_child", (PREVIEW_ENVIRONMENT, environment)
         with AnsweringChild(module, arguments, log, *variables) as child:
             try:
-                answer = child.receive(PREVIEW_SECONDS_MAX)
+                answer = child.receive(PREVIEW_SECONDS_MAX, waiting)
             except TimeoutError as error:
                 child.close(0.0)
                 what = f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"
@@ -56,7 +68,22 @@ def inspect_arguments(
     return report
 
 
-def inspect_model(model: str | None, vllm_arguments: Sequence[str]) -> ConfigReport:
+def _model_of(arguments: Sequence[str]) -> str:
+    """The model that vLLM's arguments name; empty where they name none in a usual way."""
+    for word, after in pairwise([*arguments, ""]):
+        if word == "--model":
+            return after
+        if word.startswith("--model="):
+            return word.removeprefix("--model=")
+    first = arguments[0] if arguments else ""
+    return "" if first.startswith("-") else first
+
+
+def inspect_model(
+    model: str | None,
+    vllm_arguments: Sequence[str],
+    waiting: Callable[[float], None] = lambda seconds: None,
+) -> ConfigReport:
     """As `inspect_arguments`, of a model directory, a hub name or a bundled tiny model.
 
     With None, the arguments name the model.
@@ -66,7 +93,7 @@ def inspect_model(model: str | None, vllm_arguments: Sequence[str]) -> ConfigRep
     words = [*bundled_arguments(name), *vllm_arguments] if bundled else vllm_arguments
     named = [] if model is None else [str(bundled or model)]
     environment = bundled_environment(name) if bundled else None
-    report = inspect_arguments([*named, *serve_arguments(words)], environment)
+    report = inspect_arguments([*named, *serve_arguments(words)], environment, waiting)
     if report.preview is not None and model is not None:
         report.preview = replace(report.preview, model=model)
     return report

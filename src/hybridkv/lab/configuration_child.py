@@ -24,7 +24,6 @@ from vllm.config import KVTransferConfig, get_layers_from_vllm_config, set_curre
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
@@ -38,6 +37,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, iter_layer_specs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict, fail, failure, ok
@@ -51,6 +51,7 @@ from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import CONNECTOR
+from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -58,7 +59,8 @@ _PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tens
 _TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
 """Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
 _FACTS_SHOWN = (
-    *("weights", "dtype", "kv_dtype", "quantization", "parallel", "layout", "chunk", "abi", "hash"),
+    *("weights", "dtype", "quantization", "cache_dtype", "tensor_parallel_size", "layout", "chunk"),
+    *("abi", "hash", "environment"),
 )
 
 
@@ -75,7 +77,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
         raise HybridKVError(message)
 
     report = ConfigReport()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser = argument_parser()(FlexibleArgumentParser(prog="vllm serve"))
     parser.error = refuse
     try:
         parsed = parser.parse_args(arguments)
@@ -156,7 +158,7 @@ def _judge_cache(
     layouts: dict[int, built.WorkerLayout],
 ) -> None:
     """Add what the groups and layouts tell: preview, geometry, identity."""
-    groups = list(preflight.group_findings(kv_cache_config, config.speculative_config))
+    groups = list(preflight.group_findings(kv_cache_config, config))
     report.findings += groups
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
@@ -183,8 +185,14 @@ def _judge_cache(
     except HybridKVError as error:
         report.findings.append(failure("identity", error))
         return
+    if report.settings.weights_identity is None:
+        # They are known once they are loaded.
+        del facts["weights"]
     report.identity = fingerprint(facts).hex()
-    shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}
+    facts.setdefault("weights", "are read once they are loaded")
+    for part in ("model_config", "cache_config", "parallel_config"):
+        facts |= cast(dict[str, object], facts[part])
+    shown = {key: facts[key] for key in _FACTS_SHOWN}
     report.facts = {key: msgspec.json.encode(fact).decode() for key, fact in shown.items()}
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
@@ -203,6 +211,7 @@ def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.Wor
     with _pretended_ranks(vllm_config, ranks):
         current = set_current_vllm_config(vllm_config)
         with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
+            init_workspace_manager(torch.device("meta"))
             initialize_model(vllm_config=vllm_config, model_config=model)
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
@@ -256,16 +265,15 @@ def _kv_cache_configs(vllm_config: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
     supported = [[layout.name for layout in layouts]]
     layout = resolve_kv_cache_layout(vllm_config, supported, list(specs.values()))
     memory = [_PRETENDED_MEMORY_BYTES]
-    (config,) = kv_cache_utils.get_kv_cache_configs(vllm_config, [specs], memory)
+    (config,) = planning().get_kv_cache_configs(vllm_config, [specs], memory)
     config.kv_cache_layout = layout.name
     made = kv_cache_utils.generate_scheduler_kv_cache_config([config])
     groups = [group.kv_cache_spec for group in config.kv_cache_groups]
     cacheable = [spec for spec in groups if spec.prefix_cacheable]
     vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable or groups)
-    blocks = kv_cache_utils.resolve_kv_cache_block_sizes(made, vllm_config)
-    alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(made, vllm_config, *blocks)
-    for each in (config, made):
-        each.hash_block_size, each.cache_hit_alignment_tokens = blocks[1], alignment
+    resolve_hits(made, vllm_config)
+    config.hash_block_size = made.hash_block_size
+    config.cache_hit_alignment_tokens = made.cache_hit_alignment_tokens
     return config, made
 
 

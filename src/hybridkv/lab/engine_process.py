@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any, Self
 
-from hybridkv.core.errors import HybridKVError
+from hybridkv.core.errors import ConfigError, HybridKVError
 
 PROGRESS_SECONDS = 5.0
 ANSWER_SECONDS = 900.0
@@ -41,7 +42,13 @@ class AnsweringChild:
         defaults: Mapping[str, str],
         environment: Mapping[str, str] | None,
     ) -> None:
-        """Start `module`. The user's variables win over `defaults`, `environment` over both."""
+        """Start `module`. The user's variables win over `defaults`, `environment` over both.
+
+        Raises ConfigError where vLLM is not installed.
+        """
+        if find_spec("vllm") is None:
+            what = f"vLLM is not installed for {sys.executable}, and this command asks it"
+            raise ConfigError(what, "the environment that serves works")
         self._pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -105,8 +112,8 @@ class NotServedError(EngineError):
 
     REASON = "prefix_caching_off_in_vllm"
     TEXT = (
-        "vLLM itself switches prefix caching off for this model on this machine, and hybridkv "
-        "serves no engine without prefix caching"
+        "vLLM itself switches prefix caching off for this model on this machine, and verify "
+        "compares with the engine's own prefix cache"
     )
 
 

@@ -39,6 +39,8 @@ class VerifyArm:
     """None where the engine's own answers differ from run to run. In the preempted arm "the same"
     is within a tolerance."""
     same_bytes: bool | None = None  # None where nothing was restored.
+    same_drafts: bool | None = None
+    """Whether each step drafted and accepted the same tokens; None where nothing is drafted."""
     ok: bool = False
     preemptions: int = 0
     not_served: str | None = None  # Why no engine served it; then nothing was measured or compared.
@@ -54,6 +56,8 @@ class Measured:
     delta: Mapping[str, int]  # By how much each of the daemon's counters grew.
     expected: int | None = 0  # Tokens that must come from the connector; None where chance decides.
     local: int = 0  # Tokens that the engine's own cache has.
+    tolerance: float = 0.0
+    """How far log-probabilities may be from the oracle's, whose blocks another step computed."""
 
     def row(self, **judged: Any) -> VerifyArm:
         """The arm with its measures, and with what was judged."""
@@ -76,6 +80,20 @@ class ReferenceAnswers:
     split_hit: Mapping[str, Any]  # A hit on a prompt computed in two parts, as in the mixed arm.
     alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
     noise: float  # How far these are from the engine's own answers where it preempts.
+    repeated: Sequence[Mapping[str, Any]]  # Hits on the prompts of the repeated arms.
+
+
+def answer_of(output: Any) -> dict[str, Any]:
+    """The tokens of a request's first answer, their log-probabilities, and what was cached."""
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "logprobs": [
+            sorted((token, entry.logprob) for token, entry in position.items())
+            for position in completion.logprobs or []
+        ],
+    }
 
 
 def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
@@ -90,15 +108,26 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     failed = measured.delta.get("loads_failed", 0)
     same_bytes = failed == 0 if external or failed else None
     same = {f"same_{key}": result[key] == oracle[key] for key in ("tokens", "logprobs")}
+    if measured.tolerance:
+        same["same_logprobs"] = one_deviation(result, oracle) <= measured.tolerance
+    same_drafts = _has_same_drafts(result, oracle)
     return measured.row(
         **same,
+        same_drafts=same_drafts,
         cached_tokens=hit,
         external_tokens=external,
         expected_external_tokens=external if expected is None else expected,
         oracle="own prefix cache" if external else "computed",
         same_bytes=same_bytes,
-        ok=right_hit and all(same.values()) and same_bytes is not False,
+        ok=right_hit and all(same.values()) and False not in (same_bytes, same_drafts),
     )
+
+
+def _has_same_drafts(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> bool | None:
+    """Whether each step drafted and accepted the same; None where nothing was drafted."""
+    if not result.get("drafts"):
+        return None
+    return all(result[key] == oracle[key] for key in ("drafts", "step_tokens"))
 
 
 def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
@@ -120,6 +149,27 @@ def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyAr
         same_bytes=same_bytes,
         ok=preemptions > 0 and external >= expected and close is not False and same_bytes,
         preemptions=preemptions,
+    )
+
+
+def judge_repeated(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
+    """How many prompts had the expected hit, and the answer of their oracle; all of them must."""
+    external, count = measured.delta.get("tokens_loaded", 0), len(measured.results)
+    expected = measured.expected or 0
+    pairs = [*zip(measured.results, reference.repeated, strict=True)]
+    same = {key: [mine[key] == own[key] for mine, own in pairs] for key in ("tokens", "logprobs")}
+    hits = [result["cached_tokens"] * count == expected for result in measured.results]
+    right = [all(each) for each in zip(hits, *same.values(), strict=True)].count(True)
+    same_bytes = measured.delta.get("loads_failed", 0) == 0
+    return measured.row(
+        name=f"{measured.name}: {right} of {count}",
+        cached_tokens=sum(result["cached_tokens"] for result in measured.results),
+        external_tokens=external,
+        expected_external_tokens=expected,
+        oracle="own prefix cache",
+        **{f"same_{key}": all(equal) for key, equal in same.items()},
+        same_bytes=same_bytes,
+        ok=right == count and external == expected and same_bytes,
     )
 
 

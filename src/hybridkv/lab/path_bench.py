@@ -1,18 +1,25 @@
 """`hybridkv bench path`: the worker's own copier beside a plain copy of the same bytes."""
 
 import ctypes
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from queue import Empty, Queue
+from statistics import median
 from typing import Any
 
 import torch
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.copy.cuda import CudaCopier
+from hybridkv.connector.copy.cuda_device import CudaDevice
+from hybridkv.connector.copy.device import Device
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
+from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Group, GroupKind
@@ -20,23 +27,37 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.arena import RAM_BYTES_MIN, Arena, attach_arena
+from hybridkv.shm.slots import slot_bytes
 
 DONE_SECONDS = 120.0
-ROUNDS = 5
+ROUNDS = 9
+WORD_BYTES = 8
 _BLOCK_TOKENS = 128
 
 
 def measure_path(
-    socket_path: str, total_bytes: int, layers: int, block_bytes: int, checksum: str, device: str
+    socket_path: str,
+    total_bytes: int,
+    layers: int,
+    block_bytes: int,
+    checksum: str,
+    device: str,
+    copies: Device | None = None,
 ) -> dict[str, Any]:
     """GB/s between engine-like blocks and a daemon's slots; raises ConfigError for bad options.
 
+    Rates are of the best round. Ratios compare with the plain copy of the same round, because a
+    busy machine changes its speed from round to round: their median, the least and the most.
+    `_cpu` is the processor time of both threads beside that of the plain copy, the median too.
     As many objects of one group are moved as `total_bytes` hold, with `block_bytes` in each layer.
+    `copies` is the device that copies, for tests; its memory is that of the torch device `device`.
     """
     if layers < 1:
         raise ConfigError(f"--layers {layers} is no number of layers", "32 works")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {device}: this machine has no CUDA device", "cpu works")
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"--device {device}: this machine has no CUDA device", "cpu works")
+        copies = CudaDevice(torch.device(device))
     part_bytes = block_bytes * layers
     objects = total_bytes // part_bytes
     if objects < 1:
@@ -58,33 +79,118 @@ def measure_path(
         # One allocation for all layers, as vLLM has; one block more, for the null block.
         shape = layers, objects + 1, block_bytes // 8
         memory = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device=device)
-        seconds = _measure(arena, refs, memory, PartLayout(0, 1, checksum))
-    rates = {name: objects * part_bytes / best for name, best in seconds.items()}
-    return {
+        part = PartLayout(0, 1, checksum)
+        bench = DeviceBench(arena, refs, memory, part, copies) if copies else None
+        made = bench or HostBench(arena, refs, memory, part)
+        seconds, processor = _measure(made, refs, memory)
+    facts = {
         "bytes": format_size(objects * part_bytes),
         "object": format_size(part_bytes),
         "block in a layer": format_size(block_bytes),
         "device": device,
         "checksum": checksum,
+    }
+    return facts | _figures(objects * part_bytes, seconds, processor)
+
+
+def _figures(
+    moved_bytes: int, seconds: Mapping[str, list[float]], processor: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    """See measure_path. Each way is compared with its own plain copy, if it has one."""
+    plain = ("copy", "copy") if "copy" in seconds else ("copy_out", "copy_in")
+    ways = dict(zip(("store", "load"), plain, strict=True))
+    rates = {name: moved_bytes / min(each) for name, each in seconds.items()}
+    ratios = {
+        name: sorted(map(truediv, seconds[copy], seconds[name])) for name, copy in ways.items()
+    }
+    return {
         **{f"{name}_GBps": round(rate / 1e9, 2) for name, rate in rates.items()},
-        **{f"{name}_ratio": round(rates[name] / rates["copy"], 2) for name in ("store", "load")},
+        **{f"{name}_ratio": round(median(each), 2) for name, each in ratios.items()},
+        **{f"{name}_ratio_min": round(each[0], 2) for name, each in ratios.items()},
+        **{f"{name}_ratio_max": round(each[-1], 2) for name, each in ratios.items()},
+        **{
+            f"{name}_cpu": round(median(map(truediv, processor[name], processor[copy])), 2)
+            for name, copy in ways.items()
+        },
     }
 
 
+class HostBench:
+    """The processor's copier, beside one memmove of all the bytes."""
+
+    batch_bytes = sys.maxsize  # The most that is stored at once.
+
+    def __init__(
+        self, arena: Arena, refs: Sequence[SlotRef], memory: torch.Tensor, part: PartLayout
+    ) -> None:
+        arena.populate(0, _end(refs, memory))
+        self.copier: Copier = HostCopier(arena, [_views(memory)], part)
+        self._source = memory[:, 1:].contiguous()
+        self._other = torch.zeros_like(self._source)
+
+    def plain_copies(self) -> dict[str, Callable[[], None]]:
+        """By name."""
+        addresses = self._other.data_ptr(), self._source.data_ptr()
+        size = self._source.numel() * self._source.element_size()
+
+        def copy() -> None:
+            ctypes.memmove(*addresses, size)
+
+        return {"copy": copy}
+
+    def close(self) -> None:
+        """Nothing else is copied."""
+        self.copier.close()
+
+
+class DeviceBench:
+    """A device's copier, beside one copy of all the bytes from and to pinned memory of the host."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        refs: Sequence[SlotRef],
+        memory: torch.Tensor,
+        part: PartLayout,
+        device: Device,
+    ) -> None:
+        layers, _, words = memory.shape
+        part_bytes = layers * words * WORD_BYTES
+        self._bytes = part_bytes * len(refs)
+        self._device = device
+        # Before the staging takes its share of what is free.
+        self._source = device.allocate(self._bytes)
+        self._other = device.allocate(self._bytes, pinned=True)
+        self._pipeline = CopyPipeline(device, [_views(memory)], Demand(part_bytes, 1, self._bytes))
+        self.batch_bytes = self._pipeline.staging_bytes
+        self.copier = copier = CudaCopier(self._pipeline, arena, part)
+        copier.pin(_end(refs, memory))
+
+    def plain_copies(self) -> dict[str, Callable[[], None]]:
+        """By name: from the device, and to it."""
+        stream = self._device.new_stream()
+
+        def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+            self._device.copy(to.data_ptr(), source.data_ptr(), self._bytes, stream)
+            self._device.wait(self._device.record(stream))
+
+        out = partial(copy, self._other, self._source)
+        return {"copy_out": out, "copy_in": partial(copy, self._source, self._other)}
+
+    def close(self) -> None:
+        """Nothing else is copied."""
+        self.copier.close()
+        self._pipeline.close()
+
+
 def _measure(
-    arena: Arena, refs: Sequence[SlotRef], memory: torch.Tensor, part: PartLayout
-) -> dict[str, float]:
-    """Seconds of store, load and a plain copy, the best of ROUNDS; proves the bytes."""
-    layers, blocks, words = memory.shape
-    end = max(ref.offset for ref in refs) + layers * words * 8 + 4096
-    views = [layer.view(blocks, 1, 1, -1) for layer in memory]
-    copier: Copier
-    if memory.is_cuda:
-        copier = cuda = CudaCopier(arena, [views], part)
-        cuda.pin(end)
-    else:
-        arena.populate(0, end)
-        copier = HostCopier(arena, [views], part)
+    bench: HostBench | DeviceBench, refs: Sequence[SlotRef], memory: torch.Tensor
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of store, load and plain copies, in turns, ROUNDS of each; proves the bytes.
+
+    Also the seconds of processor time that this process took for each.
+    """
+    layers, _, words = memory.shape
     ids = (torch.randperm(len(refs), generator=torch.Generator().manual_seed(0)) + 1).tolist()
     ops = [CopyOp(ref, 0, chunk, 1, 0, (ids[chunk],)) for chunk, ref in enumerate(refs)]
     done: Queue[HybridKVError | None] = Queue()
@@ -94,15 +200,19 @@ def _measure(
         done.put(wrong)
 
     def store() -> None:
-        copier.store(ops, stored)
-        _wait(done, len(ops))
+        batch = max(1, bench.batch_bytes // (layers * words * WORD_BYTES))
+        for start in range(0, len(ops), batch):
+            some = ops[start : start + batch]
+            bench.copier.store(some, stored)
+            _wait(done, len(some))
 
     def load() -> None:
-        copier.load(ops, done.put)
+        bench.copier.load(ops, done.put)
         _wait(done, 1)
 
-    works = {"copy": _plain_copy(memory), "store": store, "load": load}
-    best = dict.fromkeys(works, float("inf"))
+    works = {**bench.plain_copies(), "store": store, "load": load}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    processor: dict[str, list[float]] = {name: [] for name in works}
     before = memory.clone()
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -110,13 +220,26 @@ def _measure(
                 memory[:, 1:].zero_()
             if memory.is_cuda:
                 torch.cuda.synchronize()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             work()
-            best[name] = min(best[name], time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - started)
+            # A copy by a device may take less processor time than the clock can tell.
+            processor[name].append(max(time.process_time() - used, 1e-6))
         if not torch.equal(memory, before):
             raise HybridKVError("the bytes that came back are not those that were stored")
-    copier.close()
-    return best
+    bench.close()
+    return seconds, processor
+
+
+def _end(refs: Sequence[SlotRef], memory: torch.Tensor) -> int:
+    """The end of the last slot in the arena."""
+    layers, _, words = memory.shape
+    return max(ref.offset for ref in refs) + slot_bytes(layers * words * WORD_BYTES, 1)
+
+
+def _views(memory: torch.Tensor) -> list[torch.Tensor]:
+    """The physical blocks of each layer."""
+    return [layer.view(len(layer), -1) for layer in memory]
 
 
 def _wait(done: "Queue[HybridKVError | None]", count: int) -> None:
@@ -127,19 +250,3 @@ def _wait(done: "Queue[HybridKVError | None]", count: int) -> None:
             raise HybridKVError(f"a copy did not end within {DONE_SECONDS:g} s") from error
         if wrong is not None:
             raise wrong
-
-
-def _plain_copy(memory: torch.Tensor) -> Callable[[], None]:
-    """One copy of all the bytes: memmove on a CPU; pinned host memory to the device on CUDA."""
-    source = memory[:, 1:].contiguous()
-    other = torch.zeros(source.shape, dtype=source.dtype, pin_memory=memory.is_cuda)
-    size = source.numel() * source.element_size()
-
-    def copy() -> None:
-        if memory.is_cuda:
-            source.copy_(other, non_blocking=True)
-            torch.cuda.synchronize()
-        else:
-            ctypes.memmove(other.data_ptr(), source.data_ptr(), size)
-
-    return copy

@@ -6,9 +6,12 @@ one after the other and are stored as soon as they were looked up, as by one eng
 busy.
 """
 
+import heapq
 import mmap
 import operator
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +33,10 @@ BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
 PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
 MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
+
+
+Reads = Mapping[tuple[int, bytes], Sequence[int]]
+"""The numbers of the prompts that read an object, in order, by its group and hash."""
 
 
 class TracePrompt(msgspec.Struct, rename={"tokens": "input_length", "blocks": "hash_ids"}):
@@ -108,6 +115,12 @@ class ReplayModel:
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
+    def needed(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
+        """What a hit of so many chunks reads, as (group, hash)."""
+        for at, group in enumerate(self.geometry.groups):
+            for chunk in needed_chunks(self.geometry, group, chunks):
+                yield at, hashes[chunk]
+
     def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
         """The longest hit; at least one token is always computed."""
         most = self.geometry.whole_chunks(prompt.tokens - 1)
@@ -134,6 +147,61 @@ class UnlimitedCache:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
         return model.hit(prompt, masks)
+
+
+def all_reads(model: ReplayModel, prompts: Sequence[TracePrompt]) -> Reads:
+    """What a cache that evicts nothing reads of a trace."""
+    reads: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+    cache = UnlimitedCache(model)
+    for number, prompt in enumerate(prompts):
+        chunks = cache.serve(prompt).tokens_hit // model.geometry.chunk_tokens
+        for named in model.needed(model.hashes(prompt), chunks):
+            reads[named].append(number)
+    return reads
+
+
+class ForesightCache:
+    """A cache of `ram_bytes` that knows the whole trace: about the most that any policy could hit.
+
+    It keeps the objects whose next read comes first, and nothing that is never read again.
+    """
+
+    def __init__(self, model: ReplayModel, ram_bytes: int, reads: Reads) -> None:
+        self._model, self._ram_bytes, self._reads = model, ram_bytes, reads
+        self._number = -1  # Of the last prompt that was served.
+        self._kept: dict[tuple[int, bytes], tuple[int, int]] = {}  # (next read, bytes)
+        self._heap: list[tuple[int, int, tuple[int, bytes]]] = []
+        """(-next read, -chunk, object); an entry is stale unless `_kept` has the same read."""
+        self.kept_bytes = 0
+
+    def serve(self, prompt: TracePrompt) -> ReplayHits:
+        """Look the next prompt of the trace up, then store it."""
+        self._number += 1
+        model, kept = self._model, self._kept
+        hashes = model.hashes(prompt)
+        groups = range(len(model.geometry.groups))
+        masks = [bytes((at, one) in kept for one in hashes) for at in groups]
+        for at, sizes in enumerate(model.objects(prompt, len(hashes))):
+            for chunk, one in enumerate(hashes):
+                size = kept[at, one][1] if masks[at][chunk] else sizes.get(chunk, 0)
+                if size:
+                    self._keep((at, one), chunk, size)
+        evicted = 0
+        while self.kept_bytes > self._ram_bytes:
+            after, _, named = heapq.heappop(self._heap)
+            if kept.get(named, (0, 0))[0] == -after:
+                self.kept_bytes -= kept.pop(named)[1]
+                evicted += 1
+        return replace(model.hit(prompt, masks), evicted=evicted)
+
+    def _keep(self, named: tuple[int, bytes], chunk: int, size: int) -> None:
+        self.kept_bytes -= self._kept.pop(named, (0, 0))[1]
+        reads = self._reads.get(named, ())
+        at = bisect_right(reads, self._number)
+        if at < len(reads):
+            self._kept[named] = reads[at], size
+            self.kept_bytes += size
+            heapq.heappush(self._heap, (-reads[at], -chunk, named))
 
 
 class TraceReplay:

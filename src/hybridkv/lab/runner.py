@@ -21,6 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridkv.lab.engine_process import CONNECTOR, NotServedError
+from hybridkv.lab.judging import answer_of
 
 if "HYBRIDKV_SHIMS" in os.environ:
     # Here, because spawned workers of several ranks import this module too, before any model.
@@ -33,8 +34,7 @@ STEP_SECONDS_MAX = 600.0
 def make_engine(arguments: list[str]) -> LLMEngine:
     """An engine from vLLM's own command line arguments.
 
-    Raises NotServedError where vLLM itself has switched off what the connector needs. The connector
-    refuses such an engine too, but it cannot tell vLLM's choice from the user's.
+    Raises NotServedError where vLLM itself has switched off what `verify` compares with.
     """
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     asked = EngineArgs.from_cli_args(parser.parse_args(arguments))
@@ -54,6 +54,8 @@ class EngineRunner:
         self._engine = engine
         self._requests = 0
         self._adapters: dict[str, int] = {}
+        self._drafts: dict[str, list[list[int]]] = {}  # What was drafted for each request.
+        self._watch_drafts()
 
     def run(
         self,
@@ -64,10 +66,10 @@ class EngineRunner:
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once, with the LoRA adapter in the directory `adapter`.
 
-        Returns for each its tokens, exact log-probabilities and cached tokens, and times in
-        seconds. With `starve` the block pool is empty from the first tokens on, until nothing runs
-        any more: a request that needs a block is preempted, and comes back to a pool in which its
-        own old blocks are gone.
+        Returns for each its tokens, those of each step, exact log-probabilities, cached tokens,
+        drafts (where vLLM schedules synchronously), and times in seconds. With `starve` the block
+        pool is empty from the first tokens on, until nothing runs any more: a request that needs a
+        block is preempted, and comes back to a pool in which its own old blocks are gone.
         """
         started = time.perf_counter()
         results = self._add(prompts, max_tokens, adapter)
@@ -85,9 +87,38 @@ class EngineRunner:
                 _take(output, results[output.request_id], now - started)
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
+        self._settle()
         preemptions = 0 if pool is None else pool.release()
+        for name, result in results.items():
+            result["drafts"] = self._taken_drafts(name)
         common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": preemptions}
         return [{**result, **common} for result in results.values()]
+
+    def _taken_drafts(self, request_id: str) -> list[list[int]]:
+        """What was drafted for a request, whose name vLLM makes longer."""
+        names = [n for n in self._drafts if n == request_id or n.startswith(f"{request_id}-")]
+        return [draft for name in names for draft in self._drafts.pop(name)]
+
+    def _watch_drafts(self) -> None:
+        """Keep what the drafter proposes, in the order of the steps."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        update = scheduler.update_draft_token_ids
+
+        def watched(proposed: Any) -> None:
+            for name, drafts in zip(proposed.req_ids, proposed.draft_token_ids, strict=True):
+                self._drafts.setdefault(name, []).append([*drafts])
+            update(proposed)
+
+        scheduler.update_draft_token_ids = watched
+
+    def _settle(self) -> None:
+        """Step on as vLLM's own process does, until connectors have the ends of their stores."""
+        core = self._engine.engine_core.engine_core
+        started = time.perf_counter()
+        while core.scheduler.has_requests() or core.batch_queue:
+            self._engine.step()
+            if time.perf_counter() - started > STEP_SECONDS_MAX:
+                raise TimeoutError(f"a connector is not done after {STEP_SECONDS_MAX:g} s")
 
     def _add(
         self, prompts: list[list[int]], max_tokens: int, adapter: str | None
@@ -120,15 +151,11 @@ def _all_have_tokens(results: dict[str, dict[str, Any]]) -> bool:
 def _take(output: Any, result: dict[str, Any], seconds: float) -> None:
     """Put what the engine gave for a request, `seconds` after it came, into its result."""
     completion = output.outputs[0]
+    more = len(completion.token_ids) - len(result.get("tokens", ()))
+    result.setdefault("step_tokens", []).append(more)
     if result["ttft_seconds"] is None and completion.token_ids:
         result["ttft_seconds"] = seconds
-    result["tokens"] = list(completion.token_ids)
-    result["finish_reason"] = completion.finish_reason
-    result["cached_tokens"] = output.num_cached_tokens
-    result["logprobs"] = [
-        sorted((token, entry.logprob) for token, entry in position.items())
-        for position in completion.logprobs or []
-    ]
+    result.update(answer_of(output), finish_reason=completion.finish_reason)
 
 
 class _BlockPool:
@@ -171,7 +198,10 @@ def main() -> None:
             answer({"not_served": error.REASON})
             return
         runner, model = EngineRunner(engine), engine.vllm_config.model_config
-        answer({"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()})
+        scheduler = engine.engine_core.engine_core.scheduler
+        drops = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
+        info = {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+        answer({**info, "dropped_tokens": scheduler.block_size if drops else 0})
         # Until the parent has ended, or closed its side.
         with contextlib.suppress(EOFError, ConnectionError):
             while True:

@@ -6,6 +6,7 @@ worker for `--worker-extension-cls`. On any other build of vLLM nothing of it is
 for wider weights, which `HYBRIDKV_WIDEN` ("seed:width") asks for.
 """
 
+import ctypes
 import importlib.util
 import itertools
 import os
@@ -18,6 +19,8 @@ from unittest.mock import patch
 
 import torch
 from vllm.platforms import current_platform
+
+from hybridkv.lab.models import V2_RUNNER_ENV
 
 SHIMS_ENV, WIDEN_ENV = "HYBRIDKV_SHIMS", "HYBRIDKV_WIDEN"
 
@@ -73,6 +76,128 @@ def _torchvision() -> None:
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
+def _drafted_states() -> None:
+    """Recurrent states under speculation: vLLM copies them with Triton, and its CPU kernel errs.
+
+    The copies are made on the same metadata. Where a step has fewer drafts than the most, vLLM
+    0.32's CPU kernel puts the step's tokens to the wrong end of the inputs that the convolution
+    keeps, or fails; `_drafted_step` puts them where the kernel of a GPU does.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
+    from vllm.v1.worker import mamba_utils  # noqa: PLC0415
+
+    from hybridkv.vllm import drafters  # noqa: PLC0415
+
+    context = mamba_utils.MambaSpecDecodeGPUContext
+    context.run_fused_precopy, context.run_fused_postprocess = _before_step, _after_step
+    gdn_attention._spec_forward = _drafted_step
+    drafters.is_cpu_mended = True
+
+
+def _drafted_step(
+    layer: Any,
+    metadata: Any,
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    width: int,
+    state_len: int,
+) -> torch.Tensor:
+    """As vLLM's `_spec_forward`; `inputs` are `[block, channel, token]` of the convolution."""
+    from vllm import _custom_ops as ops  # noqa: PLC0415
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
+
+    rows = metadata.num_spec_decodes
+    starts = metadata.spec_query_start_loc[: rows + 1].to(torch.int32).contiguous()
+    blocks = metadata.spec_state_indices_tensor[:rows].to(torch.int32).contiguous()
+    accepted = metadata.num_accepted_tokens[:rows].to(torch.int32).contiguous()
+    weight = gdn_attention._unpacked_conv_weight(layer).unsqueeze(1)
+    mixed = torch.empty_like(mixed_qkv)
+    for row in range(rows):
+        part = slice(int(starts[row]), int(starts[row + 1]))
+        kept, first = inputs[int(blocks[row, 0])], int(accepted[row]) - 1
+        fresh = mixed_qkv[part].transpose(0, 1).to(kept.dtype)
+        if not fresh.numel():
+            continue
+        read = torch.cat([kept[:, first : first + width - 1], fresh], -1)
+        out = torch.conv1d(read[None], weight, layer.conv1d.bias, groups=len(kept))[0]
+        out = torch.nn.functional.silu(out) if layer.activation == "silu" else out
+        mixed[part] = out.transpose(0, 1).to(mixed.dtype)
+        kept[:, : read.shape[1] - 1] = read[:, 1:]
+    query, key, value = (one.squeeze(0) for one in layer.rearrange_mixed_qkv(mixed))
+    return ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        q=query,
+        k=key,
+        v=value,
+        a=a,
+        b=b,
+        initial_state_source=states,
+        spec_state_indices=blocks,
+        num_accepted_tokens=accepted,
+        cu_seqlens=starts,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def _copy_states(context: Any, row: int, source: int, target: int, offset: int) -> None:
+    """Copy one request's states between columns, as vLLM's `_copy_mamba_state_block`."""
+    from vllm.v1.worker.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415
+
+    assert not is_conv_state_dim_first(), "the CPU build keeps tokens before channels"
+    names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths")
+    for state in range(context.num_states):
+        values = (int(getattr(context, f"state_{name}")[state]) for name in names)
+        base, stride, size, inner, width = values
+        table = int(context.block_table_ptrs[int(context.state_group_indices[state])])
+        rows = ctypes.c_int32 * (max(source + offset, target) + 1)
+        blocks = rows.from_address(table + row * context.block_table_stride_req * 4)
+        token = inner * size
+        at, count = base + blocks[source] * stride + offset * token, (width - offset) * token
+        if not width:
+            at, count = base + blocks[source + offset] * stride, token
+        ctypes.memmove(base + blocks[target] * stride, at, count)
+
+
+def _before_step(
+    context: Any, num_reqs: int, state_idx_gpu: Any, src_col_gpu: Any, token_bias_gpu: Any, **_: Any
+) -> None:
+    """As `precopy_mamba_align_fused_kernel`."""
+    for row in range(num_reqs):
+        source, target = int(src_col_gpu[row]), int(state_idx_gpu[row])
+        if source not in (-1, target):
+            _copy_states(context, row, source, target, int(token_bias_gpu[row]))
+
+
+def _after_step(
+    context: Any,
+    num_reqs: int,
+    num_accepted_tokens_gpu: Any,
+    mamba_state_idx_gpu: Any,
+    num_scheduled_tokens_gpu: Any,
+    num_computed_tokens_gpu: Any,
+    num_draft_tokens_gpu: Any,
+    **_: Any,
+) -> None:
+    """As `postprocess_mamba_fused_kernel`."""
+    context.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
+    for row in range(num_reqs):
+        source = int(mamba_state_idx_gpu[row])
+        known = int(num_computed_tokens_gpu[row]) + int(num_scheduled_tokens_gpu[row])
+        known -= int(num_draft_tokens_gpu[row])
+        end = known + int(num_accepted_tokens_gpu[row]) - 1
+        end -= end % context.block_size
+        target = end // context.block_size - 1
+        if end >= known:
+            if source == target:
+                context.num_accepted_tokens_out[row] = 1
+            if (source, end) != (target, known):
+                _copy_states(context, row, source, target, end - known)
+
+
 def _interpreted_triton() -> None:
     """Triton's interpreter runs vLLM's own kernels; a CPU build takes Triton's CPU backend only.
 
@@ -83,6 +208,15 @@ def _interpreted_triton() -> None:
     import vllm.triton_utils as used  # noqa: PLC0415
 
     used.triton, used.tl = triton, triton.language
+
+
+def _v2_runner() -> None:
+    """vLLM's V2 model runner asks for Triton, whose CPU backend no package has."""
+    import vllm.config.vllm as config  # noqa: PLC0415
+    import vllm.triton_utils as used  # noqa: PLC0415
+
+    _interpreted_triton()
+    config.HAS_TRITON = used.HAS_TRITON = True
 
 
 def _tile_schedules() -> None:
@@ -102,20 +236,24 @@ def _wide_weights(seed: int, width: float) -> None:
     """
     from vllm.model_executor.model_loader import dummy_loader  # noqa: PLC0415
 
-    loader, numbers = dummy_loader.DummyModelLoader, itertools.count()
+    loader, numbers = dummy_loader.DummyModelLoader, [itertools.count()]
     load_weights = loader.load_weights
 
     def widen(param: torch.Tensor, *args: object, **kwargs: object) -> None:
         """Uniform values with a seed for each parameter: +-width for matrices, else 0.5 to 1.5."""
         if param.device.type == "meta" or not torch.is_floating_point(param):
             return
-        generator = torch.Generator(device="cpu").manual_seed(seed + next(numbers))
+        generator = torch.Generator(device="cpu").manual_seed(seed + next(numbers[0]))
         low, high = (0.5, 1.5) if param.dim() < 2 else (-width, width)
         values = torch.rand(param.shape, generator=generator, dtype=torch.float32)
         param.data.copy_((values * (high - low) + low).to(param.dtype))
 
     def load(self: Any, model: torch.nn.Module, model_config: object) -> None:
-        """Load, then let Mamba-2 states decay, since one that grows ends in NaN and token 0."""
+        """Load, then let Mamba-2 states decay, since one that grows ends in NaN and token 0.
+
+        Each model begins anew, so that a draft model that is a copy of its target is one.
+        """
+        numbers[0] = itertools.count()
         load_weights(self, model, model_config)
         for module in model.modules():
             if type(module).__name__ == "MambaMixer2":
@@ -131,10 +269,15 @@ SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
     "falconh1": (_mamba2,),
     "granitehybrid": (_mamba2,),
     "qwen35": (_torchvision,),
+    "qwen35_ngram": (_torchvision, _drafted_states),
+    "qwen3next_ngram": (_drafted_states,),
 }
 
 if current_platform.is_cpu():
-    for shim in SHIMS.get(os.environ.get(SHIMS_ENV, ""), ()):
+    shims = SHIMS.get(os.environ.get(SHIMS_ENV, ""), ())
+    if os.environ.get(V2_RUNNER_ENV) == "1":
+        _v2_runner()
+    for shim in shims:
         shim()
 # Last: it imports the model loader, and with that modules that hold Triton kernels.
 if WIDEN_ENV in os.environ:

@@ -50,7 +50,9 @@ class MultiSettings:
     A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
     """
     patience_seconds: float | None = None
-    """How long a request without a hit waits for children; None = by its length (multi.ranking)."""
+    """How long a request waits for children that still look while the others have nothing; None =
+    as long as computing it takes. With 0 it waits only while all children look.
+    """
     settle_seconds: float = 10.0
     """How long after a child's fault the engine waits for the ends of its transfers."""
 
@@ -72,8 +74,8 @@ class ChildConnector:
 
     @property
     def alive(self) -> bool:
-        """Whether its hooks are called."""
-        return self.supervisor.healthy
+        """Whether its hooks are called: all of them, or in a pause those that it must not miss."""
+        return not self.supervisor.is_over
 
     def attempt(
         self, fault: str, says: str, otherwise: Any, work: Callable[..., Any], *args: Any
@@ -89,10 +91,22 @@ class ChildConnector:
             logger.exception(f"hybridkv: {says}", self.name)
             return otherwise
 
-    def call(self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, **kw: Any) -> Any:
+    def call(
+        self,
+        hook: str,
+        otherwise: Any,
+        *args: Any,
+        fatal: bool = False,
+        pauses: bool = True,
+        **kw: Any,
+    ) -> Any:
         """What the connector's own hook answers, or `otherwise` (see Supervisor.run)."""
         return self.supervisor.run(
-            hook, lambda: getattr(self.connector, hook)(*args, **kw), lambda: otherwise, fatal
+            hook,
+            lambda: getattr(self.connector, hook)(*args, **kw),
+            lambda: otherwise,
+            fatal,
+            pauses=pauses,
         )
 
 
@@ -114,10 +128,15 @@ class ChildConnectors:
         return [child for child in self.all if child.alive]
 
     def call(
-        self, hook: str, otherwise: Any, *args: Any, fatal: bool = False
+        self, hook: str, otherwise: Any, *args: Any, **how: bool
     ) -> list[tuple[ChildConnector, Any]]:
         """What each living child answers to its own hook."""
-        return [(one, one.call(hook, otherwise, *args, fatal=fatal)) for one in self.alive]
+        return [(one, one.call(hook, otherwise, *args, **how)) for one in self.alive]
+
+    def step_begins(self) -> None:
+        """Children whose pause is over are asked again."""
+        for child in self.all:
+            child.supervisor.begin_anew(lambda: None)
 
     def totals(self) -> Counter[str]:
         """All counts, MultiConnector's by name and each child's as "child: name"."""

@@ -54,13 +54,13 @@ class MultiConnector(multi_connector.MultiConnector):
             self._part: MultiScheduler | MultiWorker = MultiWorker(self._children, len(groups))
             return
         kept = [group_keeping(gid, group.kv_cache_spec) for gid, group in enumerate(groups)]
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        inflight_tokens = vllm_config.max_in_flight_tokens
         self._part = MultiScheduler(
             self._children,
             settings,
             tuple(kv_cache_config.prefix_cacheable_group_ids),
             kept,
-            BlockRoom(kept, kv_cache_config.num_blocks - 1, step_tokens),
+            BlockRoom(kept, kv_cache_config.num_blocks - 1, inflight_tokens),
         )
         weights = (f"{s.name} {'auto' if s.weight == WEIGHT_AUTO else s.weight}" for s in specs)
         logger.info("hybridkv: MultiConnector loads from the best of: %s", ", ".join(weights))
@@ -92,9 +92,9 @@ class MultiConnector(multi_connector.MultiConnector):
         _shake, "set_xfer_handshake_metadata_pp_aware"
     )
 
-    def request_finished(self, request: Any, blocks: list[int]) -> Any:
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, of an engine with one group."""
-        return self.request_finished_all_groups(request, (blocks,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Give each child its own part, and keep the whole for vLLM's base."""
@@ -110,6 +110,14 @@ class MultiConnector(multi_connector.MultiConnector):
         """The children's handshakes, at start-up."""
         parts = tuple(child.connector.get_handshake_metadata() for child in self._children.all)
         return MultiHandshake(parts) if any(part is not None for part in parts) else None
+
+    def unregister_kv_caches(self) -> None:
+        """Before a sleep of the engine (vLLM 0.33)."""
+        self._children.call("unregister_kv_caches", None)
+
+    def restore_kv_caches(self) -> None:
+        """After a sleep."""
+        self._children.call("restore_kv_caches", None)
 
     def shutdown(self) -> None:
         """Shut down all children, those that are switched off too."""

@@ -25,6 +25,7 @@ class MultiPlan(MultiKVConnectorMetadata):
     """Blocks that a child loads within this step."""
     bad_blocks: tuple[int, ...] = ()
     """Blocks of this step that nobody loads, although the engine takes them for loaded."""
+    number: int = 0  # Counts the plans from 1 on.
 
 
 @dataclass
@@ -40,6 +41,7 @@ class MultiReport(KVConnectorWorkerMetadata):
     """(child, KV events) pairs of all workers."""
     dead: frozenset[int] = frozenset()  # Children that some worker has switched off.
     counters: Counter[str] = field(default_factory=Counter)
+    number: int = 0  # The plan that every rank has carried out.
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "MultiReport":
         """The report of both."""
@@ -49,6 +51,7 @@ class MultiReport(KVConnectorWorkerMetadata):
             [*self.events, *other.events],
             self.dead | other.dead,
             self.counters + other.counters,
+            min(self.number, other.number),
         )
 
     def message_of(self, index: int) -> KVConnectorWorkerMetadata | None:

@@ -3,11 +3,11 @@
 A score is the matched tokens times the connector's weight. The highest score wins, and of equal
 ones the first (requirements B19, B20). A request waits (B21):
 
-    none has a hit     for connectors that still look, up to `patience_seconds`
+    none has a hit     for connectors that still look, up to `patience`
     one has a hit      for connectors that could beat it, up to `grace_seconds`
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
@@ -15,9 +15,8 @@ from hybridkv.core.speed import Speed
 
 WEIGHT_AUTO = 0.0  # Stands for `load_weight` "auto"; the weight is then measured.
 WEIGHT_MAX = 1e6
-PATIENCE_SECONDS = 2.0
-PATIENCE_SECONDS_PER_KI_TOKEN = 0.1
 PATIENCE_SECONDS_MAX = 30.0  # Requirements D18, B39.
+LATE_SECONDS = 0.1  # Whoever was waited for less is not held to have failed.
 
 
 class ChildAnswer(NamedTuple):
@@ -69,12 +68,19 @@ def decide(
     return LoadDecision(best, chosen.tokens or 0, chosen.is_async)
 
 
-def patience(tokens: int, cap_seconds: float | None) -> float:
-    """How long a prompt of `tokens` waits for connectors without a hit (requirements D18)."""
-    if cap_seconds is not None:
-        return cap_seconds
-    seconds = PATIENCE_SECONDS + PATIENCE_SECONDS_PER_KI_TOKEN * tokens / 1024
-    return min(PATIENCE_SECONDS_MAX, seconds)
+def patience(
+    answers: Iterable[ChildAnswer], computing_seconds: float, patience_seconds: float | None
+) -> float:
+    """How long a request without a hit waits for connectors that still look, in seconds.
+
+    It is no longer than computing takes (requirements D18), or `patience_seconds` where that is
+    set. With 0 the request waits only while all connectors look, which is B21 to the letter.
+    """
+    seconds = min(PATIENCE_SECONDS_MAX, computing_seconds)
+    if patience_seconds is None:
+        return seconds
+    all_look = all(answer.tokens is None for answer in answers)
+    return max(seconds, patience_seconds) if all_look else patience_seconds
 
 
 def parse_weight(value: object, where: str) -> float:

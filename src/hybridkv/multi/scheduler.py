@@ -9,8 +9,8 @@ from functools import partial, partialmethod
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from hybridkv.core.speed import PrefillSpeed
 from hybridkv.multi import ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
@@ -18,6 +18,7 @@ from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
 from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.supervise import logger
+from hybridkv.vllm.versions import CacheHitSource
 
 
 @dataclass(eq=False, slots=True)
@@ -67,13 +68,15 @@ class MultiScheduler:
     _bad_blocks: set[int] = field(default_factory=set)
     _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
     _pending_told: Counter[str] = field(default_factory=Counter)
+    _prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
+    _plans: int = 0
 
     # Requests
 
     def on_new_request(self, request: Any) -> None:
         """Every child begins its lookup."""
         self._requests[request.request_id] = MultiLookup()
-        self._children.call("on_new_request", None, request)
+        self._children.call("on_new_request", None, request, pauses=False)
 
     def get_num_new_matched_tokens(
         self, request: Any, local_tokens: int
@@ -86,19 +89,23 @@ class MultiScheduler:
         lookup = self._requests.setdefault(request.request_id, MultiLookup())
         asked_seconds = self._ask_all(lookup, request, local_tokens, now)
         hit_seconds = now - lookup.hit_at if lookup.hit_at is not None else 0.0
-        patience_seconds = ranking.patience(request.num_tokens, self._settings.patience_seconds)
+        most = most_tokens(request, local_tokens)
+        patience_seconds = ranking.patience(
+            lookup.answers.values(), self._prefill.seconds(most), self._settings.patience_seconds
+        )
         children = self._children.all
         decision = ranking.decide(
             [lookup.answers.get(child.index, MISS) for child in children],
             ranking.effective_weights([(one.weight, one.speed) for one in children], now),
-            most_tokens(request, local_tokens),
+            most,
             asked_seconds,
             hit_seconds,
             self._settings.grace_ms / 1e3,
             patience_seconds,
         )
         if not decision.wait:
-            self._note_late(lookup, now if asked_seconds >= patience_seconds else None)
+            failed_seconds = max(patience_seconds, ranking.LATE_SECONDS)
+            self._note_late(lookup, now if asked_seconds >= failed_seconds else None)
         if decision.is_async and not self._room.has_room(*_room_of(request)):
             is_waiting = lookup.hit_at is not None and hit_seconds < ROOM_SECONDS
             decision = LoadDecision(None, wait=is_waiting)
@@ -109,23 +116,25 @@ class MultiScheduler:
         lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
         return decision.tokens, decision.is_async and decision.tokens > 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Tell the chosen child of its blocks, and all others that they load nothing (D13)."""
         lookup = self._requests.setdefault(request.request_id, MultiLookup())
         decision, lookup.decision, lookup.asked_at = lookup.decision, None, None
-        chosen = decision.child if decision is not None and external_tokens else None
+        chosen = decision.child if decision is not None and num_external_tokens else None
         for child in self._children.alive:
-            tokens = external_tokens if child.index == chosen else 0
+            tokens = num_external_tokens if child.index == chosen else 0
             child.call("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
         if decision is not None and request.num_preemptions <= 0:
             names = [child.name for child in self._children.all]
-            self._choices.admitted(names, lookup.answers, chosen, external_tokens)
-        if not external_tokens:
+            self._choices.admitted(names, lookup.answers, chosen, num_external_tokens)
+        if not num_external_tokens:
             return
-        loaded = self._loaded_blocks(blocks, lookup.local_tokens, external_tokens)
+        loaded = self._loaded_blocks(blocks, lookup.local_tokens, num_external_tokens)
         lookup.blocks = frozenset(loaded)
         if decision is not None and decision.is_async:
-            load = ChildLoad(NOBODY if chosen is None else chosen, external_tokens, self._clock())
+            load = ChildLoad(
+                NOBODY if chosen is None else chosen, num_external_tokens, self._clock()
+            )
             self._loads[request.request_id] = load
             self._room.hold(*_room_of(request))
         elif chosen is not None and self._children.all[chosen].alive:
@@ -138,7 +147,8 @@ class MultiScheduler:
         child = self._loader(request)
         if child is None:
             return self._group_ids
-        ids: tuple[int, ...] = child.call("get_loaded_kv_cache_group_ids", self._group_ids, request)
+        hook = "get_loaded_kv_cache_group_ids"
+        ids: tuple[int, ...] = child.call(hook, self._group_ids, request, fatal=True)
         return ids
 
     def get_external_cache_hit_sources(
@@ -202,6 +212,7 @@ class MultiScheduler:
 
     def build_connector_meta(self, output: Any) -> MultiPlan:
         """This step's message to the workers."""
+        self._children.step_begins()
         plans: list[KVConnectorMetadata | None] = []
         for child in self._children.all:
             plan = None
@@ -210,6 +221,7 @@ class MultiScheduler:
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
             plans.append(plan)
+        self._plans += 1
         settled = self._give_up(self._clock())
         begun = {name: load for name, load in self._loads.items() if not load.announced}
         for load in begun.values():
@@ -221,7 +233,9 @@ class MultiScheduler:
             settled=settled,
             sync_blocks={index: tuple(ids) for index, ids in self._sync_blocks.items()},
             bad_blocks=tuple(self._bad_blocks),
+            number=self._plans,
         )
+        self._prefill.step_planned(self._plans, output.total_num_scheduled_tokens, self._clock())
         self._new_saves = {}
         self._sync_blocks.clear()
         self._bad_blocks.clear()
@@ -233,6 +247,7 @@ class MultiScheduler:
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
         self._children.counters.update(report.counters)
+        self._prefill.step_ended(report.number, self._clock())
         failed = set(output.failed_recving or ())
         loads, saves = self._end(output, failed)
         # Whoever loaded into invalid blocks is not asked again for that request.
@@ -241,7 +256,7 @@ class MultiScheduler:
                 lookup.refused.add(lookup.loader)
         for child in self._children.alive:
             if child.index in report.dead:
-                child.supervisor.switch_off("its part in a worker is")
+                child.supervisor.end("its part in a worker is")
                 continue
             index, lost = child.index, "messages of several workers of %s are lost"
             message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
@@ -290,7 +305,7 @@ class MultiScheduler:
         return taken
 
     def _has(self, hook: str) -> bool:
-        return any(said for _, said in self._children.call(hook, False))
+        return any(said for _, said in self._children.call(hook, False, pauses=False))
 
     has_pending_block_frees = partialmethod(_has, "has_pending_block_frees")
     has_pending_push_work = partialmethod(_has, "has_pending_push_work")
@@ -349,7 +364,7 @@ class MultiScheduler:
         return answer
 
     def _note_late(self, lookup: MultiLookup, failed_at: float | None) -> None:
-        """Count the children that did not answer; `failed_at`: when the patience was over."""
+        """Count the children that did not answer; `failed_at`: when they had time enough."""
         for index, answer in lookup.answers.items():
             if answer.tokens is None and answer.awaited and index not in lookup.late:
                 child = self._children.all[index]

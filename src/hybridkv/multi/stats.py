@@ -45,7 +45,8 @@ CHOICES = {
 FAMILIES = {
     **CHOICES,
     "events": counter(
-        "What else was counted of this connector (quarantined: it is switched off), by event.",
+        "What else was counted of this connector, by event. It is switched off where quarantined "
+        "is larger than begun_anew.",
         *("connector", "event"),
     ),
 }

@@ -81,9 +81,11 @@ class MultiWorker:
     _bound: set[int] = field(default_factory=set)  # Children that have their plan of this step.
     _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _bad_blocks: set[int] = field(default_factory=set)
+    _number: int = 0  # Of the last plan.
 
     def bind_connector_metadata(self, metadata: Any) -> None:
         """Take this step's plan: each child's own, and which child owes what from now on."""
+        self._children.step_begins()
         self._bound.clear()
         self._sync_blocks = {}
         if isinstance(metadata, MultiPlan):
@@ -91,6 +93,7 @@ class MultiWorker:
             self._ledger.give_up({NOBODY, *metadata.settled})
             self._sync_blocks = metadata.sync_blocks
             self._bad_blocks.update(metadata.bad_blocks)
+            self._number = metadata.number
         for child, plan in self._plans(metadata):
             self._bound.add(child.index)
             self._carry_out(child, "bind_connector_metadata", plan, loads=True)
@@ -105,7 +108,7 @@ class MultiWorker:
         is_plan = isinstance(metadata, MultiKVConnectorMetadata)
         others = [(child, metadata) for child in self._children.alive]
         for child, plan in self._plans(metadata) if is_plan else others:
-            child.call("handle_preemptions", None, plan, fatal=is_plan)
+            child.call("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
 
     def _step(self, hook: str, *args: Any, loads: bool = False, **kwargs: Any) -> None:
         """Call a hook of all children that have a plan of this step."""
@@ -121,7 +124,7 @@ class MultiWorker:
 
     def reset_capture_state(self) -> None:
         """All children; none has a plan while graphs are captured."""
-        self._children.call("reset_capture_state", None)
+        self._children.call("reset_capture_state", None, pauses=False)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Every load and save that ended, once, whichever children report it."""
@@ -131,7 +134,7 @@ class MultiWorker:
                 told = child.attempt(fault, says, False, self._collect, child, finished_req_ids)
                 child.mute = not told
                 if child.mute and child.alive:
-                    child.supervisor.switch_off("a fault in get_transfer_results")
+                    child.supervisor.end("a fault in get_transfer_results")
         if self._ledger.absorbed:
             self._children.counters["reports_absorbed"] += self._ledger.absorbed
             self._ledger.absorbed = 0
@@ -142,15 +145,13 @@ class MultiWorker:
         taken, self._bad_blocks = self._bad_blocks, set()
         return taken if self._groups == 1 else set()
 
-    def build_connector_worker_meta(self) -> MultiReport | None:
+    def build_connector_worker_meta(self) -> MultiReport:
         """What each child says, what was counted, and which children are switched off."""
         events = self._said("get_kv_connector_kv_cache_events")
         messages = self._said("build_connector_worker_meta", fatal=True)
         dead = frozenset(child.index for child in self._children.all if not child.alive)
         counters = self._children.take_counts()
-        if not (messages or events or dead or counters):
-            return None
-        return MultiReport(messages, events, dead, counters)
+        return MultiReport(messages, events, dead, counters, self._number)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """The children's own statistics since the last call."""

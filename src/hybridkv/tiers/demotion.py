@@ -19,7 +19,7 @@ TRIES_MAX = 3
 """Writes of an object that fail, before it is given up; while all writes fail none is counted."""
 LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
 HELD_SHARE = 8  # At most 1/8 of the arena is held for one tier, unless one object is more.
-HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one object at a time.
+HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one job at a time.
 
 
 class QueuedWrite(NamedTuple):
@@ -124,26 +124,27 @@ class Demotion:
 
     def _write_queued(self, tier: TierState, queue: deque[QueuedWrite]) -> None:
         while queue and self._looks and self._takes(tier):
-            if not self._has_room(tier, queue[0].slot.size_bytes):
-                break
             batch = self._batch(tier, queue)
+            if not batch:
+                break
             for item in batch:
                 self._hold(tier, item)
-            if batch:
-                self._write(tier, list(batch), list(batch.values()))
+            self._write(tier, list(batch), list(batch.values()))
 
     def _batch(self, tier: TierState, queue: deque[QueuedWrite]) -> dict[JobItem, QueuedWrite]:
         """What to write next, and how to queue it again. What has failed is tried alone."""
         batch: dict[JobItem, QueuedWrite] = {}
-        job_bytes, most = 0, tier.job_bytes(JobKind.WRITE, self._now)
+        job_bytes, share = 0, len(self._store) // HELD_SHARE
+        most = min(tier.job_bytes(JobKind.WRITE, self._now), share)
         is_alone = False
         while queue and len(batch) < JOB_ITEMS_MAX and self._looks:
             self._looks -= 1
             queued, slot = queue[0], queue[0].slot
             if _is_there(queued):
                 size = job_bytes + slot.size_bytes
-                is_full = size > most or not self._has_room(tier, size)
-                if batch and (is_full or is_alone or queued.tries):
+                if batch and (size > most or is_alone or queued.tries):
+                    break
+                if not self._has_room(tier, size):
                     break
                 record = self._to_write(tier, slot, queued.is_read, queued.is_admitted)
                 if record is not None:

@@ -18,7 +18,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.shm.slots import HEADER_BYTES, sign
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, ReadRequest, Tier, TierError, WriteRequest
-from hybridkv.tiers.record import Record, head_bytes, is_whole, read_head, write_head
+from hybridkv.tiers.record import Record, head_bytes, proven_digests, read_head, write_head
 
 CLEAR_KEYS = 1024  # Records that are removed in one call.
 
@@ -151,9 +151,10 @@ def _prove(wanted: Record, head: memoryview, slot: memoryview) -> int:
     if (record.name, record.shape) != (wanted.name, wanted.shape):
         raise DamagedError("it is another object")
     slot[HEADER_BYTES : len(head)] = head[HEADER_BYTES:]
-    if not is_whole(record, slot):
+    digests = proven_digests(record, slot)
+    if digests is None:
         raise DamagedError("its bytes are not those that were stored")
-    sign(slot, record.part_bytes, record.parts, wanted.seed)
+    sign(slot, digests, wanted.seed)
     return record.tenant
 
 

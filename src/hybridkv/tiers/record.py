@@ -17,10 +17,17 @@ from typing import NamedTuple
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm import slots as layout
-from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, is_signed, payload_offset, sign
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SHORT_HASH_BYTES,
+    is_signed,
+    part_digests,
+    payload_offset,
+    sign,
+)
 from hybridkv.store.index import Slot
 
-RECORD_VERSION = 1  # The same under the name that the disk tier uses.
+RECORD_VERSION = 2  # The same under the name that the disk tier uses.
 KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's short hash, tenant,
@@ -80,11 +87,12 @@ def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
     Signs parts that are not signed, and zeroes the slot behind its payload. Raises ValueError where
     a part has a wrong signature.
     """
-    signed = is_signed(slot, record.part_bytes, record.parts, record.seed)
+    digests = part_digests(slot, *record.shape)
+    signed = is_signed(slot, digests, record.seed)
     if signed is False:
         raise ValueError("its bytes are not those that were stored")
     if signed is None:
-        sign(slot, record.part_bytes, record.parts, record.seed)
+        sign(slot, digests, record.seed)
     payload = payload_offset(record.parts)
     end = payload + record.part_bytes * record.parts
     slot[end:] = bytes(len(slot) - end)
@@ -119,12 +127,16 @@ def parts_of(start: bytes | memoryview) -> int:
     return int(parts) if (magic, version) == (_MAGIC, RECORD_VERSION) else 0
 
 
-def is_whole(record: Record, memory: memoryview) -> bool:
-    """Whether `memory` has exactly the record's bytes; its header was read already."""
+def proven_digests(record: Record, memory: memoryview) -> list[bytes] | None:
+    """The digests of the parts if `memory` has exactly the record's bytes, else None.
+
+    The record's header was read already.
+    """
     rest = bytes(memory[payload_offset(record.parts) + record.part_bytes * record.parts :])
     if len(memory) != record.size_bytes or rest.strip(b"\0"):
-        return False
-    return is_signed(memory, record.part_bytes, record.parts, record.seed) is True
+        return None
+    digests = part_digests(memory, *record.shape)
+    return digests if is_signed(memory, digests, record.seed) else None
 
 
 def _crc(head: memoryview, payload: int) -> int:

@@ -72,8 +72,8 @@ class S3Tier(Tier):
                 " with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             )
         self._place = f"s3://{self._bucket}/{prefix}"
-        options = replace(spec, location=self._place).known_options("endpoint", "region")
-        spec.refuse_bytes("the bucket's lifecycle rules")
+        shown, bounds = replace(spec, location=self._place), "the bucket's lifecycle rules"
+        options = shown.known_options("endpoint", "region", bounded_by=bounds)
         if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
@@ -82,7 +82,10 @@ class S3Tier(Tier):
         self._settings: dict[str, Any] = {name: value for name, value in options.items() if value}
         endpoint = self._settings.get("endpoint", "")
         if endpoint:
-            address = urlsplit(endpoint)
+            try:
+                address = urlsplit(endpoint)
+            except ValueError:
+                address = urlsplit("")
             is_http = address.scheme in ("http", "https") and address.hostname
             if not is_http or "@" in address.netloc:
                 raise ConfigError(

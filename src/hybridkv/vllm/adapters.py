@@ -3,12 +3,15 @@
 The engine's hashes name an adapter by its name and path. Bytes may be reused only with the same
 weights, so the hashes of an adapter's chunks also cover its files. The files tell what the engine
 has loaded only while nobody changes them. Requests with adapters that changed after the engine
-started are computed and never stored.
+started are computed and never stored, and objects are committed only after the files were seen to
+be the same once more.
 """
 
 import hashlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,50 @@ _Files = tuple[tuple[str, int, int, int, int], ...]
 class Adapter:
     """One adapter of this engine: read, being read (neither is set), or refused."""
 
+    directory: str = ""
     identity: bytes | None = None
     """Hash of its files, HASH_BYTES long; None while it is unknown and after a refusal."""
     refused: str = ""  # Why it is not served.
-    checked_at: float = 0.0
+    checked_at: float = 0.0  # When its files were read, or compared with what was read, last.
+    proven_at: float = 0.0  # When the last comparison began that found nothing changed.
     files: _Files = ()
 
     def refuse(self, why: str) -> None:
         """Serve it no more, which also holds for requests that are under way."""
         self.refused, self.identity = why, None
+
+    def is_proven(self, since: float, now: float) -> bool:
+        """Whether the files were still the same at some time after `since`.
+
+        The engine may load an adapter anew in any step, so that what a step computed is known to be
+        of these weights only afterwards. Begins to compare where nobody has since then.
+        """
+        if self.checked_at < since:
+            self.check(now)
+        return self.proven_at >= since
+
+    def check(self, now: float) -> None:
+        """Begin to compare the files with those that were read."""
+        self.checked_at = now
+
+        def compare() -> None:
+            if _files(Path(self.directory)) != self.files:
+                self.refuse(f"{_CHANGED}, which may load them again")
+            else:
+                self.proven_at = max(self.proven_at, now)
+
+        self.begin(compare)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run `work` in a thread; the adapter is refused if it raises."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # the adapter says it
+                self.refuse(f"the adapter's files cannot be read: {error}")
+
+        threading.Thread(target=run, name="hybridkv-adapter", daemon=True).start()
 
 
 class Adapters:
@@ -62,23 +100,14 @@ class Adapters:
         if adapter is None:
             if len(self._known) >= ADAPTERS_MAX:
                 del self._known[next(iter(self._known))]
-            adapter = self._known[key] = Adapter(checked_at=now)
-            self._begin(self._read, adapter, Path(request.lora_path))
+            adapter = self._known[key] = Adapter(request.lora_path, checked_at=now)
+            adapter.begin(partial(self._read, adapter))
         elif adapter.identity is not None and now - adapter.checked_at > RECHECK_SECONDS:
-            adapter.checked_at = now
-            self._begin(self._recheck, adapter, Path(request.lora_path))
+            adapter.check(now)
         return adapter
 
-    def _begin(self, work: Any, adapter: Adapter, directory: Path) -> None:
-        def run() -> None:
-            try:
-                work(adapter, directory)
-            except Exception as error:  # noqa: BLE001  # the adapter says it
-                adapter.refuse(f"the adapter's files cannot be read: {error}")
-
-        threading.Thread(target=run, name="hybridkv-adapter", daemon=True).start()
-
-    def _read(self, adapter: Adapter, directory: Path) -> None:
+    def _read(self, adapter: Adapter) -> None:
+        directory = Path(adapter.directory)
         files = _files(directory)
         if not files:
             adapter.refuse("the adapter's path is no directory with its files")
@@ -92,14 +121,10 @@ class Adapters:
             with (directory / name).open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     digest.update(piece)
-        adapter.files = files
-        self._recheck(adapter, directory)
-        if not adapter.refused:
-            adapter.identity = digest.digest()
-
-    def _recheck(self, adapter: Adapter, directory: Path) -> None:
-        if _files(directory) != adapter.files:
+        if _files(directory) != files:
             adapter.refuse(f"{_CHANGED}, which may load them again")
+        else:
+            adapter.files, adapter.identity = files, digest.digest()
 
 
 def _files(directory: Path) -> _Files:

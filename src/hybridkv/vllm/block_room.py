@@ -18,12 +18,14 @@ class Retention(NamedTuple):
 
     tokens_per_block: int
     window_tokens: int | None  # None = all tokens are kept.
+    draft_blocks: int = 0  # Blocks besides: each draft of a step leaves a recurrent state.
 
 
-def retention_of(group: Group) -> Retention:
+def retention_of(group: Group, draft_blocks: int = 0) -> Retention:
     """What the engine keeps of a request in `group`."""
     window = group.window_tokens + group.extra_retained_tokens
-    return Retention(group.tokens_per_block, None if group.kind is GroupKind.FULL else window)
+    kept = None if group.kind is GroupKind.FULL else window
+    return Retention(group.tokens_per_block, kept, draft_blocks)
 
 
 class BlockRoom:
@@ -32,11 +34,15 @@ class BlockRoom:
     Every count of `tokens` is that of the request and the first token that it computes.
     """
 
-    def __init__(self, groups: Sequence[Retention], pool_blocks: int, step_tokens: int) -> None:
-        """`groups`: what each of the engine's keeps; `step_tokens`: the most tokens of a step."""
+    def __init__(self, groups: Sequence[Retention], pool_blocks: int, inflight_tokens: int) -> None:
+        """`groups`: what each of the engine's keeps.
+
+        `inflight_tokens`: the most tokens of all steps that are planned and not reported. vLLM runs
+        a request only where its window and all of these have room.
+        """
         self._groups = groups
         self._pool_blocks = pool_blocks
-        self._step_tokens = step_tokens
+        self._inflight_tokens = inflight_tokens
         self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -46,12 +52,13 @@ class BlockRoom:
     def most_blocks(self, tokens: int) -> int:
         """The most blocks, over all groups, that a request holds before it has run once.
 
-        A group with a window frees earlier blocks, but only after the step that leaves them.
+        A group with a window frees earlier blocks, but only when the step that leaves them ended.
         """
         total = 0
         for group in self._groups:
             read = tokens if group.window_tokens is None else group.window_tokens
-            total += -(-min(tokens, read + self._step_tokens) // group.tokens_per_block) + 1
+            total += -(-min(tokens, read + self._inflight_tokens) // group.tokens_per_block) + 1
+            total += group.draft_blocks
         return total
 
     def has_room(self, request_id: str, tokens: int) -> bool:

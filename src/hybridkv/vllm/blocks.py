@@ -1,7 +1,15 @@
-"""The engine's blocks as memory: runs of bytes, words, and pieces of an object's part."""
+"""The engine's blocks as memory: runs of bytes, words, and pieces of an object's part.
+
+vLLM registers a layer as [block, head, token, content] whatever stands next to what in memory. A
+block is taken apart in the order of its memory, so that it is one run where it is one piece::
+
+    LBNHC, LBHNC, BLNHC, BLHNC     [block, bytes]          one run
+    LHBNC, BHLNC                   [block, head, bytes]    a run for each head
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from operator import mul
 
 import torch
 
@@ -14,20 +22,36 @@ def block_bytes(view: torch.Tensor) -> int:
     return size
 
 
-def as_words(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as the widest integers that the strides of all `views` allow."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        try:
-            return [view.view(dtype) for view in views]
-        except RuntimeError:
-            continue
-    return [view.view(torch.uint8) for view in views]
+def memory_order(view: torch.Tensor) -> tuple[int, ...]:
+    """The dims of one block from the largest stride to the smallest, without those of length 1."""
+    dims = (dim for dim, length in enumerate(view.shape[1:]) if length != 1)
+    return tuple(sorted(dims, key=view.stride()[1:].__getitem__, reverse=True))
+
+
+def physical(view: torch.Tensor) -> torch.Tensor:
+    """The same blocks with the dims of each in the order of memory, joined as far as possible.
+
+    `[block, ..., run]`: the last dim is contiguous, and there are no others where a block is one
+    piece of memory.
+    """
+    shape, strides = [1], [1]
+    for dim in reversed(memory_order(view)):
+        length, stride = view.shape[dim + 1], view.stride(dim + 1)
+        if stride == strides[0] * shape[0]:
+            shape[0] *= length
+        else:
+            shape.insert(0, length)
+            strides.insert(0, stride)
+    return view.as_strided((len(view), *shape), (view.stride(0), *strides))
 
 
 def part_pieces(
     views: Sequence[torch.Tensor], op: CopyOp, part: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """By layer: the engine's blocks, and the op's blocks within one rank's part, shaped alike."""
+    """By layer: the engine's blocks, and the op's blocks within one rank's part, shaped alike.
+
+    The views are physical ones.
+    """
     at = 0
     for view in views:
         size = block_bytes(view)
@@ -38,13 +62,7 @@ def part_pieces(
 
 
 def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(byte offset, bytes) of each contiguous piece of one block, in the order of its elements."""
-    size = view.element_size()
-    pairs = zip(view.shape[1:], view.stride()[1:], strict=True)
-    dims = [(length, stride) for length, stride in pairs if length != 1]
-    run = 1
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    for index in product(*(range(length) for length, _ in dims)):
-        offset = sum(at * stride for at, (_, stride) in zip(index, dims, strict=True))
-        yield offset * size, run * size
+    """(byte offset, bytes) of each run of one block of a physical view, in the order of memory."""
+    size, strides = view.element_size(), view.stride()[1:-1]
+    for index in product(*map(range, view.shape[1:-1])):
+        yield sum(map(mul, index, strides)) * size, view.shape[-1] * size

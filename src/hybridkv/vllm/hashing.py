@@ -27,6 +27,37 @@ def hash_facts(algorithm: str) -> list[str]:
     return [algorithm, python, os.environ.get("PYTHONHASHSEED", DEFAULT_NONE_HASH_SEED)]
 
 
+def is_hashable(request: Any, by_us: bool, ahead_tokens: int = 0) -> bool:
+    """Whether a request's chunks have hashes that name them.
+
+    Embeddings have none, and neither has what no field of vLLM is meant to hold: vLLM passes on
+    what a caller in its own process gives, and token ids unseen where it has no tokenizer.
+    `ahead_tokens` are those of a chunk, where its hash covers the token behind it; 0 = it does not.
+    A session of streamed prompts may take such a token back.
+    """
+    if request.prompt_embeds is not None or not isinstance(request.cache_salt, str | None):
+        return False
+    if ahead_tokens and request.resumable:
+        return False
+    try:
+        if by_us:
+            array("q", request.all_token_ids)
+        elif ahead_tokens:
+            array("q", request.all_token_ids[ahead_tokens::ahead_tokens])
+    except (OverflowError, TypeError):
+        return False
+    return True
+
+
+def extra_keys_at(request: Any, positions: range) -> list[tuple[Any, ...] | None]:
+    """What each of these tokens depends on besides: vLLM's own extra keys (LoRA, images, salt)."""
+    keys, feature = [], 0
+    for position in positions:
+        extra, feature = generate_block_hash_extra_keys(request, position, position + 1, feature)
+        keys.append(extra)
+    return keys
+
+
 class ChunkHashChain:
     """The chained hashes of one request's chunks, made once each."""
 

@@ -3,25 +3,28 @@
 import dataclasses
 import hashlib
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from enum import Enum
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import torch
 import vllm
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from transformers import PretrainedConfig
+from vllm import envs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
 
 from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.settings import Settings
 from hybridkv.vllm.hashing import hash_facts
 from hybridkv.vllm.layout import WorkerLayout
+from hybridkv.vllm.unrelated import FIELDS, LIBRARY_VARIABLES, VARIABLES, names
 
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 16
-_BLOB = re.compile("[0-9a-f]{64}")  # Name of a large file in a hub's cache.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
+_DEPTH_MAX = 4  # Of objects inside objects that are no data classes.
+_MEASURED = "online_quantization_time"  # Seconds that a quantization took, among its settings.
 
 
 def identity_facts(
@@ -33,11 +36,11 @@ def identity_facts(
 ) -> dict[str, object]:
     """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel, hf_config = vllm_config.parallel_config, model.hf_config.to_dict()
-    # RoPE may depend on the served length (dynamic, longrope, yarn scaling).
-    rope = [getattr(model.hf_config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    text = model.hf_text_config  # As a rule a part of `hf_config`, but not of every model.
+    specs = [_spec_facts(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     chunk = [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, geometry.ranks]
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    digests = [layout.weights for _, layout in sorted(layouts.items())]
     layers = []
     for rank, layout in sorted(layouts.items()):
         by_gid = [[gid, [*map(astuple, one)]] for gid, one in layout.layers.items()]
@@ -46,79 +49,105 @@ def identity_facts(
         "payload": PAYLOAD_VERSION,
         "abi": ".".join(vllm.__version__.split(".")[:2]),
         "hash": hash_facts(str(cache.prefix_caching_hash_algo)),
-        "weights": settings.weights_identity or weights_identity(vllm_config),
-        "config": _plain({key: hf_config[key] for key in hf_config if key != "_name_or_path"}),
-        "overrides": _plain(getattr(model, "hf_overrides", None)),
-        "quantization": str(model.quantization),
-        "dtype": str(model.dtype),
-        "kv_dtype": [str(cache.cache_dtype), str(getattr(cache, "mamba_cache_dtype", ""))],
-        "ssm_dtype": str(getattr(cache, "mamba_ssm_cache_dtype", "")),
-        "max_model_len": model.max_model_len if any(rope) else 0,
-        "parallel": [
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            getattr(parallel, "decode_context_parallel_size", 1),
-            bool(getattr(parallel, "enable_expert_parallel", False)),
-        ],
-        "attention": _plain(getattr(vllm_config, "attention_config", None)),
-        "lora": vllm_config.lora_config is not None,
+        "weights": weights_fact(settings, digests, digests),
+        "config": _model(model.hf_config),
+        "text_config": None if text is model.hf_config else _model(text),
+        "draft_config": draft and _model(draft.hf_config),
+        "files": _model_files(model),
+        "environment": _environment(),
         "layout": str(kv_cache_config.kv_cache_layout),
-        "speculative": getattr(vllm_config.speculative_config, "method", None),
-        "groups": [[*astuple(group), specs[group.gid]] for group in geometry.groups],
+        "groups": [[*astuple(group), *specs[group.gid]] for group in geometry.groups],
         "chunk": chunk,
         "layers": layers,
+        **_settings(vllm_config),
     }
 
 
-def weights_identity(vllm_config: Any) -> str:
-    """What tells these weights from others: the content of their files, where they are here."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if str(load.load_format) == "dummy":
-        return f"dummy:{model.seed}:{os.environ.get('HYBRIDKV_WIDEN', '')}"
+def _spec_facts(spec: KVCacheSpec) -> list[object]:
+    """A group's kind, and what its states are made of: they are registered as plain bytes, and
+    their dims may be in either order (VLLM_SSM_CONV_STATE_LAYOUT).
+    """
+    layers = [one for one in iter_layer_specs(spec) if isinstance(one, MambaSpec)]
+    states = [[one.shapes, [*map(str, one.dtypes)]] for one in layers]
+    return [type(spec).__name__, *states]
+
+
+def _settings(config: Any) -> dict[str, object]:
+    """The fields of one of vLLM's configurations, at any depth, but for those that are unrelated.
+
+    A field that is not known here is a part of the identity, so that a new one costs hits at most.
+    """
+    unrelated = names(FIELDS.get(type(config).__name__, {}))
+    fields = (one.name for one in dataclasses.fields(config) if one.name not in unrelated)
+    return {name: _plain(getattr(config, name)) for name in fields}
+
+
+def _environment() -> dict[str, str]:
+    """The variables that choose kernels, data types or layouts, where somebody set them."""
+    chosen = envs.environment_variables.keys() - names(VARIABLES)
+    said = {name: str(getattr(envs, name)) for name in chosen & os.environ.keys()}
+    libraries = LIBRARY_VARIABLES.split()
+    return said | {name: os.environ[name] for name in libraries if name in os.environ}
+
+
+def _model(hf_config: Any) -> object:
+    """The model's own configuration, with what `--hf-overrides` made of it."""
+    values = hf_config.to_dict().items()
+    return _plain({key: value for key, value in values if key != "_name_or_path"})
+
+
+def _model_files(model: Any) -> object:
+    """What besides weights and configuration comes from the model's files.
+
+    That is code which computes where it is trusted, and how pixels and sounds become numbers, which
+    the hashes of a prompt's media do not cover. Returns the digest of each file by its name, or the
+    model's name and revisions where the files are not here.
+    """
+    patterns = ["*.py"] if model.trust_remote_code else []
+    patterns += ["*processor*.json"] if model.multimodal_config is not None else []
+    if not patterns:
+        return {}
     directory = Path(model.model)
     if not directory.is_dir():
         from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415  # only for a hub's name
 
         config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
         if not isinstance(config, str):
-            return f"name:{model.model}:{model.revision}:{load.load_format}"
+            return [model.model, str(model.revision), str(model.code_revision)]
         directory = Path(config).parent
-    digest = hashlib.blake2b(digest_size=32)
-    for path in sorted(directory.rglob("*")):
-        if path.suffix in _WEIGHT_SUFFIXES and path.is_file():
-            digest.update(f"{path.relative_to(directory)}:{path.stat().st_size}\n".encode())
-            digest.update(_content(path))
-    return f"files:{digest.hexdigest()}:{load.load_format}"
+    found = sorted(path for pattern in patterns for path in directory.glob(pattern))
+    return {path.name: hashlib.blake2b(path.read_bytes()).hexdigest()[:32] for path in found}
 
 
-def _content(path: Path) -> bytes:
-    """What stands for a file's content.
+def weights_fact(settings: Settings, digests: Sequence[str], first: Sequence[str]) -> object:
+    """What stands for weights with these `digests` by rank; `first`: those at the engine's start.
 
-    It is the name of a hub's blob, which is a hash, or all bytes of a small file. Of a large file
-    it is evenly spread pieces and the time of the last change, because a fine-tune may have changed
-    only bytes between the pieces.
+    The name that `weights_identity` gives is that of the weights with which the engine started.
     """
-    blob = path.resolve().name
-    if path.is_symlink() and _BLOB.fullmatch(blob):
-        return blob.encode()
-    status = path.stat()
-    size = status.st_size
-    with path.open("rb") as file:
-        if size <= _SAMPLES * _SAMPLE_BYTES:
-            return file.read()
-        pieces = [str(status.st_mtime_ns).encode()]
-        for at in (*range(0, size - _SAMPLE_BYTES, size // _SAMPLES), size - _SAMPLE_BYTES):
-            file.seek(at)
-            pieces.append(file.read(_SAMPLE_BYTES))
-    return b"".join(pieces)
+    if settings.weights_identity is None:
+        return [*digests]
+    name = settings.weights_identity
+    return name if [*digests] == [*first] else [name, *digests]
 
 
-def _plain(value: object) -> object:
-    """The value with JSON-able leaves: containers stay, everything else becomes its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
+    """The value with JSON-able leaves that are the same in every process."""
+    if isinstance(value, str | int | bool | None):
+        return value
+    if isinstance(value, PretrainedConfig):
+        return _model(value)  # Some of these are data classes too.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    return value if isinstance(value, str | int | bool | None) else str(value)
+        return _settings(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth) for item in value]
+    if isinstance(value, float | Enum | Path | torch.dtype):
+        return str(value)
+    # The text of any other object may have its address in it.
+    of = value if isinstance(value, type | FunctionType) else type(value)
+    inside = dict(vars(value)) if depth and of is not value and hasattr(value, "__dict__") else {}
+    inside.pop(_MEASURED, None)
+    return [f"{of.__module__}.{of.__qualname__}", _plain(inside, depth - 1)]

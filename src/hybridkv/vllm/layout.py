@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVQuantMode, iter_layer_sp
 from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
 from hybridkv.vllm.block_room import Retention, retention_of
-from hybridkv.vllm.blocks import block_bytes, block_runs
+from hybridkv.vllm.blocks import block_bytes, memory_order, physical
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class LayerLayout:
     name: str
     block_bytes: int
     dtype: str
-    shape: tuple[int, ...]  # The shape of one block.
-    stride: tuple[int, ...]  # The strides of one block, in elements.
-    block_stride_bytes: int
+    shape: tuple[int, ...]  # The shape of one block, as vLLM registers it.
+    order: tuple[int, ...]
+    """The dims of `shape` in the order of memory, without those of length 1. A block's bytes stand
+    in this order in an object, so it is a part of the identity; strides are not, since they change
+    with the number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
 
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
+    staging_bytes: int | None = None
+    """Most bytes of stores that are copied and not reported yet; None = no bound, as on the CPU."""
+    weights: str = ""  # The digest of the rank's weights; empty where none are loaded.
 
     @property
     def sizes(self) -> dict[int, tuple[int, ...]]:
@@ -82,8 +88,9 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
 
 def group_keeping(gid: int, spec: Any) -> Retention:
     """What a group keeps of a request; one that is not understood keeps everything."""
+    draft_blocks = getattr(next(iter(iter_layer_specs(spec))), "num_speculative_blocks", 0)
     try:
-        return retention_of(group_geometry(gid, spec, (1,)))
+        return retention_of(group_geometry(gid, spec, (1,)), draft_blocks)
     except HybridKVError:
         return Retention(spec.block_size, None)
 
@@ -94,12 +101,19 @@ def is_replicated(spec: Any) -> bool:
 
 
 def build_geometry(
-    config: KVCacheConfig, layouts: Mapping[int, WorkerLayout], chunk_tokens: int | None
+    config: KVCacheConfig,
+    layouts: Mapping[int, WorkerLayout],
+    chunk_tokens: int | None,
+    lookahead_tokens: int = 0,
 ) -> Geometry:
     """The geometry of an engine from its groups and its workers' layouts by rank."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but the engine then takes other hits than it is offered.
-    if any(layer.prefix_replay_tokens for spec in specs for layer in iter_layer_specs(spec)):
+    if any(
+        getattr(layer, "prefix_replay_tokens", 0)
+        for spec in specs
+        for layer in iter_layer_specs(spec)
+    ):
         what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
         raise ConfigError(what, "--no-swa-bounded-replay works")
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
@@ -112,9 +126,9 @@ def build_geometry(
     alignment, hashing = config.cache_hit_alignment_tokens, config.hash_block_size
     if not groups or not alignment or not hashing:
         what = "vLLM names no cacheable KV cache group or no hit alignment"
-        raise GeometryError(what, "is prefix caching on?")
+        raise GeometryError(what, "serving this model without the connector works")
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
-    return Geometry(groups, chunk, alignment, hashing, len(layouts))
+    return Geometry(groups, chunk, alignment, hashing, len(layouts), lookahead_tokens)
 
 
 def _check_states(groups: Sequence[Group]) -> None:
@@ -145,7 +159,7 @@ def block_views(
             what = f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
             raise GeometryError(what)
         views[name] = kv.group_kernel_blocks(tensor, config.num_blocks)
-        if sum(1 for _ in block_runs(views[name])) > RUNS_MAX:
+        if prod(physical(views[name]).shape[1:-1]) > RUNS_MAX:
             what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
             raise GeometryError(what)
     return views
@@ -158,12 +172,7 @@ def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> W
         named = [(name, views[name]) for name in config.kv_cache_groups[gid].layer_names]
         layers[gid] = tuple(
             LayerLayout(
-                name,
-                block_bytes(view),
-                str(view.dtype),
-                tuple(view.shape[1:]),
-                tuple(view.stride()[1:]),
-                view.stride(0) * view.element_size(),
+                name, block_bytes(view), str(view.dtype), tuple(view.shape[1:]), memory_order(view)
             )
             for name, view in named
         )

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict, fail, failure, judge, ok
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
+from hybridkv.vllm.drafters import speculation_findings, unproven_states
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry
+from hybridkv.vllm.versions import OLDEST, PROVEN
 
-VLLM_SUPPORTED = ("0.32",)
-"""Minor versions that this connector was run on; others have other hooks and layouts."""
-SPECULATIVE_METHODS = ("ngram",)
-"""Proven methods: stored blocks hold verified tokens only, and no drafter has own layers."""
 CONNECTOR = {
     "kv_connector": "HybridKVConnector",
     "kv_connector_module_path": "hybridkv.connector",
@@ -35,10 +35,11 @@ SEVERAL = "MultiConnector"  # The connector of this package that has other conne
 def config_findings(vllm_config: Any) -> Iterator[Finding]:
     """The findings of the configuration alone, in the order in which the connector refuses."""
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
-    version = vllm.__version__
-    is_good = ".".join(version.split(".")[:2]) in VLLM_SUPPORTED
-    what = f"vllm {version} is not one that hybridkv was run on"
-    yield judge("vllm", is_good, version, what, f"vllm {VLLM_SUPPORTED[-1]} works")
+    yield _version(vllm.__version__)
+    what = "the copies of a GPU have run on a simulated device alone, and on no GPU yet"
+    remedy = "hybridkv verify shows whether answers are the same on this machine"
+    is_good = not current_platform.is_cuda_alike()
+    yield judge("device", is_good, current_platform.device_type, what, remedy, Verdict.WARN)
     try:
         settings_of(vllm_config)
     except ConfigError as error:
@@ -46,11 +47,10 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     else:
         given = transfer.kv_connector_extra_config.items()
         yield ok("settings", ", ".join(f"{key}={value}" for key, value in given) or "all defaults")
-    is_good = cache.enable_prefix_caching
-    what = "enable_prefix_caching is off, so the engine hashes no blocks"
-    yield judge("prefix caching", is_good, "on", what, "--enable-prefix-caching works")
+    off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
+    yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
     yield from _parallel(vllm_config.parallel_config)
-    yield _speculative(vllm_config.speculative_config)
+    yield from speculation_findings(vllm_config)
     good = f"cache dtype {cache.cache_dtype}, no scales computed while serving"
     what = "calculate_kv_scales gives every engine other scales for the same bytes"
     is_good = not getattr(cache, "calculate_kv_scales", False)
@@ -90,23 +90,35 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     yield judge("kv_role", role == "kv_both", role, what, remedy, Verdict.WARN)
 
 
-def group_findings(kv_cache_config: Any, speculative: Any = None) -> Iterator[Finding]:
-    """Whether every cacheable group can be restored; `speculative` is vLLM's speculative config."""
+def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
+    """Whether every cacheable group can be restored; `vllm_config` is vLLM's VllmConfig."""
+    speculative = vllm_config.speculative_config
     for gid in kv_cache_config.prefix_cacheable_group_ids:
-        check = f"group {gid}"
+        check, spec = f"group {gid}", kv_cache_config.kv_cache_groups[gid].kv_cache_spec
         try:
-            group = group_geometry(gid, kv_cache_config.kv_cache_groups[gid].kv_cache_spec, (1,))
+            group = group_geometry(gid, spec, (1,))
         except HybridKVError as error:
             yield failure(check, error)
             continue
-        is_proven = group.kind is not GroupKind.RECURRENT or speculative is None
         window = f", window {group.window_tokens}" if group.window_tokens else ""
         good = f"{group.kind}, {group.tokens_per_block} tokens per block{window}"
+        unproven: tuple[str, str] | None = None
+        if group.kind is GroupKind.RECURRENT:
+            unproven = unproven_states(vllm_config, next(iter(iter_layer_specs(spec))))
+        elif group.kind is GroupKind.CHUNKED_LOCAL and speculative and speculative.use_eagle():
+            what = (
+                f"speculative_config: vLLM 0.32 itself cannot look up group {gid} (chunked local "
+                f"attention) with a drafter of the method {speculative.method!r}"
+            )
+            unproven = what, "serving without --speculative-config works"
+        yield fail(check, *unproven) if unproven else ok(check, good)
+    cached = {*kv_cache_config.prefix_cacheable_group_ids}
+    scratch = {*range(len(kv_cache_config.kv_cache_groups))} - cached
+    if scratch and speculative is not None:
         what = (
-            f"speculative_config: restoring the recurrent state of group {gid} "
-            "under speculation is not proven yet"
+            f"speculative_config: vLLM does not cache group {min(scratch)}, and drafts may need it"
         )
-        yield judge(check, is_proven, good, what, "serving without --speculative-config works")
+        yield fail(f"group {min(scratch)}", what, "serving without --speculative-config works")
 
 
 def state_rule(vllm_config: Any) -> StateRule:
@@ -122,6 +134,15 @@ def settings_of(vllm_config: Any) -> Settings:
     return parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
+def _version(version: str) -> Finding:
+    release = version.split(".")[:2]
+    proof = PROVEN.get(".".join(release))
+    is_old = [int(part) for part in release if part.isdigit()] < [*map(int, OLDEST.split("."))]
+    why = "cannot report a load that failed" if is_old else "is not one that hybridkv was run on"
+    works = f"vllm {OLDEST} to {max(PROVEN)} works"
+    return judge("vllm", proof is not None, f"{version}: {proof}", f"vllm {version} {why}", works)
+
+
 def _parallel(parallel: Any) -> Iterator[Finding]:
     kinds = ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
     several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
@@ -134,17 +155,6 @@ def _parallel(parallel: Any) -> Iterator[Finding]:
         yield fail("parallelism", what, "--nnodes 1 works")
     elif not several:
         yield ok("parallelism", f"tensor_parallel_size {parallel.tensor_parallel_size}, one node")
-
-
-def _speculative(speculative: Any) -> Finding:
-    check = "speculative decoding"
-    if speculative is None:
-        return ok(check, "off")
-    method = speculative.method
-    good = f"{method}: drafts have no KV cache of their own"
-    what = f"speculative_config: restoring the cache of a {method!r} drafter is not proven yet"
-    remedy = '{"method":"ngram",...} or serving without --speculative-config works'
-    return judge(check, method in SPECULATIVE_METHODS, good, what, remedy)
 
 
 def _hashes(cache: Any) -> Finding:

@@ -1,4 +1,4 @@
-"""The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side ends."""
+"""The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses."""
 
 import logging
 import time
@@ -13,6 +13,9 @@ logger = logging.getLogger("vllm.hybridkv")  # Below vLLM's logger, so that its 
 FAULTS_MAX = 20
 FAULTS_SECONDS = 600.0
 """After FAULTS_MAX faults in so many seconds a side only does what keeps the engine going."""
+PAUSE_SECONDS = 60.0  # The first pause; each further one is twice as long.
+PAUSE_SECONDS_MAX = 3600.0
+"""The longest pause; a side that was on for so long begins with PAUSE_SECONDS again."""
 
 
 class Supervisor:
@@ -20,15 +23,19 @@ class Supervisor:
 
     def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.counters: Counter[str] = Counter()  # Declines and faults by reason.
+        self.is_over = False  # Whether it is switched off for good.
+        self.off_since = 0.0  # When the present pause began, in Unix time; 0 = there is none.
+        self.pause_seconds = 0.0  # The length of the last pause.
         self._role = role
         self._faults: deque[float] = deque(maxlen=FAULTS_MAX)  # When the last ones were.
-        self._is_off = False
         self._clock = clock
+        self._began = clock()  # When the side was switched on last.
+        self._retry_at = 0.0
 
     @property
     def healthy(self) -> bool:
-        """False once there were too many faults in a short time, or a fatal one."""
-        return not self._is_off
+        """False during a pause after too many faults in a short time, and once it is over."""
+        return not self.off_since and not self.is_over
 
     def run(
         self,
@@ -38,13 +45,17 @@ class Supervisor:
         fatal: bool = False,
         *,
         tells: bool = False,
+        pauses: bool = True,
     ) -> Result:
         """`work()`, or `otherwise()`, which never raises, where work raises or the side is off.
 
-        With `fatal` the first fault switches the side off, because the hook left something half
-        done. A hook that `tells` people what was counted goes on afterwards, until it fails itself.
+        With `fatal` the first fault ends the side, because the hook left something half done. Such
+        a hook goes on during a pause, and so does one that does not pause (`pauses`). A hook that
+        `tells` people what was counted goes on while the side is off, until it fails itself.
         """
-        if not self.healthy and not (tells and not self.counters[f"fault_{hook}"]):
+        tells = tells and not self.counters[f"fault_{hook}"]
+        goes_on = (fatal or not pauses) and not self.is_over
+        if not (self.healthy or tells or goes_on):
             self.counters["switched_off"] += 1
             return otherwise()
         try:
@@ -56,12 +67,40 @@ class Supervisor:
             self.counters[f"fault_{hook}"] += 1
             text = "hybridkv: %s failed in %s; the engine goes on without the cache"
             logger.exception(text, self._role, hook)
-            if fatal or is_flood:
-                self.switch_off(f"a fault in {hook}" if fatal else f"{FAULTS_MAX} faults")
+            if fatal:
+                self.end(f"a fault in {hook}")
+            elif is_flood:
+                self.switch_off(f"{FAULTS_MAX} faults")
             return otherwise()
 
     def switch_off(self, why: str) -> None:
+        """Pause: run nothing of this side until `begin_anew`; nothing where it is off already."""
+        if not self.healthy:
+            return
+        now = self._clock()
+        is_rested = not self.pause_seconds or now - self._began >= PAUSE_SECONDS_MAX
+        longer = min(2 * self.pause_seconds, PAUSE_SECONDS_MAX)
+        self.pause_seconds = PAUSE_SECONDS if is_rested else longer
+        self._retry_at, self.off_since = now + self.pause_seconds, time.time()
+        self.counters["quarantined"] += 1
+        text = "hybridkv: %s is switched off for %d s: %s"
+        logger.error(text, self._role, self.pause_seconds, why)
+
+    def end(self, why: str) -> None:
         """Run nothing of this side from now on."""
-        self._is_off = True
-        self.counters["quarantined"] = 1
-        logger.error("hybridkv: %s is switched off: %s", self._role, why)
+        if not self.is_over:
+            self.counters["quarantined"] += not self.off_since
+            self.is_over = True
+            text = "hybridkv: %s is switched off until the engine starts again: %s"
+            logger.error(text, self._role, why)
+
+    def begin_anew(self, renew: Callable[[], object]) -> None:
+        """After the pause, `renew()` and be on again; where it raises, the next pause begins."""
+        if not self.off_since or self.is_over or self._clock() < self._retry_at:
+            return
+        self.off_since, self._began = 0.0, self._clock()
+        self._faults.clear()
+        self.counters["begun_anew"] += 1
+        text = "hybridkv: %s begins anew after %d s"
+        logger.warning(text, self._role, self.pause_seconds)
+        self.run("begin_anew", renew, lambda: self.switch_off("it could not begin anew"))

@@ -17,7 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -194,6 +194,15 @@ class Drained(_Message, frozen=True, tag="drained"):
 
 NEVER = 1 << 53
 """A greeting that no engine reaches, said by a worker that ends."""
+
+
+class ReportMapping(_Message, frozen=True, tag="report_mapping"):
+    """Whether the worker can map the arena; without it, its engine neither loads nor stores.
+
+    It is said at each attempt that fails, and at the first one that succeeds after that.
+    """
+
+    is_mapped: bool
 
 
 class Greeting(_Numbered, frozen=True, tag="hello"):
@@ -424,7 +433,7 @@ class Error(_Numbered, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-SessionMessage = Hello | Drained | Identify | Subscribe
+SessionMessage = Hello | Drained | ReportMapping | Identify | Subscribe
 SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity
 """What an engine sends; control connections send the rest."""

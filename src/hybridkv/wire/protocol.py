@@ -76,6 +76,7 @@ _GREETED = frozenset((ConnectionState.ENGINE, ConnectionState.WORKER, Connection
 RULES: Mapping[type[Request], MessageRule] = {
     Hello: MessageRule(_NEW, wire.Welcome),
     wire.Drained: MessageRule(_WORKER, None),
+    wire.ReportMapping: MessageRule(_WORKER, None),
     wire.Identify: MessageRule(_ENGINE, wire.Done),
     wire.Subscribe: MessageRule(_ENGINE, None),
     wire.Lookup: MessageRule(_ENGINE, wire.Found, wire.Pending),

@@ -60,10 +60,14 @@ class SessionStatus(Struct, frozen=True):
 
 
 class Outcome(StrEnum):
-    """What a request did with the tokens that the engine itself had not cached."""
+    """What became of the tokens of a request, in one word."""
 
-    LOADED = "loaded"
-    COMPUTED = "computed"
+    LOADED = "loaded"  # Some were loaded from outside the engine.
+    LOCAL = "local"  # The engine's own cache reached as far as this one.
+    MISS = "miss"  # Nothing was found.
+    UNUSED = "unused"  # Something was found, and the request ended before it was loaded.
+    DECLINED = "declined"  # They were not looked up, or not answered in time; the text says why.
+    FAILED = "failed"  # The load failed, and they were computed.
 
 
 class DecisionStatus(Struct, frozen=True):
@@ -110,6 +114,11 @@ class WindowStatus(Struct, frozen=True):
     ceiling: float | None
     hit_tokens: float
     asked_tokens: float
+    loaded_tokens: float
+    """Tokens that engines loaded instead of computing them."""
+    saved_seconds: float | None
+    """What loads spared of computing, at each engine's measured speed, less the time from the
+    lookups to the ends of the loads; None where no speed was known."""
     wait_seconds: float | None
     """The mean wait of lookups that waited for tiers; None where none did."""
     per_second: dict[str, float]
@@ -147,6 +156,8 @@ class Status(Struct, frozen=True, omit_defaults=True):
     """The last hour."""
     health: list[Problem]
     """The worst first."""
+    help: str
+    """Whether the cache helps: what was loaded in the last hour, and the time that it saved."""
     verdict: MemoryVerdict
     tiers: list[TierStatus]
     groups: list[GroupStatus]

@@ -16,7 +16,8 @@ from tests.documents import DOCS, filled, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS.md"
 MULTI_EVENTS = {
-    "quarantined": "the connector is switched off",
+    "quarantined": "the connector was switched off; it still is where `begun_anew` is smaller",
+    "begun_anew": "the connector is asked again after its pause",
     "switched_off": "a hook was not called, because the connector is switched off",
     "fault_*": "the connector raised in this hook",
     "fault_aggregate": "the connector could not merge the messages of several workers",

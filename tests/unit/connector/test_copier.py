@@ -2,74 +2,67 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from hybridkv.connector.copy.cuda import CudaCopier
+from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
+from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
-from hybridkv.vllm.blocks import as_words, block_bytes, block_runs, part_pieces
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    PIECE_BYTES,
+    SlotHeader,
+    SlotState,
+    checksum_offset,
+    payload_offset,
+    slot_bytes,
+)
+from hybridkv.vllm.blocks import block_bytes, block_runs, physical
+from tests.arenas import unnamed_arena
+from tests.kv_memory import BLOCKS, CACHES, Cache, KVMemory, full, layers
 
-BLOCKS = 9
 ARENA = 8 << 20
 DONE_SECONDS = 60.0
+POISON = 0x5A
 
 gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def flat(device: str, layers: int, content: tuple[int, ...], order: str) -> list[torch.Tensor]:
-    """Layers of one flat allocation as in vLLM: [L, B, H, N, C] in the given physical order."""
-    sizes = dict(zip("LBHNC", (layers, BLOCKS, *content), strict=True))
-    raw = torch.randint(
-        0, 2**15, tuple(sizes[dim] for dim in order), dtype=torch.int16, device=device
-    )
-    logical = raw.permute(*(order.index(dim) for dim in "LBHNC"))
-    return [logical[layer] for layer in range(layers)]
+def blocks_of(cache: str, device: str = "cpu") -> list[torch.Tensor]:
+    """The layers of the first group of such a cache."""
+    return CACHES[cache].memory(device).groups[0]
 
 
-def padded(device: str, layers: int, content: int, stride: int) -> list[torch.Tensor]:
-    """Recurrent states: raw bytes with padding behind each block, in `as_strided` views."""
-    raw = torch.randint(-128, 127, (layers, BLOCKS * stride), dtype=torch.int8, device=device)
-    return [
-        layer.as_strided((BLOCKS, 1, 1, content), (stride, content, content, 1)) for layer in raw
-    ]
+def spaced(device: str, count: int, content: int, stride: int) -> list[torch.Tensor]:
+    """Layers of blocks of any number of bytes, with padding behind each block."""
+    raw = torch.randint(-128, 127, (count, BLOCKS * stride), dtype=torch.int8, device=device)
+    return [layer.as_strided((BLOCKS, content), (stride, 1)) for layer in raw]
 
 
-LAYOUTS = {
-    "LBHNC": lambda device: flat(device, 3, (2, 16, 8), "LBHNC"),
-    "LBNHC": lambda device: flat(device, 3, (2, 16, 8), "LBNHC"),
-    "LHBNC": lambda device: flat(device, 3, (2, 16, 8), "LHBNC"),
-    "BLHNC": lambda device: flat(device, 3, (2, 16, 8), "BLHNC"),
-    "BHLNC": lambda device: flat(device, 3, (2, 16, 8), "BHLNC"),
-    "one layer": lambda device: flat(device, 1, (1, 16, 8), "LBHNC"),
-    "large blocks": lambda device: flat(device, 2, (4, 128, 128), "LBHNC"),
-    "padded states": lambda device: padded(device, 3, 1000, 1536),
-    "odd bytes": lambda device: padded(device, 2, 333, 401),
-    "unequal layers": lambda device: [
-        *flat(device, 2, (2, 16, 8), "LBHNC"),
-        *padded(device, 2, 96, 128),
-    ],
-    "band between odd bytes": lambda device: [
-        *padded(device, 1, 333, 401),
-        *flat(device, 2, (2, 16, 8), "LBHNC"),
-        *padded(device, 1, 331, 401),
-    ],
-}
+def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
+    """A block's bytes layer by layer, in the order of their addresses."""
+    found = b""
+    for layer in range(len(memory.groups[gid])):
+        marked = torch.ones_like(memory.buffer)
+        memory.within(marked, gid)[layer][block] = 0
+        found += memory.buffer[marked == 0].cpu().numpy().tobytes()
+    return found
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}", ARENA)
-    made.unlink()
-    made.reserve(0, ARENA)
-    yield made
-    made.close()
+    with unnamed_arena(ARENA) as made:
+        yield made
 
 
 class Rig:
@@ -94,12 +87,14 @@ class Rig:
         self.next = 0
 
     def copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
-        part = self.parts[rank]
+        part, blocks = self.parts[rank], [[*map(physical, views)]]
         if views[0].is_cuda:
-            made = CudaCopier(self.arena, [views], part)
+            largest = Demand(4 * self.part_bytes, 4, 16 * self.part_bytes)
+            pipeline = CopyPipeline(CudaDevice(views[0].device), blocks, largest)
+            made = CudaCopier(pipeline, self.arena, part)
             made.pin(ARENA)
             return made
-        return HostCopier(self.arena, [views], part)
+        return HostCopier(self.arena, blocks, part)
 
     def slot(self, count: int) -> SlotRef:
         ref = SlotRef(self.next, 1000 + self.next)
@@ -144,7 +139,7 @@ class Rig:
 @pytest.mark.parametrize("device", ["cpu", gpu])
 def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> None:
     """Each object has one part, which one rank writes and every rank loads."""
-    views = [LAYOUTS["LBNHC"](device) for _ in range(2)]
+    views = [blocks_of("LBHNC", device) for _ in range(2)]
     for mine, others in zip(*views, strict=True):
         others.copy_(mine)
     rig = Rig(arena, views, "on", shared=True)
@@ -166,40 +161,56 @@ def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> Non
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 @pytest.mark.parametrize("checksum", ["off", "on", "paranoid"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cache", CACHES)
 def test_bytes_come_back_into_other_blocks(
-    arena: Arena, layout: str, checksum: str, device: str
+    arena: Arena, cache: str, checksum: str, device: str
 ) -> None:
-    views = [LAYOUTS[layout](device) for _ in range(2)]
-    rig = Rig(arena, views, checksum)
-    before = [[view.clone() for view in rank] for rank in views]
-    sources = ((1, 2, 3), (8, 4, 6), (5,))
-    ops = [
-        CopyOp(rig.slot(len(ids)), 0, chunk, len(ids), 0, ids) for chunk, ids in enumerate(sources)
-    ]
-    assert rig.store(ops) == [True] * 6
-    for view in (view for rank in views for view in rank):
-        view.zero_()
-    targets = ((6, 5, 4), (1, 2, 3), (8,))
-    moved = [
-        CopyOp(op.slot, 0, op.chunk, op.count, 0, ids) for op, ids in zip(ops, targets, strict=True)
-    ]
-    for rank in range(2):
-        assert rig.load(rank, moved) is None
-        for view, old in zip(views[rank], before[rank], strict=True):
-            for source, target in zip(sources, targets, strict=True):
-                for one, other in zip(source, target, strict=True):
-                    assert torch.equal(view[other], old[one])
-            for untouched in (0, 7):
-                assert not view[untouched].any(), "no other block is touched"
-    rig.close()
+    """And no other byte of the whole allocation is touched, neither of a block nor of padding."""
+    ranks = [CACHES[cache].memory(device) for _ in range(2)]
+    sources, targets = ((1, 2, 3), (8, 4, 6), (5,)), ((6, 5, 4), (1, 2, 3), (8,))
+    for gid in range(len(ranks[0].groups)):
+        rig = Rig(arena, [rank.groups[gid] for rank in ranks], checksum)
+        ops = [
+            CopyOp(rig.slot(len(ids)), 0, chunk, len(ids), 0, ids)
+            for chunk, ids in enumerate(sources)
+        ]
+        assert rig.store(ops) == [True] * 6
+        moved = [
+            CopyOp(op.slot, 0, op.chunk, op.count, 0, ids)
+            for op, ids in zip(ops, targets, strict=True)
+        ]
+        for number, rank in enumerate(ranks):
+            before = rank.buffer.clone()
+            expected = rank.buffer.fill_(POISON).clone()
+            views = zip(rank.within(expected, gid), rank.within(before, gid), strict=True)
+            for view, old in views:
+                view[list(sum(targets, ()))] = old[list(sum(sources, ()))]
+            assert rig.load(number, moved) is None
+            assert torch.equal(rank.buffer, expected)
+            rank.buffer.copy_(before)
+        rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_block_stands_in_an_object_as_in_memory(arena: Arena, cache: str, device: str) -> None:
+    memory = CACHES[cache].memory(device)
+    for gid, views in enumerate(memory.groups):
+        rig = Rig(arena, [views], "on")
+        op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+        assert rig.store([op]) == [True]
+        start = op.slot.offset + payload_offset(1)
+        stored = bytes(arena.memory[start : start + rig.part_bytes])
+        assert stored == in_memory(memory, gid, 3)
+        rig.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 def test_tensors_made_in_inference_mode(arena: Arena, device: str) -> None:
     """vLLM makes such tensors. More than PARALLEL_BYTES_MIN are copied in another thread too."""
     with torch.inference_mode():
-        views = flat(device, 8, (2, 128, 128), "LBHNC")
+        cache = Cache("LBHNC", layers("full", full(2, 128, 64), 8))
+        views = cache.memory(device).groups[0]
         rig = Rig(arena, [views], "paranoid")
     ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
     assert rig.store(ops) == [True] * 4
@@ -208,10 +219,10 @@ def test_tensors_made_in_inference_mode(arena: Arena, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
-@pytest.mark.parametrize("layout", ["LBHNC", "padded states", "large blocks"])
-def test_a_part_of_an_object_can_be_loaded(arena: Arena, layout: str, device: str) -> None:
+@pytest.mark.parametrize("cache", ["LBHNC", "padded states", "large blocks"])
+def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str) -> None:
     """A local hit inside a chunk keeps its blocks: only the rest is loaded (C34)."""
-    views = LAYOUTS[layout](device)
+    views = blocks_of(cache, device)
     rig = Rig(arena, [views], "on")
     before = [view.clone() for view in views]
     op = CopyOp(rig.slot(4), 0, 0, 4, 0, (1, 2, 3, 4))
@@ -228,7 +239,7 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, layout: str, device: st
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
-    views = LAYOUTS["LBHNC"](device)
+    views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "on")
     op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
     rig.store([op])
@@ -244,8 +255,56 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize(
+    "layout", ["many layers", "many odd layers", "large blocks", "huge blocks"]
+)
+def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
+    """A byte at either end of a piece is wrong, or two pieces have changed places."""
+    many = {
+        "many layers": lambda: (
+            Cache("LBHNC", layers("full", full(2, 16, 64), 30)).memory(device).groups[0]
+        ),
+        "many odd layers": lambda: spaced(device, 30, 17_777, 20_001),
+        "large blocks": lambda: blocks_of("large blocks", device),
+        "huge blocks": lambda: spaced(device, 2, 700_001, 700_100),
+    }
+    views = many[layout]()
+    before = [view.clone() for view in views]
+    rig = Rig(arena, [views], "on")
+    op = CopyOp(rig.slot(2), 0, 0, 2, 0, (3, 5))
+    assert rig.store([op]) == [True]
+    start = op.slot.offset + payload_offset(1)
+    end = start + 2 * rig.part_bytes
+    part = arena.memory[start:end]
+    pieces = [part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES)]
+    assert len(pieces) > 3
+    digests = b"".join(xxhash.xxh3_64_digest(piece)[::-1] for piece in pieces)
+    signed = xxhash.xxh3_64_intdigest(digests, seed=op.slot.generation) | 1
+    place = op.slot.offset + checksum_offset(0)
+    assert arena.memory[place : place + 8] == signed.to_bytes(8, "little")
+    for piece in pieces:
+        for at in (0, -1):
+            piece[at] ^= 0x10
+            assert isinstance(rig.load(0, [op]), BadSlotError)
+            piece[at] ^= 0x10
+    for one, other in pairwise(pieces[:-1]):
+        one[:], other[:] = bytes(other), bytes(one)
+        assert isinstance(rig.load(0, [op]), BadSlotError)
+        one[:], other[:] = bytes(other), bytes(one)
+    for layer in views:
+        layer.zero_()
+    assert rig.load(0, [op]) is None
+    for layer, old in zip(views, before, strict=True):
+        assert torch.equal(layer[3], old[3])
+        assert torch.equal(layer[5], old[5])
+    for view in (*pieces, part):
+        view.release()
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
 def test_a_slot_that_changed_hands_is_refused(arena: Arena, device: str) -> None:
-    views = LAYOUTS["LBHNC"](device)
+    views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "off")
     op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
     rig.store([op])
@@ -262,60 +321,47 @@ def test_a_slot_that_changed_hands_is_refused(arena: Arena, device: str) -> None
 def test_a_block_id_outside_the_engines_memory_is_refused(
     arena: Arena, device: str, block: int
 ) -> None:
-    rig = Rig(arena, [LAYOUTS["LBHNC"](device)], "on")
+    rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
     op = CopyOp(rig.slot(1), 0, 0, 1, 0, (block,))
     assert rig.store([op]) == [False]
-    assert isinstance(rig.load(0, [op]), BadSlotError)
+    error = rig.load(0, [op])
+    assert isinstance(error, HybridKVError)
+    assert not isinstance(error, BadSlotError), "the slot is good"
     rig.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("first", "blocks"), [(0, (3, 1, 5, 2)), (1, (7, 2, 4))])
-def test_gather_and_scatter_by_words(layout: str, first: int, blocks: tuple[int, ...]) -> None:
-    """What CUDA does with a part, on the CPU: the same place in the part as by runs, and back."""
-    views = as_words(LAYOUTS[layout]("cpu"))
-    op = CopyOp(SlotRef(0, 1), 0, 0, 4, first, blocks)
-    part = torch.zeros(4 * sum(map(block_bytes, views)), dtype=torch.uint8)
-    ids = torch.tensor(op.blocks)
-    for view, piece in part_pieces(views, op, part):
-        torch.index_select(view, 0, ids, out=piece)
-    expected = bytearray(len(part))
-    at = 0
-    for view in views:
-        for number, block in enumerate(blocks):
-            start = at + (first + number) * block_bytes(view)
-            expected[start : start + block_bytes(view)] = (
-                view[block].contiguous().view(torch.uint8).numpy().tobytes()
-            )
-        at += 4 * block_bytes(view)
-    assert part.numpy().tobytes() == bytes(expected)
-    before = [view.clone() for view in views]
-    for view in views:
-        view.zero_()
-    for view, piece in part_pieces(views, op, part):
-        view.index_copy_(0, ids, piece)
-    for view, old in zip(views, before, strict=True):
-        for block in range(BLOCKS):
-            assert torch.equal(
-                view[block], old[block] if block in blocks else torch.zeros_like(old[block])
-            )
+def test_each_object_has_its_own_error(arena: Arena) -> None:
+    """Two threads store more than PARALLEL_BYTES_MIN; some objects name no block of the engine."""
+    rig = Rig(arena, [blocks_of("large blocks")], "on")
+    ids = [1, BLOCKS, 2, 3, -1, 4, 5, 6, BLOCKS + 7, 7, 8]
+    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (block,)) for chunk, block in enumerate(ids)]
+    outcomes: dict[int, bool] = {}
+    rig.copiers[0].store(ops, lambda op, stored: outcomes.update({op.chunk: stored}))
+    assert list(outcomes.values()) == [0 <= block < BLOCKS for block in ids]
+    assert rig.load(0, [op for op in ops if outcomes[op.chunk]]) is None
+    error = rig.load(0, ops)
+    assert isinstance(error, HybridKVError)
+    assert not isinstance(error, BadSlotError), "no slot is at fault"
+    rig.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_runs_cover_a_block_once(layout: str) -> None:
-    for view in LAYOUTS[layout]("cpu"):
-        covered: set[int] = set()
-        for offset, size in block_runs(view):
-            run = set(range(offset, offset + size))
-            assert not covered & run
-            covered |= run
-        assert len(covered) == view[0].numel() * view.element_size()
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_block_that_is_one_piece_of_memory_is_one_run(cache: str) -> None:
+    """In the other layouts it is one for each head, and runs go up in memory."""
+    compact = KVCacheLayout[CACHES[cache].layout].is_block_compact
+    for views in CACHES[cache].memory().groups:
+        for view in views:
+            runs = list(block_runs(physical(view)))
+            assert len(runs) == (1 if compact else view.shape[1])
+            assert sum(size for _, size in runs) == block_bytes(view)
+            ends = [start + size for start, size in runs]
+            assert all(end <= start for end, (start, _) in zip(ends, runs[1:], strict=False))
 
 
 @pytest.mark.gpu
 def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> None:
     """A store's copy does not change with what the compute stream does to the blocks next."""
-    views = LAYOUTS["large blocks"]("cuda")
+    views = blocks_of("large blocks", "cuda")
     rig = Rig(arena, [views], "on")
     for _ in range(50):
         rig.next = 0

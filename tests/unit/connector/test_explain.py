@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from hybridkv.connector.scheduler.requests import (
     RequestLoad,
     RequestLookup,
@@ -10,7 +12,7 @@ from hybridkv.connector.scheduler.requests import (
 )
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.observe.status import DECLINES, outcome_of, sentences_of
-from hybridkv.wire.messages import Decline, Found, GroupPresence
+from hybridkv.wire.messages import Decline, Found, GroupPresence, RequestExplanation
 from hybridkv.wire.status import Outcome
 from tests.layouts import LAYOUTS
 
@@ -57,7 +59,24 @@ def test_a_miss_says_why() -> None:
 
 def test_a_detail_says_more_than_its_reason() -> None:
     told = explain_request(GEMMA3, asked_for(("plan_failed", "a block is missing")))
-    assert outcome_of(told) == (Outcome.COMPUTED, "a block is missing")
+    assert outcome_of(told) == (Outcome.FAILED, "a block is missing")
+
+
+@pytest.mark.parametrize(
+    ("told", "word"),
+    [
+        (RequestExplanation(600, 0, 128, 4, hit_chunks=0, local_tokens=0), Outcome.MISS),
+        (RequestExplanation(600, 0, 128, 4, hit_chunks=2, local_tokens=256), Outcome.LOCAL),
+        (RequestExplanation(600, 0, 128, 4, hit_chunks=0, local_tokens=256), Outcome.LOCAL),
+        (RequestExplanation(600, 0, 128, 4, hit_chunks=4, local_tokens=256), Outcome.UNUSED),
+        (RequestExplanation(600, 0, declined=Decline.LATE_WORKERS), Outcome.DECLINED),
+        (RequestExplanation(600, 0, declined=Decline.LOAD_FAILED), Outcome.FAILED),
+    ],
+    ids=lambda word: str(word) if isinstance(word, Outcome) else "",
+)
+def test_each_outcome_is_one_word(told: RequestExplanation, word: Outcome) -> None:
+    """What computed a prompt is told apart: a cold miss, a local hit, a fault."""
+    assert outcome_of(told)[0] is word
 
 
 def test_every_reason_has_words() -> None:

@@ -1,6 +1,11 @@
 """Both roles of the connector as vLLM makes them, hook by hook, over groups of one layer each."""
 
 import copy
+import gc
+import logging
+import operator
+import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.supervise import FAULTS_MAX, Supervisor
+from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, Supervisor
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import until
 
@@ -52,26 +57,31 @@ class Roles:
         return {name: count for name, count in counters.items() if name.startswith("fault_")}
 
 
-@pytest.fixture
-def roles(daemon: DaemonProcess) -> Iterator[Roles]:
-    """Connected, attached, with write slots."""
+def make_roles(socket_path: str) -> Roles:
+    """An engine's two sides, that have not made a step."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector
     from tests.simulation.engine import Rank, Shape, _vllm_config
-    from tests.simulation.layouts import LAYOUTS
+    from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS[LAYOUT]
     settings: dict[str, object] = {"weights_identity": "simulated", "lookup_timeout_ms": 10_000}
     settings["hybrid_chunk_size"] = 2 * layout.unit
-    shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, False, settings)
-    config = _vllm_config(shape, daemon.socket_path, "e")
+    shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, ON_CPU, settings)
+    config = _vllm_config(shape, socket_path, "e")
     rank = Rank(shape, config, 0)
     scheduler = HybridKVConnector(
         config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
     )
     scheduler.set_xfer_handshake_metadata({0: rank.connector.get_handshake_metadata()})
-    made = Roles(scheduler, rank.connector)
+    return Roles(scheduler, rank.connector)
+
+
+@pytest.fixture
+def roles(daemon: DaemonProcess) -> Iterator[Roles]:
+    """Connected, attached, with write slots."""
+    made = make_roles(daemon.socket_path)
     until(
         lambda: (
             made.step(IDLE) is not None
@@ -96,6 +106,100 @@ def request(name: str, tokens: int = 600) -> Any:
     return requests.request(
         name, tokens, b"".join(bytes([at % 256]) * 32 for at in range(tokens // 2))
     )
+
+
+def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Roles) -> None:
+    """An engine's process may go on and make another engine."""
+    role = roles.worker._worker
+    views = [weakref.ref(view) for views in role._making.groups for view in views]
+    assert views
+    assert role._copiers
+    roles.worker.shutdown()
+    gc.collect()
+    assert not [view for view in views if view() is not None]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one_step", "planned_ahead"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_small", "llama4_small", "deepseekv4_small", "ngram_recurrent"]
+)
+def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
+    daemon: DaemonProcess, name: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loading request is counted for is at least vLLM's own bound, group by group."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    import hybridkv.vllm.drafters
+    from hybridkv.connector import HybridKVConnector
+    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.layouts import LAYOUTS, ON_CPU
+
+    layout = LAYOUTS[name]
+    length, budget = 40 * layout.unit, 3 * layout.unit
+    settings: dict[str, object] = {"weights_identity": "simulated"}
+    settings["hybrid_chunk_size"] = layout.unit
+    shape = Shape(layout, BLOCKS, length, budget, 4, None, 1, ON_CPU, settings, is_async, drafts=3)
+    monkeypatch.setattr(hybridkv.vllm.drafters, "is_cpu_mended", True)
+    config = _vllm_config(shape, daemon.socket_path, "e")
+    kv_config = layout.config(config, BLOCKS, worker=False)
+    rank = Rank(shape, config, 0)
+    scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
+    scheduler.set_xfer_handshake_metadata({0: rank.layout()})
+    role: Any = scheduler._scheduler
+    wanted = 0
+    for group in kv_config.kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        whole = -(-length // spec.block_size)
+        if hasattr(spec, "max_admission_blocks_per_request"):
+            whole = spec.max_admission_blocks_per_request(config.max_in_flight_tokens, length)
+        elif isinstance(spec, MambaSpec):
+            whole = spec.max_memory_usage_bytes(config) // spec.page_size_bytes
+        wanted += whole
+    assert config.max_in_flight_tokens == budget * (1 + is_async)
+    assert role._room.most_blocks(length) >= wanted
+    scheduler.shutdown()
+    rank.connector.shutdown()
+
+
+def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cache is of no use there, and that is no reason to refuse to serve (B8)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from hybridkv.connector import HybridKVConnector
+    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.layouts import LAYOUTS, ON_CPU
+
+    layout = LAYOUTS["gemma3_small"]
+    unit = layout.unit
+    settings: dict[str, object] = {"weights_identity": "simulated", "hybrid_chunk_size": 4 * unit}
+    shape = Shape(layout, BLOCKS, 3 * unit, unit, 4, None, 1, ON_CPU, settings)
+    config = _vllm_config(shape, daemon.socket_path, "e")
+    kv_config = layout.config(config, BLOCKS, worker=False)
+    rank = Rank(shape, config, 0)
+    scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    try:
+        scheduler.set_xfer_handshake_metadata({0: rank.layout()})
+    finally:
+        ours.removeHandler(caplog.handler)
+    told = {one.created: one.getMessage() for one in caplog.records if one.levelname == "ERROR"}
+    (error,) = told.values()
+    assert f"and max_model_len is {3 * unit}, so nothing can ever be stored" in error
+    works = re.search(r"--max-model-len (\d+) works", error)
+    assert works
+    assert int(works[1]) > 4 * unit + 1
+    made = Roles(scheduler, rank.connector)
+    scheduler.on_new_request(request("r", 3 * unit - 1))
+    assert scheduler.get_num_new_matched_tokens(request("r", 3 * unit - 1), 0) == (0, False)
+    made.step(IDLE)
+    assert scheduler.counters["lookups_too_short"] == 1
+    assert not made.faults()
+    scheduler.shutdown()
+    rank.connector.shutdown()
 
 
 def test_it_serves_engines_with_several_groups() -> None:
@@ -198,6 +302,35 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     )
 
 
+@pytest.mark.parametrize("method", ["_session.send", "_take"])
+def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
+    roles: Roles, method: str
+) -> None:
+    """An answer that never comes must not be awaited for as long as the daemon lives."""
+    engine = Paused(roles)
+    engine.attached()
+    role = engine.side
+    where, _, name = method.rpartition(".")
+    part = operator.attrgetter(where)(role) if where else role
+
+    def broken(*args: Any) -> None:
+        delattr(part, name)
+        raise ValueError("the test says so")
+
+    role._stores.credits.reset()
+    setattr(part, name, broken)
+    until(lambda: roles.step(IDLE) is not None and bool(roles.faults()), "a hook faults")
+    assert sum(roles.faults().values()) == 1
+    until(
+        lambda: (
+            roles.step(IDLE) is not None
+            and all(pool.offsets for pool in role._stores.credits._pools.values())
+        ),
+        "there are slots of every shape again",
+    )
+    assert engine.side is role
+
+
 def test_a_side_with_too_many_faults_is_switched_off() -> None:
     supervisor = Supervisor("scheduler")
     for _ in range(FAULTS_MAX):
@@ -216,7 +349,8 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
             blocks=[[SimpleNamespace(block_id=block) for block in row] for row in tables[name]]
         )
 
-    roles.scheduler.bind_kv_cache_manager(SimpleNamespace(get_blocks=get_blocks, block_pool=None))
+    manager = SimpleNamespace(get_blocks=get_blocks, block_pool=None, reset_prefix_cache=bool)
+    roles.scheduler.bind_kv_cache_manager(manager)
     assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
     tables["r"] = [[5, 6], [], [1], [2]]
     assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
@@ -232,3 +366,211 @@ def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
     assert sorted(roles.worker.get_handshake_metadata().layers) == [0, 3]
     layout = copy.copy(roles.worker.get_handshake_metadata().layers)
     assert [layer.name for layer in layout[3]] == ["g3.l0"]
+
+
+# A role that is switched off begins anew
+
+
+class Paused:
+    """A clock for the supervisors of both roles, and steps with or without requests."""
+
+    def __init__(self, roles: Roles) -> None:
+        self.now = 0.0
+        self.roles = roles
+        for connector in (roles.scheduler, roles.worker):
+            connector._supervisor._clock = lambda: self.now
+            connector._supervisor._began = 0.0
+
+    @property
+    def side(self) -> Any:
+        """The present scheduler role."""
+        return self.roles.scheduler._scheduler
+
+    def begins_anew(self) -> None:
+        """The pause passes, and the fresh role is connected with its workers attached."""
+        before = self.side
+        self.now += PAUSE_SECONDS - 1
+        self.roles.step(IDLE)
+        assert self.side is before, "not before its time"
+        self.now += 1
+        self.roles.step(IDLE)
+        assert self.side is not before
+        self.attached()
+
+    def attached(self) -> None:
+        """Step until the workers map the arena and there are write slots."""
+        session = self.side._session
+        until(
+            lambda: (
+                self.roles.step(IDLE) is not None
+                and session.is_connected
+                and session.workers_attached()
+                and self.side.slots_fd is None
+            ),
+            "attached",
+        )
+
+    def stores(self, name: str) -> tuple[Any, Any]:
+        """The plan of a step that completes a chunk of a new request, and what it is reported."""
+        chunk = self.side._geometry.chunk_tokens
+        one = request(name, chunk + 1)
+        self.roles.scheduler.on_new_request(one)
+        until(
+            lambda: self.roles.scheduler.get_num_new_matched_tokens(one, 0)[0] is not None,
+            "it is answered",
+        )
+        self.roles.scheduler.update_state_after_alloc(one, blocks_of(chunk), 0)
+        self.roles.scheduler._blocks_of = lambda name: blocks_of(chunk)
+        output = SimpleNamespace(
+            num_scheduled_tokens={name: chunk},
+            total_num_scheduled_tokens=chunk,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
+        )
+        plan = self.roles.scheduler.build_connector_meta(output)
+        assert plan.stores
+        self.roles.worker.bind_connector_metadata(plan)
+        self.roles.worker.start_load_kv(None)
+        self.roles.worker.wait_for_save()
+        report = self.roles.worker.build_connector_worker_meta()
+        return plan, SimpleNamespace(
+            finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report
+        )
+
+
+def blocks_of(tokens: int) -> Any:
+    """A table of blocks for each of the engine's four groups."""
+    row = [SimpleNamespace(block_id=1 + at % (BLOCKS - 1)) for at in range(tokens)]
+    return SimpleNamespace(blocks=[row] * 4)
+
+
+def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None:
+    """Connected again, under a number that no worker is done with, and it says so."""
+    paused = Paused(roles)
+    said = roles.scheduler.get_kv_connector_stats()
+    assert said.data["gauges"]["quarantined"] == 0
+    connects = roles.scheduler.counters["connects"]
+    roles.scheduler._supervisor.switch_off("the test says so")
+    gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
+    assert gauges["quarantined"] == 1
+    assert gauges["quarantined_until"] == gauges["quarantined_since"] + PAUSE_SECONDS
+    assert roles.scheduler.get_num_new_matched_tokens(request("r"), 0) == (0, False)
+    quit_number = roles.scheduler.build_connector_meta(IDLE).session
+    paused.begins_anew()
+    assert roles.scheduler.build_connector_meta(IDLE).session > quit_number
+    data = roles.scheduler.get_kv_connector_stats().data
+    assert {name: data["gauges"][name] for name in gauges} == dict.fromkeys(gauges, 0)
+    assert data["counters"]["connects"] == roles.scheduler.counters["connects"] - connects == 1, (
+        "what was told is not told again"
+    )
+    roles.scheduler.on_new_request(request("r"))
+    assert "r" in paused.side._requests.by_id
+
+
+def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Roles) -> None:
+    """A number that both gave would make an object of a slot that nobody wrote yet."""
+    paused = Paused(roles)
+    paused.attached()
+    old, late = paused.stores("old")
+    roles.scheduler._supervisor.switch_off("the test says so")
+    paused.begins_anew()
+    new, report = paused.stores("new")
+    assert not old.stores.keys() & new.stores.keys()
+    roles.scheduler.update_connector_output(late)
+    assert "objects_stored" not in roles.scheduler.counters
+    roles.scheduler.update_connector_output(report)
+    assert roles.scheduler.counters["objects_stored"] > 0
+
+
+@pytest.mark.parametrize("is_off", [True, False], ids=["off", "a fault of the reset"])
+def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
+    roles: Roles, is_off: bool
+) -> None:
+    paused = Paused(roles)
+    old = paused.side._session.hello.namespace
+    if is_off:
+        roles.scheduler._supervisor.switch_off("the test says so")
+    else:
+        paused.side.reset = None
+    roles.worker._worker._weights._runner.model.salt.fill_(3)
+    roles.scheduler._reset("reset_prefix_cache", True)
+    paused.begins_anew()
+
+    def is_new() -> bool:
+        roles.step(IDLE)
+        return bool(roles.scheduler._scheduler._session.hello.namespace != old)
+
+    until(is_new, "the new role has the new weights")
+    assert roles.scheduler._weights.is_current
+
+
+def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> None:
+    """They are the engine's to give again when their request runs or ends."""
+    paused = Paused(roles)
+    for name in ("a", "b", "c"):
+        paused.side._room.hold(name, 4)
+    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    roles.scheduler.request_finished(request("b"), [])
+    paused.begins_anew()
+    assert [*paused.side._room._held] == ["c"]
+
+
+def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
+    """The engine waits for it, and the pause may end before the next plan."""
+    paused = Paused(roles)
+    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
+    paused.now += PAUSE_SECONDS
+    roles.scheduler.take_events()
+    assert roles.step(IDLE).failed_recving == {"r"}
+
+
+def test_what_is_known_of_adapters_outlives_a_role(roles: Roles) -> None:
+    """What the engine loaded once is not read from files that are another one's by now."""
+    paused = Paused(roles)
+    roles.scheduler._supervisor.switch_off("the test says so")
+    one = request("r")
+    one.lora_request = SimpleNamespace(
+        lora_int_id=1,
+        lora_name="a",
+        lora_path="/nowhere",
+        is_3d_lora_weight=False,
+        load_inplace=True,
+    )
+    roles.scheduler.on_new_request(one)
+    paused.begins_anew()
+    one.lora_request.load_inplace = False
+    assert paused.side._adapter_of(one, 0.0).refused
+
+
+def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> None:
+    """It offers itself only when it has; what it counted meanwhile arrives, also at no role."""
+    paused = Paused(roles)
+    paused.attached()
+    worker = roles.worker._worker
+    arena, _ = worker._copiers[worker._boot]
+    roles.worker._supervisor.switch_off("the test says so")
+    roles.scheduler._supervisor.switch_off("the test says so, too")
+    assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
+    assert roles.scheduler.counters["quarantined"] == 2
+    attach, worker._attach = worker._attach, lambda plan: None
+    paused.now += PAUSE_SECONDS
+    assert roles.step(IDLE).kv_connector_worker_meta.boots == {}, "it maps nothing yet"
+    worker._attach = attach
+    paused.attached()
+    assert worker._copiers[worker._boot][0] is not arena
+    gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
+    assert gauges["quarantined"] == 0
+
+
+def test_after_a_sleep_the_arena_is_mapped_anew(roles: Roles) -> None:
+    """The hooks of vLLM 0.33: copies have ended before memory goes, and go on afterwards."""
+    worker, session = roles.worker._worker, roles.scheduler._scheduler._session
+    assert worker._copiers
+    roles.worker.unregister_kv_caches()
+    assert not worker._copiers
+    assert not roles.worker.build_connector_worker_meta().boots, "nothing may be offered"
+    roles.worker.restore_kv_caches()
+    until(lambda: roles.step(IDLE) is not None and session.workers_attached(), "attached")
+    assert worker._copiers
+    assert not roles.faults()

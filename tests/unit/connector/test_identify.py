@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.scheduler.session import _described
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
+from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Hello, geometry_to_wire
 from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.waiting import DEADLINE_SECONDS
@@ -67,3 +68,12 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
         until("lookups", counters["lookups"] + 1)
         assert other.stats().values["sessions"] == 2
     scheduler.close()
+
+
+def test_a_long_fact_says_what_is_set_in_it_and_ends_with_its_hash() -> None:
+    off = {f"option_{number}": False for number in range(99)}
+    told = [_described({"settings": {**off, "one": one}})["settings"] for one in ("a", "b")]
+    assert told[0] != told[1]
+    assert told[0].startswith('{"one": "a"}... sha256:')
+    assert all(len(text) <= FACT_MAX for text in told)
+    assert _described({"settings": ["word" * 999]})["settings"].startswith('["wordword')

@@ -19,11 +19,13 @@ pytestmark = pytest.mark.engine
 SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
 ELSEWHERE = {
     "plan_failed",
+    "loads_other_weights",
     "rank_loads_failed",
     "attach_failed",
     "removals_overflowed",
     "switched_off",
     "quarantined",
+    "begun_anew",
 }
 """Counters whose metric is the one for all others."""
 FAMILY_NAMES = st.sampled_from(("lookup_wait_seconds", "load_seconds"))
@@ -358,11 +360,11 @@ def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
     """The scheduler role exports them; a plan that is nonsense makes one."""
     from hybridkv.connector.messages import LoadPlan, StepPlan
     from tests.simulation.engine import Rank, Shape, _vllm_config
-    from tests.simulation.layouts import LAYOUTS
+    from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     settings: dict[str, object] = {"weights_identity": "simulated"}
     loads = {"r": LoadPlan("", ())}
-    shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, False, settings)
+    shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, ON_CPU, settings)
     connector = Rank(shape, _vllm_config(shape, f"{tmp_path}/none.sock", "e"), 0).connector
     for faults in (1, 2):
         plan = StepPlan(reserved_bytes=None, loads=loads)  # type: ignore[arg-type]

@@ -1,10 +1,13 @@
 """Stores: what a step looks at, and what a commit says."""
 
+import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.requests import TrackedRequest, block_tables
@@ -13,8 +16,10 @@ from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.wire.messages import Commit, Found
+from hybridkv.vllm.adapters import RECHECK_SECONDS, Adapters
+from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
+from tests.waiting import until
 
 STEP_CHUNKS = 4
 STEPS = 8
@@ -103,7 +108,7 @@ def test_a_commit_has_parents_tenants_and_interior_marks(name: str, prompt_chunk
     )
     report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
     seen = set()
-    for commit in stores.reported(report):
+    for commit in stores.reported(report, 0.0):
         assert isinstance(commit, Commit)
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
@@ -248,3 +253,43 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     slots = pack_u64([1, 2, 3])
     step.stores.credits.granted(shape, slots, slots, 0.0)
     assert step.stored(step.tokens) == {0: {0, 1, 2}}
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
+def test_what_an_adapter_computed_is_committed_after_its_files_were_looked_at(
+    tmp_path: Path, changes: bool
+) -> None:
+    """The engine may have loaded other bytes since the lookup, in the step that computed this."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(bytes(64))
+    adapters, since = Adapters(2**62), time.monotonic()
+    adapter = adapters.of(LoRARequest("a", 1, str(tmp_path)), since)
+    until(lambda: adapter.identity is not None, "the adapter is read")
+    geometry = LAYOUTS["qwen3"]
+    tokens = geometry.chunk_tokens
+    request = SimpleNamespace(num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0)
+    request.block_hashes = [bytes([at]) * 32 for at in range(tokens // geometry.hash_tokens)]
+    tracked = TrackedRequest(request, adapter=adapter, next_chunk=[0] * len(geometry.groups))
+    stores = StorePlanner(geometry, tokens, True, Counter())
+    for shape in slot_shapes(geometry, geometry.groups[0]):
+        stores.credits.granted(shape, pack_u64([4096]), pack_u64([1]), 0.0)
+    block = [SimpleNamespace(block_id=1)]
+    runs = stores.planned(
+        SimpleNamespace(num_scheduled_tokens={"r": tokens}),
+        {"r": tracked},
+        lambda _: block_tables(SimpleNamespace(blocks=[block])),
+    )
+    if changes:
+        weights.write_bytes(bytes([1]) * 64)
+    step_end = since + RECHECK_SECONDS / 2
+    told = stores.reported(StepReport(done={number: {0} for number in runs}), step_end)
+    assert not told or adapter.refused or adapter.proven_at >= step_end, "nobody has looked"
+    assert told or stores.is_awaited
+
+    def is_settled() -> bool:
+        told.extend(stores.reported(StepReport(), step_end) if not told else ())
+        return bool(told)
+
+    until(is_settled, "somebody looks")
+    assert [type(message) for message in told] == [Free if changes else Commit]
+    assert not stores.is_awaited

@@ -90,3 +90,47 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
     assert report.done == {1: {0}}
     assert report.unstored == {1: {1}}
     assert report.counters["stores_hole"] == 1
+
+
+def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it() -> None:
+    """Its slot would be given to another object, into which the copier would write."""
+    from hybridkv.connector.messages import StepPlan
+    from hybridkv.connector.worker.role import WorkerRole
+    from hybridkv.core.copies import CopyRun, ObjectSpan
+    from hybridkv.core.packed import pack_u64
+
+    begun: list[Any] = []
+
+    class Later(Broken):
+        def store(self, ops: Any, done: Any) -> None:
+            """Only begins."""
+            begun.extend((op, done) for op in ops)
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker._copiers["b"], worker._boot = (None, Later()), "b"
+    run = CopyRun(ObjectSpan(0, 4, 1, [5]), pack_u64([10]), pack_u64([10]))
+    plan = StepPlan(boot="b", session=1, stores={1: run})
+    worker.start_stores(plan)
+    worker.fail_stores(plan)
+    assert not worker.report().done
+    for op, done in begun:
+        done(op, True)
+    report = worker.report()
+    assert (report.done, report.unstored) == ({1: {0}}, {})
+
+
+def test_a_worker_whose_device_failed_offers_nothing() -> None:
+    """What it copied before is counted, and the scheduler plans nothing for it any more."""
+    from hybridkv.connector.worker.role import WorkerRole
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    pipeline = SimpleNamespace(take_counters=lambda: {"copies_unpinned": 3.0})
+    worker._making = SimpleNamespace(pipeline=pipeline, is_alive=True)
+    worker._boot = "b"
+    report = worker.report()
+    assert report.boots == {"b": 1}
+    assert report.counters["copies_unpinned"] == 3
+    worker._making.is_alive = False
+    assert worker.report().boots == {}

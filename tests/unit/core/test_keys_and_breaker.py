@@ -4,7 +4,14 @@ import subprocess
 import sys
 
 from hybridkv.core.breaker import FAILURES_TO_OPEN, PAUSE_SECONDS, Breaker
-from hybridkv.core.keys import fingerprint, pack_hashes, tenant_of
+from hybridkv.core.keys import (
+    HASH_BYTES,
+    adapter_hashes,
+    fingerprint,
+    lookahead_hashes,
+    pack_hashes,
+    tenant_of,
+)
 
 FACTS = {"model": "m", "groups": [[0, "full", 128]], "dtype": "bf16", "epoch": 0}
 
@@ -62,3 +69,22 @@ def test_any_salt_has_a_tenant() -> None:
     salts = ["a", "b", "u\ud800", "u\udfff", "\ud83d\ude00", "\U0001f600"]
     assert len({tenant_of(salt) for salt in salts}) == len(salts)
     assert tenant_of(None) == tenant_of("") == 0
+
+
+def test_names_that_look_ahead_differ_by_the_token_and_by_what_it_depends_on() -> None:
+    """An image is the same token at each place, and another image other bytes."""
+    plain = [bytes([number]) * HASH_BYTES for number in (1, 2)]
+
+    def named(tokens: list[int], extras: list[object] | None = None) -> list[bytes]:
+        whole = lookahead_hashes(b"".join(plain), tokens, extras or [])
+        return [whole[at : at + HASH_BYTES] for at in range(0, len(whole), HASH_BYTES)]
+
+    assert named([7, 8]) == named([7, 8], [None, None])
+    first, second = named([7, 8])
+    assert named([7, 9]) == [first, named([0, 9])[1]]
+    assert second != named([7, 9])[1]
+    images = [named([7, 8], [("image", 1), None])[0], named([7, 8], [("image", 2), None])[0]]
+    assert len({first, second, *images, *plain}) == 6
+    assert named([7, 8], [("image", 1), None])[1] == second
+    adapter = bytes(range(HASH_BYTES))
+    assert adapter_hashes(first + second, adapter) not in (first + second, b"".join(plain))

@@ -87,6 +87,11 @@ def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
         ({"ram": True}, 'ram=.*write it like "1GiB"'),
         ({"ram": 0}, "ram=.*larger than zero"),
         ({"hybrid_chunk_size": -1}, "hybrid_chunk_size=-1.*1024 works"),
+        (
+            {"hybrid_chunk_size": 1024.9},
+            "hybrid_chunk_size=1024.9 must be a whole number from 1 to .*; 1024 works",
+        ),
+        ({"hybrid_chunk_size": "1024.9"}, "hybrid_chunk_size='1024.9' must be a whole number"),
         ({"load_timeout_seconds": 300}, "load_timeout_seconds=300.*from 0.001 to 30; 10 works"),
         ({"lookup_timeout_ms": "soon"}, "lookup_timeout_ms='soon'.*100 works"),
         ({"store_generated": "yes"}, "store_generated.*true works"),
@@ -145,11 +150,9 @@ def test_sizes_as_people_read_them() -> None:
 
 
 def test_sockets() -> None:
-    assert (
-        default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == "/run/user/7/hybridkv/daemon.sock"
-    )
-    assert default_socket({}, 7) == "/tmp/hybridkv-7/daemon.sock"
-    assert socket_of_server("unix:///a/b.sock", {}, 7) == "/a/b.sock"
+    assert default_socket("/run/user/7", 7) == "/run/user/7/hybridkv/daemon.sock"
+    assert default_socket("", 7) == "/tmp/hybridkv-7/daemon.sock"
+    assert socket_of_server("unix:///a/b.sock", "", 7) == "/a/b.sock"
     for bad in ("relative.sock", "/" + "x" * 107, "/", "/a/..", "/a\0", "/\udcff"):
         with pytest.raises(ConfigError, match=r'socket: .* "/tmp/hybridkv/daemon.sock" works'):
             check_socket_path(bad, "socket")

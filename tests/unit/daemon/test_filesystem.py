@@ -7,6 +7,7 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.daemon.filesystem import check_private_directory, make_private_directory
+from hybridkv.shm.arena import SHM_DIR, create_arena
 
 
 def test_asking_makes_nothing(tmp_path: Path) -> None:
@@ -39,3 +40,14 @@ def test_a_place_that_is_not_mine_to_make(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match=r"you may not make directory"):
         check_private_directory(tmp_path / "a", "socket")
+
+
+def test_an_arena_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    """The file system refuses the file's size, or has no room for its pages."""
+    shared = SHM_DIR / f"hybridkv-test-{os.getpid()}-none"
+    for path, slots_bytes, more_bytes in ((tmp_path / "a", 1 << 62, 0), (shared, 4096, 1 << 50)):
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(OSError, match=r"File too large|No space left"):
+            create_arena(path, slots_bytes, more_bytes)
+        assert not path.exists()
+        assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -29,6 +29,7 @@ from hybridkv.wire.messages import (
     Release,
     ReportCorrupt,
     ReportIdentity,
+    ReportMapping,
     ReportRequest,
     Request,
     RequestExplanation,
@@ -55,6 +56,7 @@ MINIMAL: dict[type[Request], Request] = {
     for message in (
         Hello(1, PROTOCOL_VERSION, "control"),
         Drained(1),
+        ReportMapping(True),
         Identify(1, b"n" * 32),
         Subscribe(),
         Lookup(1, 1, b""),

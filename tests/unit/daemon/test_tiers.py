@@ -12,7 +12,7 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon import sessions
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.slots import SLOT_ALIGN, is_signed, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import SLOT_ALIGN, is_signed, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
@@ -115,7 +115,7 @@ class Node:
         offset, generation = slot
         memory = self.memory[offset : offset + slot_bytes(size, parts)]
         memory[payload_offset(parts) :] = bytes([value]) * (len(memory) - payload_offset(parts))
-        sign(memory, size, parts, generation)
+        sign(memory, part_digests(memory, size, parts), generation)
 
     def ask(
         self, *numbers: int, lease: int = 7, wait_ms: int = WAIT_MS, rate: int = 0
@@ -136,7 +136,7 @@ class Node:
             assert slot is not None
             assert slot.entry is not None
             memory = self.memory[offset : offset + slot.size_bytes]
-            assert is_signed(memory, slot.part_bytes, slot.parts, generation)
+            assert is_signed(memory, part_digests(memory, *slot.shape), generation)
             value = content(slot.group_index, slot.entry.chunk_hash[0])
             start = payload_offset(slot.parts)
             assert set(memory[start : start + slot.part_bytes * slot.parts]) == {value}
@@ -707,6 +707,14 @@ def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> Non
     share = len(node.memory) // HELD_SHARE
     assert share - max(held) < sum(held), "it was a limit"
     assert sum(held) <= min(hung * share, len(node.memory) // HELD_SHARE_ALL + hung * max(held))
+
+
+def test_the_first_write_holds_no_more_of_a_small_arena_than_later_ones() -> None:
+    node = remote({}, "sim://0", arena=ARENA // 4)
+    node.store(FULL, [1, 2, 3])
+    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    share = len(node.memory) // HELD_SHARE
+    assert share - max(held) < sum(held) <= share
 
 
 def test_what_is_gone_from_ram_is_not_tried_again() -> None:

@@ -15,7 +15,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.shm.arena import Arena, attach_arena
-from hybridkv.shm.slots import is_signed, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -149,7 +149,7 @@ class Client:
         slot = self.arena.memory[offset : offset + slot_bytes(size, parts)]
         start = payload_offset(parts)
         slot[start : start + size * parts] = content(name, index, size * parts)
-        sign(slot, size, parts, generation)
+        sign(slot, part_digests(slot, size, parts), generation)
 
     def want(self, size: int, parts: int, count: int) -> list[tuple[int, int]]:
         """Write slots."""
@@ -209,7 +209,9 @@ class Client:
                     names[chunk], index, size * parts
                 )
                 assert right, f"{where} has wrong bytes"
-                assert is_signed(slot, size, parts, generation), f"{where} is not signed"
+                assert is_signed(slot, part_digests(slot, size, parts), generation), (
+                    f"{where} is not signed"
+                )
         assert not slots, "an answer has just the slots that it needs"
 
     def _slot(self, size: int, parts: int, patience: float) -> tuple[int, int]:

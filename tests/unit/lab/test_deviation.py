@@ -1,11 +1,11 @@
-"""How far an answer is from its oracle: the measure of verify's preempted arm."""
+"""How far an answer is from its oracle, and how many of several prompts are right: for verify."""
 
 import math
 from typing import Any
 
 import pytest
 
-from hybridkv.lab.judging import deviation
+from hybridkv.lab.judging import Measured, ReferenceAnswers, deviation, judge_repeated
 
 ORACLE = {
     "tokens": [5, 6, 7],
@@ -31,3 +31,28 @@ def answer(tokens: list[int], *logprobs: list[list[float]]) -> dict[str, Any]:
 )
 def test_deviation(mine: dict[str, Any], expected: float) -> None:
     assert deviation([ORACLE, mine], [ORACLE, ORACLE]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "loaded", "failed", "right"),
+    [
+        ({}, 300, 0, 3),
+        ({"tokens": [5, 6, 8]}, 300, 0, 2),
+        ({"logprobs": []}, 300, 0, 2),
+        ({"cached_tokens": 0}, 200, 0, 2),
+        ({}, 300, 1, 3),
+        ({}, 200, 0, 3),
+    ],
+    ids=["all", "token", "log_probability", "hit", "load", "from_elsewhere"],
+)
+def test_one_that_is_wrong_is_counted_and_fails_the_arm(
+    wrong: dict[str, Any], loaded: int, failed: int, right: int
+) -> None:
+    """Requirements B43."""
+    seconds = {"ttft_seconds": 0.1, "slowest_decode_step_seconds": 0.0}
+    result = {**ORACLE, **seconds, "cached_tokens": 100}
+    delta = {"tokens_loaded": loaded, "loads_failed": failed}
+    measured = Measured("arm", 330, [result, {**result, **wrong}, result], delta, 300)
+    arm = judge_repeated(measured, ReferenceAnswers({}, {}, {}, [], 0.0, [ORACLE] * 3))
+    assert arm.name == f"arm: {right} of 3"
+    assert arm.ok == (right == 3 and loaded == 300 and not failed)

@@ -10,10 +10,19 @@ from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import stored_shapes
-from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
+from hybridkv.lab.replay import (
+    ForesightCache,
+    ReplayHits,
+    ReplayModel,
+    TracePrompt,
+    TraceReplay,
+    UnlimitedCache,
+    all_reads,
+)
 from hybridkv.shm.slots import slot_bytes
 from tests.invariants import check_store
 from tests.layouts import LAYOUTS
+from tests.tournament.policies import POLICIES
 
 PLENTY = 1 << 30
 RULE = StateRule(None, 2048)
@@ -157,3 +166,43 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_stays(policy: EvictionPolic
     with TraceReplay(model, 10 * model.smallest_bytes, policy) as cache:
         assert cache.serve(prompt).tokens_hit == 0
         assert 8 * 128 <= cache.serve(prompt).tokens_hit <= 10 * 128
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([64, 512, 1000]), st.data())
+def test_foresight_with_room_for_everything_misses_nothing(
+    name: str, block_tokens: int, data: st.DataObject
+) -> None:
+    prompts = data.draw(traces(block_tokens))
+    model = ReplayModel(LAYOUTS[name], RULE, block_tokens)
+    ceiling, cache = UnlimitedCache(model), ForesightCache(model, PLENTY, all_reads(model, prompts))
+    for prompt in prompts:
+        assert cache.serve(prompt) == ceiling.serve(prompt)
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 12), st.data())
+def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -> None:
+    """Objects of one size and of one group, where farthest next read is known to be best."""
+    geometry = LAYOUTS["qwen3"]
+    model = ReplayModel(geometry, RULE, geometry.chunk_tokens)
+    prompts = data.draw(traces(geometry.chunk_tokens))
+    ram_bytes = objects * model.smallest_bytes
+    reads = all_reads(model, prompts)
+    cache = ForesightCache(model, ram_bytes, reads)
+    best = sum(map(cache.serve, prompts), ReplayHits())
+    assert cache.kept_bytes <= ram_bytes
+    for room in range(objects + 1):
+        least = ForesightCache(model, room * model.smallest_bytes, reads)
+        assert sum(map(least.serve, prompts), ReplayHits()).tokens_hit <= best.tokens_hit
+    for kind in POLICIES.values():
+        policy = kind(max(1, objects))
+        hit = 0
+        for number, prompt in enumerate(prompts):
+            whole = prompt.blocks[: prompt.tokens // geometry.chunk_tokens]
+            chunks = min(
+                policy.serve(number, whole), model.geometry.whole_chunks(prompt.tokens - 1)
+            )
+            hit += chunks * geometry.chunk_tokens
+            assert sum(one in policy.cached for one in {*range(1000)}) <= max(1, objects)
+        assert not objects or hit <= best.tokens_hit

@@ -136,8 +136,8 @@ class MultiEngine:
     def step(self) -> None:
         """One step."""
         self.steps += 1
-        self.now += 0.01
         output = self.scheduler.schedule()
+        self.now += 0.01
         reports = [self._run(worker, output) for worker in self.workers]
         done = self._aggregator.aggregate(
             [

@@ -28,6 +28,7 @@ from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import child_specs  # noqa: E402
 from hybridkv.multi.messages import MultiReport  # noqa: E402
 from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
+from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS  # noqa: E402
 from tests.unit.multi import scripted  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
@@ -88,6 +89,8 @@ def scored(
         if isinstance(tokens, int) and tokens
     ]
     looking = [i for i, tokens in enumerate(answers) if tokens is None and awaited[i]]
+    if not any(tokens is not None for tokens in answers):
+        end = max(end, 2.0 + 0.1 * most / 1024)  # What computing is taken to cost.
     if not offers:
         return ("wait" if looking and waited < end else "compute"), None, 0
     score, chosen, tokens = min(offers)
@@ -108,7 +111,7 @@ CASES = st.integers(1, 4).flatmap(
         st.lists(st.sampled_from([0.1, 0.5, 1, 2.5, 2]), min_size=children, max_size=children),
         st.lists(
             st.tuples(
-                st.sampled_from([0.0, 0.004, 0.3]),
+                st.sampled_from([0.0, 0.004, 0.3, 0.9]),
                 st.lists(ANSWERS, min_size=children, max_size=children),
                 st.booleans(),
             ),
@@ -208,6 +211,40 @@ def test_a_child_that_never_answers_is_left_alone(rng: random.Random) -> None:
     assert min(steps[:3]) > 10
     assert max(steps[3:]) < 10, steps
     assert told(never, "update_state_after_alloc").count(("r1", 0)) == 1, "it was told to let go"
+
+
+def test_nobody_waits_longer_than_computing_takes(rng: random.Random) -> None:
+    """For a child that looks while the other has nothing: at first 2 s, then by measurement."""
+    never = Script(tokens=lambda request, local: None)
+    engine = MultiEngine([child(never), child(Script())], hybrid())
+    waited = []
+    for _ in range(2):
+        engine.add(prompt(rng))
+        before = engine.steps
+        engine.run()
+        waited.append(engine.steps - before)
+    assert waited[0] > 200, "of 10 ms each; how long computing takes is not known"
+    assert waited[1] <= 8, "it computes 200 tokens in a step"
+
+
+def test_the_requirement_to_the_letter(rng: random.Random) -> None:
+    """With `patience_seconds` 0 a request defers only while all children look (B21)."""
+    late = Script(
+        tokens=lambda request, local: (
+            None if late.calls["get_num_new_matched_tokens"] < 5 else HIT - local
+        )
+    )
+    never, has_nothing = Script(tokens=lambda request, local: None), Script()
+    engine = MultiEngine([child(late), child(has_nothing)], hybrid(), patience_seconds=0)
+    engine.add(prompt(rng))
+    engine.step()
+    assert late.calls["get_num_new_matched_tokens"] == 1
+    assert told(late, "update_state_after_alloc") == [("r1", 0)], "it is not waited for"
+    late.calls.clear()
+    engine = MultiEngine([child(late), child(never)], hybrid(), patience_seconds=0)
+    engine.add(prompt(rng))
+    engine.run()
+    assert engine.selection("Scripted")["hit_tokens"] == HIT, "no child had answered before"
 
 
 def test_a_hit_in_hand_waits_for_the_grace_alone(rng: random.Random) -> None:
@@ -323,15 +360,38 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
         == engine.totals["hits"]
     )
     asks = Counter(name for (name,) in told(bad, "get_num_new_matched_tokens"))
-    fatal = engine.connector._children.all[0].dead_since is not None
-    assert ("r9" not in asks) == fatal, "who is switched off is not asked"
-    assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * fatal
+    off = not engine.connector._children.all[0].supervisor.healthy
+    assert ("r9" not in asks) == off, "who is switched off is not asked"
+    assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * off
     said = Counter(
         event
         for payload in engine.payloads
         for event in payload.get("__events__", {}).get("Scripted", {})
     )
-    assert bool(said["quarantined"]) == fatal, "/metrics tells who is switched off"
+    assert bool(said["quarantined"]) == off, "/metrics tells who is switched off"
+
+
+def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.Random) -> None:
+    """Meanwhile it hears of every request and every step, so that it misses nothing."""
+    bad = Script(tokens=upto(HIT), raises={"get_num_new_matched_tokens"})
+    engine = MultiEngine([child(bad)], hybrid())
+    first = engine.connector._children.all[0]
+    first.supervisor._clock = lambda: engine.now
+    first.supervisor._began = engine.now
+    while first.supervisor.healthy:
+        engine.add(prompt(rng))
+        engine.run()
+    bad.raises = set()
+    told_before = {hook: bad.calls[hook] for hook in ("on_new_request", "build_connector_meta")}
+    assert first.alive
+    for hits in (0, 1):
+        engine.add(prompt(rng))
+        engine.run()
+        assert engine.selection("Scripted")["hits"] == hits
+        assert all(bad.calls[hook] > count for hook, count in told_before.items())
+        engine.now += PAUSE_SECONDS
+        engine.step()
+    assert not engine.connector.counters["Scripted: fault_get_num_new_matched_tokens"] % FAULTS_MAX
 
 
 def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None:
@@ -340,7 +400,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
     engine.add(prompt(rng))
     engine.step()
-    engine.workers[1]._children.all[0].supervisor.switch_off("the test says so")
+    engine.workers[1]._children.all[0].supervisor.end("the test says so")
     engine.step()
     assert not engine.connector._children.all[0].alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
@@ -372,7 +432,7 @@ def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
     engine.step()
-    engine.workers[rank]._children.all[0].supervisor.switch_off("the test says so")
+    engine.workers[rank]._children.all[0].supervisor.end("the test says so")
     engine.step()
     before = engine.now
     assert engine.scheduler.requests
@@ -505,9 +565,8 @@ def test_both_signatures_of_handle_preemptions(rng: random.Random) -> None:
     scheduler = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
     worker.handle_preemptions({"a", "b"})
     assert [told(script, "handle_preemptions") for script in scripts] == [[(set,)]] * 2
-    worker.handle_preemptions(
-        scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
-    )
+    idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    worker.handle_preemptions(scheduler.build_connector_meta(idle))
     assert [told(script, "handle_preemptions")[-1] for script in scripts] == [(Plan,)] * 2
     scripts[0].raises = {"handle_preemptions"}
     worker.handle_preemptions(object())
@@ -842,7 +901,7 @@ def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Ra
     second.connector.withdraw = raising
     assert engine.connector.take_events() == []
     for dead in (first, second, third):
-        dead.supervisor.switch_off("the test says so")
+        dead.supervisor.end("the test says so")
     assert engine.connector.take_events() == ["gone"]
     assert engine.connector.take_events() == []
     assert asked == ["first", "second"]

@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from hybridkv.core.speed import DOUBLING_SECONDS, Speed
 from hybridkv.multi.ranking import (
+    MISS,
     PATIENCE_SECONDS_MAX,
     WEIGHT_AUTO,
     ChildAnswer,
@@ -54,10 +55,15 @@ def test_who_could_not_win_is_not_waited_for() -> None:
     ) == LoadDecision(1, 400)
 
 
-def test_patience_grows_with_the_prompt() -> None:
-    assert patience(10 * 1024, None) == 3.0
-    assert patience(1 << 30, None) == PATIENCE_SECONDS_MAX
-    assert patience(1 << 30, 0.5) == 0.5
+def test_patience_is_what_computing_takes() -> None:
+    """Requirements B21, D18."""
+    some, every = [MISS, ChildAnswer(None)], [ChildAnswer(None), ChildAnswer(None)]
+    for answers in (some, every):
+        assert patience(answers, 0.2, None) == 0.2
+        assert patience(answers, 100.0, None) == PATIENCE_SECONDS_MAX
+    assert patience(some, 0.2, 0.0) == 0.0, "who has answered answers for all"
+    assert patience(every, 0.2, 0.0) == 0.2, "nobody has answered"
+    assert patience(some, 0.2, 5.0) == patience(every, 0.2, 5.0) == 5.0
 
 
 def test_measured_weights() -> None:

@@ -11,9 +11,10 @@ from hybridkv.daemon.view import HOUR, SAMPLED
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
+from hybridkv.wire.messages import Found, Lookup, Release
 from hybridkv.wire.status import SessionStatus, TierStatus
-from tests.unit.daemon.harness import engine, lookup, make_daemon
-from tests.unit.observe.test_metrics import SMALL
+from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
+from tests.unit.observe.test_metrics import PART, SMALL
 
 WELL = TierStatus("disk", "disk:///d", "through", None, True, False, False, {})
 SESSION = SessionStatus("e", "m", "i", 16, "", 0, 0, True, 0.0)
@@ -42,6 +43,36 @@ def snapshot(
 
 def test_a_daemon_that_is_well_has_nothing_to_tell() -> None:
     assert health(dataclasses.replace(snapshot(), tiers=(WELL,))) == []
+
+
+def test_whether_it_helps_is_told_by_what_was_loaded() -> None:
+    """A hit of tokens that the engine has itself saves nothing; a load saves what it spared."""
+    daemon = make_daemon()
+    engine(daemon, 1, SMALL)
+    for index in range(2):
+        commit(daemon, 1, grant(daemon, 1, PART, 4), index, [1, 2, 3, 4])
+    daemon.view.tick(0.0)
+
+    def look_up(lease: int, now: float) -> None:
+        asked = Lookup(5, lease, hashes(1, 2, 3, 4), tokens_per_second=32)
+        found = daemon.handle(1, asked, now)
+        assert isinstance(found, Found)
+        assert found.chunks == 4
+
+    look_up(1, 10.0)
+    daemon.handle(1, Release(1), 10.5)
+    told = StatusReport().make(daemon.view.snapshot(20.0))
+    assert told.recent.loaded_tokens == 0
+    assert told.recent.saved_seconds is None
+    assert told.help == "Nothing was loaded in the last hour."
+    look_up(2, 30.0)
+    daemon.handle(1, Release(2, tokens=64, loaded_bytes=4096), 30.5)
+    told = StatusReport().make(daemon.view.snapshot(40.0))
+    assert told.recent.loaded_tokens == 64
+    assert told.recent.saved_seconds == 64 / 32 - 0.5
+    assert told.help == (
+        "In the last hour 64 tokens were loaded, 50% of those asked for, which saved 1.5 s."
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hybridkv.shm.slots import (
     SlotState,
     committed_slots,
     is_signed,
+    part_digests,
     payload_offset,
     read_generation,
     slot_bytes,
@@ -463,5 +464,5 @@ def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
     for shape in SHAPES:
         (slot,) = store.grant(shape, 1)
         whole = memory[slot.offset : slot.offset + slot.size_bytes]
-        assert is_signed(whole, slot.part_bytes, slot.parts, slot.generation) is None
+        assert is_signed(whole, part_digests(whole, *slot.shape), slot.generation) is None
         assert set(whole[payload_offset(slot.parts) :]) == {0xFF}, "payload is the writer's alone"

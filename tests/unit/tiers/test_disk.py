@@ -80,6 +80,22 @@ class TestInjected(TestDisk):
         )
 
 
+def test_a_file_system_without_direct_io_is_told_of_at_the_first_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.open
+
+    def without(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        return real(path, flags, mode)
+
+    with mock.patch("os.open", without), caplog.at_level("INFO", "hybridkv.daemon"):
+        tier = opened(tmp_path)
+        assert tier.put([sample(1).putting()]) == [None]
+    assert [line.endswith("; no direct I/O there") for line in caplog.messages] == [True]
+
+
 def test_faults_come_as_often_as_asked_for(tmp_path: Path) -> None:
     def errors(option: str) -> list[TierError | None]:
         url = f"inject+disk://{tmp_path}/{option}?bytes=64MiB&{option}=0.5&seed=3"

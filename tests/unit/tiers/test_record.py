@@ -7,11 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, is_signed, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SLOT_ALIGN,
+    is_signed,
+    part_digests,
+    payload_offset,
+    sign,
+    slot_bytes,
+)
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, MissingError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError, execute
-from hybridkv.tiers.record import Record, RecordName, head_bytes, is_whole, read_head
+from hybridkv.tiers.record import Record, RecordName, head_bytes, proven_digests, read_head
 from tests.unit.daemon.dict_tier import DictTier
 
 SEED, OTHER_SEED = 7, 1 << 40
@@ -35,7 +43,7 @@ def filled(shape: tuple[int, int], seed: int) -> memoryview:
     memory = memoryview(bytearray(slot_bytes(*shape)))
     payload = payload_offset(shape[1])
     memory[payload:] = random.Random(shape[0]).randbytes(len(memory) - payload)
-    sign(memory, *shape, seed)
+    sign(memory, part_digests(memory, *shape), seed)
     return memory
 
 
@@ -68,10 +76,10 @@ def get(shape: tuple[int, int], image: bytes | None) -> tuple[JobOutcome, memory
 def test_what_was_put_comes_back_signed_anew(shape: tuple[int, int]) -> None:
     image = put(shape)
     assert read_head(memoryview(image)) == record_of(shape)
-    assert is_whole(record_of(shape), memoryview(image))
+    assert proven_digests(record_of(shape), memoryview(image))
     outcome, slot = get(shape, image)
     assert outcome == JobOutcome(errors=[None], tenants=[2])
-    assert is_signed(slot, *shape, OTHER_SEED)
+    assert is_signed(slot, part_digests(slot, *shape), OTHER_SEED)
     start, size = payload_offset(shape[1]), shape[0] * shape[1]
     assert slot[start : start + size] == filled(shape, SEED)[start : start + size]
 
@@ -83,7 +91,7 @@ def test_not_one_bit_of_a_record_may_differ(shape: tuple[int, int]) -> None:
     for bit in range(8 * len(image)):
         image[bit // 8] ^= 1 << bit % 8
         known = read_head(memoryview(image)[:head])
-        assert known is None or not is_whole(known, memoryview(image)), f"bit {bit}"
+        assert known is None or not proven_digests(known, memoryview(image)), f"bit {bit}"
         image[bit // 8] ^= 1 << bit % 8
 
 

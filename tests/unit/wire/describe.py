@@ -66,6 +66,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     loop: {
         "OPEN_SECONDS": "seconds that tiers have to open before the first client is served",
         "CLOSE_SECONDS": "seconds that a tier's threads have to finish at the end",
+        "FILES_SECONDS": "seconds between two looks whether the socket is still there",
         "RESERVE_RETRY_SECONDS": "seconds after which a daemon asks again for memory for its arena",
         "DESCRIPTORS_MAX": "descriptors that a daemon allows itself, where the system lets it",
         "IDLE_SECONDS": "seconds of arithmetic for the hit-rate ceiling at a time, while nobody "

@@ -4,6 +4,7 @@ A prompt waits for tiers below RAM no longer than computing it takes (D18).
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,11 +16,14 @@ from hybridkv.connector.scheduler.requests import (
     RequestState,
     TrackedRequest,
 )
+from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.copies import PlanError, plan_load
+from hybridkv.core.coverage import lacking
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
-from hybridkv.core.speed import Speed
+from hybridkv.core.speed import PrefillSpeed
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
 
@@ -27,33 +31,16 @@ logger = logging.getLogger("vllm.hybridkv")
 
 RAM = "ram"  # The tier that every load reads; the tiers below it have names of their own.
 _WAITING = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
-UNKNOWN_SECONDS = 2.0
-UNKNOWN_SECONDS_PER_KI_TOKEN = 0.1
-"""What computing a prompt is taken to cost while the speed of prefill is not known."""
-PREFILL_TOKENS_MIN = 64  # A step of fewer tokens is not used to measure the speed of prefill.
+LOAD_SECONDS_MAX = 10.0  # A load copies memory; one that takes longer is taken for one that hangs.
 
 
 @dataclass
 class Patience:
-    """The speed of prefill, measured step by step, and the waits that follow from it."""
+    """How long requests wait for tiers below RAM, by the speed of prefill."""
 
     policy: LoadPolicy
     most_seconds: float  # The value of `Settings.load_timeout_seconds`.
-    prefill: Speed = Speed()  # In tokens per second.
-    step: tuple[int, float] = (0, 0.0)
-    """Tokens of the step that is being measured, or 0; and when it was planned."""
-
-    def step_planned(self, tokens: int, now: float) -> None:
-        """A step of `tokens` tokens begins, unless one is being measured already."""
-        if not self.step[0] and tokens >= PREFILL_TOKENS_MIN:
-            self.step = tokens, now
-
-    def step_ended(self, now: float) -> None:
-        """The workers reported a step."""
-        tokens, since = self.step
-        if tokens:
-            self.prefill = self.prefill.measured(tokens, now - since, now)
-            self.step = 0, now
+    prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
 
     def of(self, tokens: int) -> tuple[float, int]:
         """(seconds that a prompt of `tokens` tokens may wait, tokens per second of prefill).
@@ -64,17 +51,21 @@ class Patience:
             return 0.0, 0
         if self.policy is LoadPolicy.ALWAYS:
             return self.most_seconds, 0
-        rate = self.prefill.per_second
-        unknown = UNKNOWN_SECONDS + UNKNOWN_SECONDS_PER_KI_TOKEN * tokens / 1024
-        return min(self.most_seconds, tokens / rate if rate else unknown), int(rate)
+        rate = int(self.prefill.speed.per_second)
+        return min(self.most_seconds, self.prefill.seconds(tokens)), rate
 
 
 class Lookups:
     """The lookups of one engine. `now` is monotonic seconds."""
 
     def __init__(
-        self, settings: Settings, requests: RequestRegistry, events: KVEventPublisher
+        self,
+        settings: Settings,
+        requests: RequestRegistry,
+        events: KVEventPublisher,
+        weights: WeightsWatch,
     ) -> None:
+        self._weights = weights
         self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
         self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
@@ -101,6 +92,8 @@ class Lookups:
         tokens = found.chunks * self._geometry.chunk_tokens
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
+        if not self._weights.is_current:
+            return self._wait(tracked, now, "weights")
         if not self._session.workers_attached():
             return self._wait(tracked, now, "workers")
         if not self._requests.room.has_room(request.request_id, request.num_tokens + 1):
@@ -135,6 +128,15 @@ class Lookups:
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
+        if found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
+            self._count_limits(found)
+
+    def _count_limits(self, found: Found) -> None:
+        """Count the groups that have less than others, and so are why the hit is no longer."""
+        groups = [group for group, _ in lacking(self._geometry, found.masks, found.chunks + 1)]
+        if len(groups) < len(self._geometry.groups):
+            for name in [f"{group.gid}:{group.kind}" for group in groups]:
+                self._counters[f"hits_limited_by_{name}"] += 1
 
     def flushed(self, now: float) -> None:
         """Everything queued leaves now, and deadlines begin now.
@@ -194,12 +196,19 @@ class Lookups:
         """None until the deadline has passed; then the request is settled and offered 0 tokens."""
         lookup = tracked.lookup
         more = ROOM_SECONDS if reason == "room" else 0.0
-        if (lookup.sent or reason == "adapter") and now < lookup.deadline + more:
+        if reason == "weights":
+            # While they are read a request waits no longer than it takes to compute it.
+            patience, _ = self.patience.of(tracked.request.num_tokens)
+            more = -math.inf if self._weights.is_stale else patience
+        is_vain = reason == "workers" and self._session.unmapped == self._session.boot
+        may_wait = (lookup.sent or reason == "adapter") and not is_vain
+        if may_wait and now < lookup.deadline + more:
             return None
         if reason == "answer":
             self._session.breaker = self._session.breaker.failed(now)
             self._requests.meter.observe("lookup_wait_seconds", now - lookup.sent_at)
-        self._requests.settle(tracked, f"lookups_late_{reason}", now)
+        declined = "lookups_identity" if reason == "weights" else f"lookups_late_{reason}"
+        self._requests.settle(tracked, declined, now)
         return 0
 
 
@@ -210,6 +219,8 @@ class LoadPlanner:
     requests: RequestRegistry
     to_plan: list[TrackedRequest] = field(default_factory=list)
     to_fail: list[str] = field(default_factory=list)
+    loading: dict[str, TrackedRequest] = field(default_factory=dict)
+    """Every load that the workers have not ended, the oldest first."""
 
     def allocated(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
@@ -235,8 +246,9 @@ class LoadPlanner:
             load.plan = LoadPlan("", ())
         load.tokens, load.allocated_at = tokens, now
         self.requests.room.hold(request_id, tracked.request.num_tokens + 1)
-        load.handed_over = False
+        load.handed_over = load.is_overdue = False
         self.to_plan.append(tracked)
+        self.loading[request_id] = tracked
 
     def must_fail(self, request_id: str) -> None:
         """The engine waits for a load of this request; it fails unless it is planned already."""
@@ -271,8 +283,26 @@ class LoadPlanner:
                 failed.append(tracked.request.request_id)
         return failed
 
+    def count_overdue(self, now: float) -> int:
+        """Loads that are older than LOAD_SECONDS_MAX; each is named in the log once.
+
+        They are not failed: the engine would give their blocks to others, and a copy that goes on
+        would write there.
+        """
+        overdue = 0
+        for request_id, tracked in self.loading.items():
+            if now - tracked.load.allocated_at <= LOAD_SECONDS_MAX:
+                break
+            overdue += 1
+            if not tracked.load.is_overdue:
+                tracked.load.is_overdue = True
+                text = "hybridkv: the load of %s has not ended for %d s, and the request waits"
+                logger.warning(text, request_id, LOAD_SECONDS_MAX)
+        return overdue
+
     def ended(self, tracked: TrackedRequest, failed: bool, now: float) -> None:
         """The workers reported the end of a load."""
+        self.loading.pop(tracked.request.request_id, None)
         if failed:
             self.requests.decline(tracked, "loads_failed")
             self.requests.release(tracked, now, None)
@@ -284,6 +314,7 @@ class LoadPlanner:
             return
         geometry, counters = self.requests.geometry, self.requests.counters
         load, loaded_bytes = tracked.load, 0
+        load.restored = load.local_tokens, load.local_tokens + load.tokens
         for run in load.plan.runs:
             group = geometry.groups[run.span.group_index]
             loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)

@@ -20,6 +20,7 @@ from hybridkv.connector.scheduler.stores import StoredObjects
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import consecutive
+from hybridkv.vllm.versions import to_event_extra_keys
 from hybridkv.wire.messages import Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -63,6 +64,7 @@ class KVEventPublisher:
             by_request.setdefault(tracked, []).extend((chunk, group_index) for chunk in chunks)
         for tracked, objects in by_request.items():
             hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
+            hashed = min(hashed, tracked.request.num_tokens - self._geometry.lookahead_tokens)
             # What is stored was computed. The next token may yet be taken back, so no hash that
             # covers it is used.
             count = min(1 + max(chunk for chunk, _ in objects), self._geometry.whole_chunks(hashed))
@@ -153,7 +155,7 @@ class KVEventPublisher:
             lora_id=adapter.adapter_id if adapter is not None else None,
             medium=MEDIUM_CPU,
             lora_name=adapter.name if adapter is not None else None,
-            extra_keys=kv_cache_utils.to_event_extra_keys(extra),
+            extra_keys=to_event_extra_keys(extra),
             session_id=request.session_id,
         )
 

@@ -21,10 +21,10 @@ from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import HASH_BYTES, adapter_hashes, pack_hashes
+from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import BlockRoom
-from hybridkv.vllm.hashing import ChunkHashChain
+from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.wire import messages as wire
 
 
@@ -98,7 +98,21 @@ class RequestLoad:
     tokens: int = 0
     allocated_at: float = 0.0  # When the engine had blocks for the load, in monotonic seconds.
     handed_over: bool = False  # Whether the workers know of the load and will report its end.
+    is_overdue: bool = False  # Whether the log has said that it does not end.
+    restored: tuple[int, int] = (0, 0)
+    """The tokens [first, end) of a load that succeeded, until the request runs."""
     total: tuple[int, int] = (0, 0)  # (tokens, bytes) of all loads of the request that succeeded.
+
+
+@dataclass(eq=False, slots=True)
+class DraftedTokens:
+    """How far a request's blocks hold its drafter's KV, between two preemptions. All in tokens."""
+
+    preemptions: int  # The engine's count of them when this began.
+    proven: int  # Behind this the drafter's KV is not that of the request's tokens.
+    storable: int = 0  # What was computed, is proven, and has hashes that are known.
+    marked: int = 0  # Up to here whole blocks have their marks (`drafted.DraftedBlocks`).
+    begun: int = 0  # Up to here blocks have lost the marks of what they held before.
 
 
 @dataclass(eq=False, slots=True)
@@ -119,12 +133,12 @@ class TrackedRequest:
     """Tokens of the engine's own hit when it last asked; None = it has not asked."""
     why: tuple[str, str] = ("", "")
     """The counter of the last decline or failure, and what is known besides."""
-    storable: bool = True  # False once the identity changed: blocks may be of the old weights.
     next_chunk: list[int] = field(default_factory=list)
     """For each group, the first chunk whose store is not settled; unused for recurrent groups."""
     stored_states: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states whose store has begun."""
     stored: int = 0  # Objects whose store has begun.
+    drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
 
     @property
     def is_prefetching(self) -> bool:
@@ -140,13 +154,22 @@ class TrackedRequest:
         return identity is not None
 
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
-        """HASH_BYTES for each of `count` chunks from `first` on; only where `has_hashes`."""
+        """HASH_BYTES for each of `count` chunks from `first` on; only where `has_hashes`.
+
+        The request has the tokens of these chunks, and those behind them that their hashes cover.
+        """
         if self.chain is not None:
             hashes = self.chain.names(first, count)
         else:
             start, stop = geometry.hash_index(first), geometry.hash_index(first + count)
             step = geometry.chunk_tokens // geometry.hash_tokens
             hashes = pack_hashes(self.request.block_hashes[start:stop:step])
+        if geometry.lookahead_tokens:
+            step = geometry.chunk_tokens
+            ends = range((first + 1) * step, (first + count + 1) * step, step)
+            tokens = self.request.all_token_ids[ends.start : ends.stop : step]
+            extras = extra_keys_at(self.request, ends) if self.request.mm_features else ()
+            hashes = lookahead_hashes(hashes, tokens, extras)
         return adapter_hashes(hashes, self.adapter_hash) if self.adapter_hash else hashes
 
 

@@ -36,9 +36,11 @@ class DaemonSession:
     reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as far as that life has said.
     attached_ranks: dict[str, int] | None = None
     """Ranks by the daemon's life that they map; None until the first step has ended."""
+    unmapped: str = ""  # The daemon's last life whose arena some rank could not map.
     breaker: Breaker = Breaker()
     subscribed: int = 0  # The greeting after which Subscribe was sent last.
     respawn_at: float = 0.0
+    is_told: bool = False  # Whether the log has the loss; a daemon may be greeted in vain for long.
 
     def __post_init__(self) -> None:
         self.link = Link(self.socket_path, self.hello, self._lost)
@@ -73,6 +75,7 @@ class DaemonSession:
                 self.respawn_at = now + RESPAWN_SECONDS
                 threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
             return False
+        self.is_told = False
         if self.subscribes and self.subscribed != self.link.greetings:
             self.subscribed = self.link.greetings
             self.send(wire.Subscribe(), now)
@@ -93,7 +96,8 @@ class DaemonSession:
 
     def _lost(self, why: str) -> None:
         self.counters["losses"] += 1
-        if self.boot:
+        if self.boot and not self.is_told:
+            self.is_told = True
             text = "hybridkv: lost the daemon (%s); requests are computed until it is back"
             logger.warning(text, why)
         self.on_loss()
@@ -107,9 +111,18 @@ class DaemonSession:
 
 
 def _described(facts: Mapping[str, object]) -> dict[str, str]:
-    """An identity's facts as short JSON texts; a long one is replaced by its hash."""
+    """An identity's facts as short JSON texts; a long one is cut, and ends with its hash."""
     texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
     for name, text in texts.items():
         if len(text) > wire.FACT_MAX:
-            texts[name] = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+            tail = f"... sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+            texts[name] = json.dumps(_said(facts[name]))[: wire.FACT_MAX - len(tail)] + tail
     return texts
+
+
+def _said(fact: object) -> object:
+    """What somebody set of a fact: the entries that are neither empty nor off."""
+    if not isinstance(fact, Mapping):
+        return fact
+    said = {name: _said(value) for name, value in sorted(fact.items())}
+    return {name: value for name, value in said.items() if value}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -33,6 +34,9 @@ class _StoreRun:
     ranks_done: frozenset[int] = frozenset()
     unstored: frozenset[int] = frozenset()
     """Places in the run of objects that some rank did not write, or that must not be committed."""
+    is_lost: bool = False
+    """Whether the slots are gone with the daemon. The ranks still report the run."""
+    done_at: float = 0.0  # When the last rank had reported it.
 
 
 class StoredObjects(NamedTuple):
@@ -47,13 +51,23 @@ class StorePlanner:
     """Every store of one engine, from the step that completes an object to its commit."""
 
     def __init__(
-        self, geometry: Geometry, step_tokens: int, store_generated: bool, counters: Counter[str]
+        self,
+        geometry: Geometry,
+        step_tokens: int,
+        store_generated: bool,
+        counters: Counter[str],
+        staging_bytes: int | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
-        """`step_tokens`: the most tokens of a step."""
+        """`step_tokens`: the most tokens of a step; `staging_bytes`: see StagingCredits.
+
+        `numbers` go on from an earlier planner.
+        """
         self._geometry = geometry
         self._store_generated = store_generated
         self._counters = counters
-        self._attention_groups: list[int] = []
+        self._full_groups: list[int] = []
+        self._windowed_groups: list[int] = []
         self._recurrent_groups: dict[int, int] = {}  # The index of each recurrent group by its gid.
         # As many slots as two full steps can complete objects.
         chunks = 2 * -(-step_tokens // geometry.chunk_tokens) + 2
@@ -62,27 +76,39 @@ class StorePlanner:
             is_recurrent = group.kind is GroupKind.RECURRENT
             if is_recurrent:
                 self._recurrent_groups[group.gid] = index
+            elif group.kind is GroupKind.FULL:
+                self._full_groups.append(index)
             else:
-                self._attention_groups.append(index)
+                self._windowed_groups.append(index)
             for shape in slot_shapes(geometry, group):
                 slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
         self.credits = SlotCredits(slots)
+        self._staging = StagingCredits(geometry, staging_bytes)
         self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
         self._parts = [geometry.parts(group) for group in geometry.groups]
-        self._numbers = count(1)
+        self.numbers = numbers or count(1)
         self._storing: dict[int, _StoreRun] = {}
         """By the number under which the workers report the run; no number is given twice."""
+        self._unproven: list[_StoreRun] = []
+        """Runs that all ranks have reported, of weights or adapters that may be others."""
         self.committed: list[StoredObjects] = []  # The objects that the last `reported` committed.
 
     def lost(self) -> None:
         """The daemon is gone, and every slot with it."""
         self.credits.reset()
-        self._storing.clear()
+        self._unproven.clear()
+        for storing in self._storing.values():
+            storing.is_lost = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether some store is not over yet."""
+        return bool(self._storing or self._unproven)
 
     def abort(self) -> None:
         """Objects that are being written now must not be committed."""
-        for storing in self._storing.values():
+        for storing in (*self._storing.values(), *self._unproven):
             storing.unstored = frozenset(range(storing.run.objects))
 
     def planned(
@@ -91,48 +117,72 @@ class StorePlanner:
         requests: dict[str, TrackedRequest],
         tables: Callable[[str], Sequence[Sequence[int]]],
     ) -> dict[int, CopyRun]:
-        """Copies of the objects that this step completes, as far as there are slots for them."""
-        runs: dict[int, CopyRun] = {}
+        """Copies of the objects that this step completes.
+
+        An object waits for a later step where there is no slot for it, or no room in the staging.
+        What the engine lets go of soon, windows and states, comes before all that it keeps until
+        the end of the request.
+        """
         offers: Mapping[str, Any] = {}
         if self._recurrent_groups:
             offers = output.kv_connector_block_state.boundary_state_offloads
-        attention = self._attention_groups
+        windowed, full = self._windowed_groups, self._full_groups
+        if self._staging.bytes_max is None:
+            return self._planned(output, requests, tables, [*windowed, *full], offers)
+        runs = self._planned(output, requests, tables, windowed, offers)
+        return {**runs, **self._planned(output, requests, tables, full, {})}
+
+    def _planned(
+        self,
+        output: Any,
+        requests: dict[str, TrackedRequest],
+        tables: Callable[[str], Sequence[Sequence[int]]],
+        attention: list[int],
+        offers: Mapping[str, Any],
+    ) -> dict[int, CopyRun]:
+        """The runs of these attention groups, and of the states that the engine offers."""
+        runs: dict[int, CopyRun] = {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = requests.get(request_id)
-            if tracked is None or not tracked.storable or not tracked.has_hashes():
+            if tracked is None or not tracked.has_hashes():
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            if tracked.drafted is not None:
+                tokens = min(tokens, tracked.drafted.storable)
             if not self._store_generated:
                 tokens = min(tokens, request.num_prompt_tokens)
             chunks = self._geometry.whole_chunks(tokens)
             completed: list[CopyRun] = []
             if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
-                completed += self._attention(tracked, chunks, tables(request_id))
+                completed += self._attention(tracked, attention, chunks, tables(request_id))
             for gid, block, boundary in offers.get(request_id, ()):
                 completed += self._state(tracked, gid, block, boundary, tokens)
             if completed:
                 runs.update(self._begin(tracked, completed))
         return runs
 
-    def reported(self, report: StepReport) -> list[Commit | Free]:
+    def reported(
+        self, report: StepReport, now: float, is_doubtful: bool = False
+    ) -> list[Commit | Free]:
         """Messages for the slots that every rank is done with.
 
-        Slots become objects, or are freed where a rank did not write its part.
+        Slots become objects, or are freed where a rank did not write its part. All wait while it
+        `is_doubtful` which weights computed them.
         """
-        for number, places in report.unstored.items():
-            if number in self._storing:
-                self._storing[number].unstored |= places
+        over, self._unproven = [*self._unproven, *self._over(report, now)], []
         self.committed = []
         messages: list[Commit | Free] = []
-        for number, ranks in report.done.items():
-            storing = self._storing.get(number)
-            if storing is None:
-                continue
-            storing.ranks_done |= ranks
-            if len(storing.ranks_done) < self._geometry.ranks:
-                continue
-            del self._storing[number]
+        if is_doubtful:
+            self._unproven = over
+            return messages
+        for storing in over:
+            adapter = storing.tracked.adapter
+            if adapter is not None and not adapter.is_proven(storing.done_at, now):
+                if not adapter.refused:
+                    self._unproven.append(storing)
+                    continue
+                storing.unstored = frozenset(range(storing.run.objects))
             run, bad = storing.run, sorted(storing.unstored)
             good: Iterable[range] = (range(run.objects),)
             if bad:
@@ -146,6 +196,24 @@ class StorePlanner:
             for part in good:
                 messages += self._commit(storing, part.start, part.stop)
         return messages
+
+    def _over(self, report: StepReport, now: float) -> Iterator[_StoreRun]:
+        """The runs that the last rank reports now, unless the daemon is gone with their slots."""
+        for number, places in report.unstored.items():
+            if number in self._storing:
+                self._storing[number].unstored |= places
+        for number, ranks in report.done.items():
+            storing = self._storing.get(number)
+            if storing is None:
+                continue
+            storing.ranks_done |= ranks
+            if len(storing.ranks_done) < self._geometry.ranks:
+                continue
+            del self._storing[number]
+            self._staging.give_back(storing.run.span)
+            if not storing.is_lost:
+                storing.done_at = now
+                yield storing
 
     def _commit(self, storing: _StoreRun, start: int, stop: int) -> Iterator[Commit]:
         """For the run's objects from `start` on, before `stop`."""
@@ -163,6 +231,8 @@ class StorePlanner:
         inner = min(run.objects, max(0, needed.start - span.first_chunk))
         interior = b"\1" * inner + bytes(run.objects - inner)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
+        counted = self._full_groups[0] if self._full_groups else 0
+        tokens = geometry.chunk_tokens if span.group_index == counted else 0
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
@@ -170,18 +240,22 @@ class StorePlanner:
                 run.generations[at * U64 : end * U64],
                 self._packed_indices[span.group_index],
                 hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
-                0,
+                tokens * (end - at),
                 hashes[at * HASH_BYTES : (1 + at) * HASH_BYTES],
                 interior[at:end],
                 tenant,
             )
 
     def _attention(
-        self, tracked: TrackedRequest, chunks: int, tables: Sequence[Sequence[int]]
+        self,
+        tracked: TrackedRequest,
+        attention: list[int],
+        chunks: int,
+        tables: Sequence[Sequence[int]],
     ) -> Iterator[CopyRun]:
         """Attention objects in the first `chunks` chunks that are not settled, prefix first."""
         found = tracked.lookup.found
-        for index in self._attention_groups:
+        for index in attention:
             first = tracked.next_chunk[index]
             if first >= chunks:
                 continue
@@ -193,14 +267,15 @@ class StorePlanner:
             if holes:
                 self._counters["stores_hole"] += holes
             for span in spans:
-                offsets, generations = self.credits.take(self._shape(span), span.objects)
-                taken = len(offsets) // U64
-                if taken:
-                    yield CopyRun(span.part(0, taken), offsets, generations)
-                if taken < span.objects:
+                if self._staging.is_too_small(span):
+                    self._counters["stores_too_large"] += span.objects
+                    continue
+                run = self._begun(span)
+                if run.objects:
+                    yield run
+                if run.objects < span.objects:
                     # The blocks are still this request's in the next step, where it goes on.
-                    self._counters["stores_no_slot"] += 1
-                    reached = span.first_chunk + taken
+                    reached = span.first_chunk + run.objects
                     break
             tracked.next_chunk[index] = max(first, reached)
 
@@ -219,12 +294,22 @@ class StorePlanner:
         if (index, chunk) in tracked.stored_states or any(mask[chunk : chunk + 1]):
             return
         span = ObjectSpan(index, chunk, 1, (block,))
-        offsets, generations = self.credits.take(self._shape(span), 1)
-        if not offsets:
-            self._counters["stores_no_slot"] += 1
-            return
-        tracked.stored_states.add((index, chunk))
-        yield CopyRun(span, offsets, generations)
+        if self._staging.is_too_small(span):
+            self._counters["stores_too_large"] += 1
+        elif (run := self._begun(span)).objects:
+            tracked.stored_states.add((index, chunk))
+            yield run
+
+    def _begun(self, span: ObjectSpan) -> CopyRun:
+        """The span's first objects, as many as have slots and room in the staging."""
+        room = self._staging.room(span)
+        offsets, generations = self.credits.take(self._shape(span), room)
+        taken = len(offsets) // U64
+        if taken < span.objects:
+            self._counters["stores_no_staging" if taken == room else "stores_no_slot"] += 1
+        part = span.part(0, taken)
+        self._staging.take(part)
+        return CopyRun(part, offsets, generations)
 
     def _begin(
         self, tracked: TrackedRequest, completed: list[CopyRun]
@@ -238,7 +323,7 @@ class StorePlanner:
                 start = max(0, first - 1)
                 hashes = tracked.chunk_hashes(self._geometry, start, first + objects - start)
                 hashes = hashes if first else bytes(HASH_BYTES) + hashes
-            number = next(self._numbers)
+            number = next(self.numbers)
             self._storing[number] = _StoreRun(run, hashes, tracked)
             tracked.stored += objects
             yield number, run

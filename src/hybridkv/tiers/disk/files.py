@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
-from hybridkv.tiers.record import KEY_BYTES, Record, head_bytes, is_whole, parts_of, read_head
+from hybridkv.tiers.record import KEY_BYTES, Record, head_bytes, parts_of, proven_digests, read_head
 
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
@@ -131,7 +131,7 @@ def prove(file: IO[bytes], size: int, name: FileName | None) -> FileProof:
         done += got
     if done < size:
         return FileProof(FileDamage.LENGTH, record)
-    if not is_whole(record, memory):
+    if proven_digests(record, memory) is None:
         return FileProof(FileDamage.BYTES, record)
     return FileProof(FileDamage.MISNAMED if name_of(record) != name else None, record, memory)
 

@@ -70,10 +70,6 @@ class DiskTier(Tier):
                 # Another daemon was taking it over, after a long time in which nobody was here.
                 writers.enter()
             writers.scan()
-            sizes = format_size(index.held_bytes), format_size(index.max_bytes)
-            direct = "" if self._direct else "; no direct I/O there"
-            told = "disk: %s has %d objects of ours, %s of at most %s%s"
-            logger.info(told, writers.root, len(index.ours), *sizes, direct)
             try:
                 self._settle()
             except OSError as error:
@@ -87,6 +83,10 @@ class DiskTier(Tier):
                 raise _translated(error) from error
             what = f"disk: {writers.root} cannot be used ({error.strerror})"
             raise ConfigError(what, "a directory that you may write to works") from error
+        sizes = format_size(index.held_bytes), format_size(index.max_bytes)
+        direct = "" if self._direct else "; no direct I/O there"
+        told = "disk: %s has %d objects of ours, %s of at most %s%s"
+        logger.info(told, writers.root, len(index.ours), *sizes, direct)
         writers.look()
 
     def peek(self, key: bytes) -> bool:

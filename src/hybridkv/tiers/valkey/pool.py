@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from hybridkv.core.errors import ConfigError
@@ -42,13 +43,18 @@ class ConnectionPool:
         # The last @ ends the login, so nothing secret is behind it.
         self.place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         """The URL for people: without user and password."""
-        options = replace(spec, location=self.place).known_options("prefix", own)
+        bounds = "the server's maxmemory and maxmemory-policy"
+        shown = replace(spec, location=self.place)
+        options = shown.known_options("prefix", "password_file", own, bounded_by=bounds)
         self.prefix = options.get("prefix", PREFIX)  # How the names of its values begin.
         self._host, self._port = parts.hostname or "", parts.port or PORT
         self._socket = unquote(parts.path) if is_unix else ""
         self._authority = options.get("ca")
         self._database = options.get("db", "0") if is_unix else parts.path.strip("/") or "0"
         self._login = [unquote(word) for word in (parts.username, parts.password) if word]
+        self._users = int(bool(parts.username))  # How many words of the login are no password.
+        self._password_file = options.get("password_file", "")
+        """A file with the password that the login ends with, read at each open; "" = in the URL."""
         self._timeout_seconds = spec.timeout_seconds
         if not (self._socket if is_unix else self._host):
             raise ConfigError(f"tier {self.place} names no server", works)
@@ -57,11 +63,7 @@ class ConnectionPool:
             raise ConfigError(what, works)
         if not self.prefix:
             raise ConfigError(f"tier {self.place}: prefix is empty", f"prefix={PREFIX} works")
-        if parts.username and not parts.password:
-            raise ConfigError(
-                f"tier {self.place}: there is a user without a password",
-                f"{self._works('USER:PASSWORD@')} works",
-            )
+        self._check_login(parts)
         self._wants_tls = spec.kind in ("valkeys", "rediss")
         self._tls: ssl.SSLContext | None = None
         self._lock = threading.Lock()
@@ -69,10 +71,29 @@ class ConnectionPool:
         self._idle: list[RespConnection] = []  # The one used last is at the end, and is used next.
         self._live: set[RespConnection] = set()  # All connections, idle or in use.
 
+    def _check_login(self, parts: SplitResult) -> None:
+        """Raise ConfigError unless there is one password, or neither user nor password."""
+        if parts.password and self._password_file:
+            what = f"tier {self.place}: the password is given twice, in the URL and password_file"
+            raise ConfigError(what, f"{self._works()} with password_file works")
+        if parts.username and not (parts.password or self._password_file):
+            raise ConfigError(
+                f"tier {self.place}: there is a user without a password",
+                f"{self._works('USER:PASSWORD@')} works",
+            )
+
     def _works(self, login: str = "") -> str:
         """A URL like this one, for a message."""
         scheme, _, rest = self.place.partition("://")
         return f'"{scheme}://{login}{rest}"'
+
+    def _read_password(self) -> str:
+        try:
+            return Path(self._password_file).read_text().rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            what = f"{self.place}: password_file={self._password_file!r} cannot be read ({why})"
+            raise ConfigError(what, "a file of yours with the password alone works") from None
 
     def open(self, deadline: Deadline) -> None:
         """Log in anew; raises ConfigError where the server will never let us, or TierError."""
@@ -84,6 +105,8 @@ class ConnectionPool:
                     f"{self.place}: ca={self._authority!r} is no readable file of certificates",
                     "ca=/etc/ssl/certs/ca-certificates.crt works",
                 ) from None
+        if self._password_file:
+            self._login = [*self._login[: self._users], self._read_password()]
         self.drop_idle()
         try:
             self._keep(self._connect(deadline))

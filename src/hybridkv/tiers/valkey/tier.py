@@ -53,7 +53,6 @@ class ValkeyTier(Tier):
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
         self._gauges: dict[str, float] = {}
-        spec.refuse_bytes("the server's maxmemory and maxmemory-policy")
 
     # The contract
 
