@@ -9,6 +9,7 @@ import json
 import operator
 import random
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -94,7 +95,8 @@ class Saboteur:
         self.others: list[Exception] = []
         """What hooks raised besides."""
         self.supervisor = connector._supervisor
-        self._is_in_hook = False
+        self._hook_thread = 0
+        """The thread that is in a hook; 0 = none. Copies that a thread ends are no hook's."""
         self._undo: Callable[[], None] = lambda: None
         self.supervisor._clock, self.supervisor._began = CLOCK.monotonic, CLOCK.now
         run = self.supervisor.run
@@ -109,7 +111,7 @@ class Saboteur:
         self._undo = lambda: vars(part).pop(name, None)
 
         def broken(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_hook:
+            if self._hook_thread != threading.get_ident():
                 return work(*args, **kwargs)
             self._undo()
             if after:
@@ -124,7 +126,7 @@ class Saboteur:
         self._undo()
 
     def _in_hook(self, work: Callable[[], Any]) -> Any:
-        before, self._is_in_hook = self._is_in_hook, True
+        before, self._hook_thread = self._hook_thread, threading.get_ident()
         try:
             return work()
         except Exception as error:
@@ -132,7 +134,7 @@ class Saboteur:
                 self.others.append(error)
             raise
         finally:
-            self._is_in_hook = before
+            self._hook_thread = before
 
 
 @dataclass(frozen=True)
