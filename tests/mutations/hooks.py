@@ -94,6 +94,21 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{HOOKS}::test_a_scheduler_role_that_is_switched_off_begins_anew", PAUSES),
     ),
     Mutation(
+        "waits-for-a-slow-child",
+        "a child whose hooks keep the engine is asked again and again",
+        "Supervisor._took",
+        """
+        self._slow.clear()
+        self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
+        """,
+        "pass",
+        ("B21", "C15"),
+        (
+            "tests/unit/multi/test_multi.py"
+            "::test_a_child_whose_lookups_keep_the_engine_is_asked_twice",
+        ),
+    ),
+    Mutation(
         "pauses-do-not-grow",
         "a side that faults again and again is tried every minute",
         "Supervisor.switch_off",

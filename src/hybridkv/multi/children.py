@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ LIMITS = {
 }
 """The largest value of each setting, and one that works."""
 OWN_KEYS = ("load_weight", "name")  # Keys of a child's extra config that the child does not see.
+HOOK_SECONDS_MAX = 1.0
+"""A child that keeps the engine's scheduler for so long pauses (supervise.SLOW_MAX). In workers a
+child may load and save within the step, which takes as long as it takes."""
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
 _RANK = re.compile(r"_dp\d+$")  # What vLLM appends to the id of a data-parallel engine.
 _EXTRA = "kv_connector_extra_config"
@@ -114,8 +118,12 @@ class ChildConnectors:
     """All children of one role, and what the role counts."""
 
     def __init__(self, role: str, specs: Sequence[ChildSpec], connectors: Sequence[Any]) -> None:
+        slow_seconds = HOOK_SECONDS_MAX if role == "scheduler" else math.inf
+        supervisors = [
+            Supervisor(f"{spec.name} ({role})", slow_seconds=slow_seconds) for spec in specs
+        ]
         self.all = [
-            ChildConnector(index, spec.name, one, Supervisor(f"{spec.name} ({role})"), spec.weight)
+            ChildConnector(index, spec.name, one, supervisors[index], spec.weight)
             for index, (spec, one) in enumerate(zip(specs, connectors, strict=True))
         ]
         self.counters: Counter[str] = Counter()

@@ -1,6 +1,7 @@
 """The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses."""
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ logger = logging.getLogger("vllm.hybridkv")  # Below vLLM's logger, so that its 
 FAULTS_MAX = 20
 FAULTS_SECONDS = 600.0
 """After FAULTS_MAX faults in so many seconds a side only does what keeps the engine going."""
+SLOW_MAX = 2
+"""After so many slow hooks in FAULTS_SECONDS a side pauses: nobody else can end a hook's wait."""
 PAUSE_SECONDS = 60.0  # The first pause; each further one is twice as long.
 PAUSE_SECONDS_MAX = 3600.0
 """The longest pause; a side that was on for so long begins with PAUSE_SECONDS again."""
@@ -21,13 +24,18 @@ PAUSE_SECONDS_MAX = 3600.0
 class Supervisor:
     """Runs the hooks of one role, or of one connector of several."""
 
-    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, role: str, clock: Callable[[], float] = time.monotonic, slow_seconds: float = math.inf
+    ) -> None:
+        """A hook that takes `slow_seconds` or longer is slow."""
         self.counters: Counter[str] = Counter()  # Declines and faults by reason.
         self.is_over = False  # Whether it is switched off for good.
         self.off_since = 0.0  # When the present pause began, in Unix time; 0 = there is none.
         self.pause_seconds = 0.0  # The length of the last pause.
         self._role = role
         self._faults: deque[float] = deque(maxlen=FAULTS_MAX)  # When the last ones were.
+        self._slow: deque[float] = deque(maxlen=SLOW_MAX)  # When slow hooks ended.
+        self._slow_seconds = slow_seconds
         self._clock = clock
         self._began = clock()  # When the side was switched on last.
         self._retry_at = 0.0
@@ -58,6 +66,7 @@ class Supervisor:
         if not (self.healthy or tells or goes_on):
             self.counters["switched_off"] += 1
             return otherwise()
+        began = self._clock()
         try:
             return work()
         except Exception:  # the supervised boundary
@@ -72,6 +81,19 @@ class Supervisor:
             elif is_flood:
                 self.switch_off(f"{FAULTS_MAX} faults")
             return otherwise()
+        finally:
+            now = self._clock()
+            if now - began >= self._slow_seconds:
+                self._took(hook, now - began, now)
+
+    def _took(self, hook: str, seconds: float, now: float) -> None:
+        """A slow hook ended; the engine waited for it."""
+        self.counters["slow_hooks"] += 1
+        logger.warning("hybridkv: the engine waited %d s for %s: %s", seconds, self._role, hook)
+        self._slow.append(now)
+        if len(self._slow) == SLOW_MAX and now - self._slow[0] <= FAULTS_SECONDS:
+            self._slow.clear()
+            self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
 
     def switch_off(self, why: str) -> None:
         """Pause: run nothing of this side until `begin_anew`; nothing where it is off already."""

@@ -26,6 +26,7 @@ MULTI_EVENTS = {
     "fault_shutdown": "the connector raised as it was shut down",
     "fault_stats": "the connector raised in its statistics, which are then incomplete",
     "sync_declined": "a hit was declined: it loads within the step, in a model with several groups",
+    "slow_hooks": "the engine's scheduler waited a second or longer for the connector",
     "passed_over": "a request waited for the connector's answer in vain",
     "loads_given_up": "a load was failed, because its connector is switched off",
     "loads_failed": "a load failed",

@@ -28,7 +28,7 @@ from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import child_specs  # noqa: E402
 from hybridkv.multi.messages import MultiReport  # noqa: E402
 from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
-from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS  # noqa: E402
+from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX  # noqa: E402
 from tests.unit.multi import scripted  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
@@ -392,6 +392,26 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
         engine.now += PAUSE_SECONDS
         engine.step()
     assert not engine.connector.counters["Scripted: fault_get_num_new_matched_tokens"] % FAULTS_MAX
+
+
+def test_a_child_whose_lookups_keep_the_engine_is_asked_twice(rng: random.Random) -> None:
+    """As LMCache's are after the end of its server; the other child serves on."""
+
+    def wait(request: Any, local: int) -> int:
+        engine.now += 2.0
+        return 0
+
+    slow, quick = Script(tokens=wait), Script(tokens=upto(HIT))
+    engine = MultiEngine([child(slow, name="Slow"), child(quick)], hybrid())
+    for one in engine.connector._children.all:
+        one.supervisor._clock = lambda: engine.now
+        one.supervisor._began = engine.now
+    for _ in range(5):
+        engine.add(prompt(rng))
+        engine.run()
+    assert slow.calls["get_num_new_matched_tokens"] == SLOW_MAX
+    assert engine.selection("Scripted")["hits"] == 5
+    assert engine.connector.counters["Slow: slow_hooks"] == SLOW_MAX
 
 
 def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None:

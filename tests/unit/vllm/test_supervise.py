@@ -1,5 +1,7 @@
 """Nothing raises into the engine, and a side that is switched off still tells of it."""
 
+from collections.abc import Callable
+
 from hybridkv.vllm.supervise import (
     FAULTS_MAX,
     FAULTS_SECONDS,
@@ -93,3 +95,34 @@ def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
     supervisor.begin_anew(lambda: None)
     assert not supervisor.healthy
     assert supervisor.run("plan", lambda: 1, lambda: 7, fatal=True) == 7
+
+
+def test_the_second_slow_hook_ends_the_engines_wait() -> None:
+    """Its answers count all the same; slow ones that are far apart are only counted."""
+    now = 0.0
+    supervisor = Supervisor("Other (scheduler)", lambda: now, slow_seconds=1.0)
+
+    def hook(seconds: float, work: Callable[[], int] = lambda: 1) -> int:
+        def slow() -> int:
+            nonlocal now
+            now += seconds
+            return work()
+
+        return supervisor.run("arrive", slow, lambda: 7)
+
+    assert hook(5.0) == 1
+    now += FAULTS_SECONDS
+    assert [hook(0.9) for _ in range(9)] == [1] * 9
+    assert supervisor.healthy
+    assert hook(1.0) == 1
+    assert supervisor.healthy, "the first one is long ago"
+    assert hook(1.0, fault) == 7
+    assert not supervisor.healthy
+    assert hook(9.0) == 7
+    assert supervisor.counters == {
+        "slow_hooks": 3,
+        "fault_arrive": 1,
+        "quarantined": 1,
+        "switched_off": 1,
+    }
+    assert now < FAULTS_SECONDS + 20, "a side that pauses is not asked"
