@@ -256,7 +256,7 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
 @pytest.mark.parametrize(
-    "layout", ["many layers", "many odd layers", "large blocks", "huge blocks"]
+    "layout", ["many layers", "many odd layers", "several batches", "large blocks", "huge blocks"]
 )
 def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     """A byte at either end of a piece is wrong, or two pieces have changed places."""
@@ -265,6 +265,7 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
             Cache("LBHNC", layers("full", full(2, 16, 64), 30)).memory(device).groups[0]
         ),
         "many odd layers": lambda: spaced(device, 30, 17_777, 20_001),
+        "several batches": lambda: spaced(device, 7, 40_000, 40_960),
         "large blocks": lambda: blocks_of("large blocks", device),
         "huge blocks": lambda: spaced(device, 2, 700_001, 700_100),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
@@ -19,12 +20,11 @@ from hybridkv.vllm.blocks import block_bytes, block_runs
 
 BATCH_BYTES = 256 << 10  # What is copied before it is hashed, so that it is in a core's cache.
 WORD_BYTES = 8
-STRIDED_WORDS_MAX = 32 * 1024 - 1
-"""The most elements that torch copies in the calling thread (its grain size, less one)."""
-BAND_BLOCK_BYTES_MAX = 8 << 10
-"""Larger blocks are copied faster by memmove, one by one."""
 PARALLEL_BYTES_MIN = 1 << 20
 """Fewer bytes are copied by one thread, because a second one costs more than it saves."""
+
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.int64]]  # Memory as words of WORD_BYTES.
 
 
 class _HostLayer(NamedTuple):
@@ -49,14 +49,19 @@ class _Move(NamedTuple):
 class _Band:
     """Consecutive layers of a group that are copied in the same way.
 
-    Where blocks are small and equally spaced in one allocation, there are `words`: one strided copy
-    copies a block of some layers. All others are copied run by run.
+    Where blocks are equally spaced in one allocation, there are `words`: one strided copy copies a
+    block of some layers, in which no other thread waits for this one. All others are copied run by
+    run.
     """
 
     layers: list[_HostLayer]
     layer_bytes: int  # Bytes of one block in all layers.
-    words: torch.Tensor | None  # The blocks as 64-bit words: [layer, block, word].
+    words: Words | None  # The blocks: [layer, block, word].
     _batches: dict[int, list[tuple[list[_Move], int]]] = field(default_factory=dict)
+
+    def rows(self, count: int) -> int:
+        """How many layers of `count` stored blocks are a batch."""
+        return BATCH_BYTES * len(self.layers) // (count * self.layer_bytes)
 
     def batches(self, count: int) -> list[tuple[list[_Move], int]]:
         """The moves of `count` stored blocks in the slot's order, about BATCH_BYTES at a time.
@@ -85,7 +90,7 @@ class HostCopier:
         self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout
     ) -> None:
         self._arena = arena
-        self._words = torch.frombuffer(arena.memory, dtype=torch.int64)
+        self._words: Words = np.frombuffer(arena.memory, dtype=np.int64)
         self._part = part
         self._groups = [_bands(views) for views in groups]
         self._num_blocks = [min(view.shape[0] for view in views) for views in groups]
@@ -185,7 +190,7 @@ class HostCopier:
         """
         base, memmove, blocks, first = self._arena.address, ctypes.memmove, op.blocks, op.first
         for band in self._groups[op.group_index]:
-            if band.words is not None and at % WORD_BYTES == 0:
+            if band.words is not None and at % WORD_BYTES == 0 and band.rows(op.count) > 1:
                 yield from self._band_steps(op, band, band.words, at, into_slot)
             else:
                 for batch, end in band.batches(op.count):
@@ -201,22 +206,21 @@ class HostCopier:
             at += op.count * band.layer_bytes
 
     def _band_steps(
-        self, op: CopyOp, band: _Band, words: torch.Tensor, at: int, into_slot: bool
+        self, op: CopyOp, band: _Band, words: Words, at: int, into_slot: bool
     ) -> Iterator[int]:
-        """As `_steps`, some layers at a time, which torch copies in this thread and its cache."""
+        """As `_steps`, some layers at a time."""
         layers, _, width = words.shape
-        row_words = op.count * width
-        rows_max = max(1, STRIDED_WORDS_MAX // row_words)
-        for row in range(0, layers, rows_max):
-            engine = words if rows_max >= layers else words[row : row + rows_max]
-            rows, start = len(engine), at // WORD_BYTES + row * row_words
+        row_words, rows = op.count * width, band.rows(op.count)
+        for row in range(0, layers, rows):
+            engine, start = words[row : row + rows], at // WORD_BYTES + row * row_words
+            end = start + len(engine) * row_words
+            slot = self._words[start:end].reshape(len(engine), op.count, width)
             for number, block in enumerate(op.blocks, op.first):
-                slot = self._words.as_strided((rows, width), (row_words, 1), start + number * width)
                 if into_slot:
-                    slot.copy_(engine.select(1, block))
+                    slot[:, number] = engine[:, block]
                 else:
-                    engine.select(1, block).copy_(slot)
-            yield (start + rows * row_words) * WORD_BYTES
+                    engine[:, block] = slot[:, number]
+            yield end * WORD_BYTES
 
     def _compare(self, op: CopyOp, part_bytes: int) -> None:
         at = self._arena.address + self._part.payload(op, part_bytes)
@@ -232,7 +236,7 @@ class HostCopier:
 
 
 def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
-    """The layers of a group, joined where their blocks are small and equally spaced."""
+    """The layers of a group, joined where their blocks are equally spaced."""
     joined: list[list[_HostLayer]] = []
     for view in views:
         layer = _HostLayer(
@@ -250,14 +254,15 @@ def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
     at, blocks = 0, min(map(len, views))
     for is_alone, some in groupby(joined, lambda layers: len(layers) == 1):
         for layers in [list(chain.from_iterable(some))] if is_alone else some:
-            words: torch.Tensor | None = None
+            words: Words | None = None
             if not is_alone:
                 first = layers[0]
                 shape = len(layers), blocks, first.block_bytes // WORD_BYTES
                 step, start = layers[1].address - first.address, first.address - first.storage
                 strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
-                words = torch.empty(0, dtype=torch.int64)
-                words.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
+                memory = torch.empty(0, dtype=torch.int64)
+                memory.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
+                words = memory.numpy()
             bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
             at += len(layers)
     return bands
@@ -271,7 +276,6 @@ def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
     return (
         layer[1:] == first[1:]
         and len(first.runs) == 1
-        and first.block_bytes <= BAND_BLOCK_BYTES_MAX
         and step > 0
         and step * (len(layers) - 1) == layers[-1].address - first.address
         and not any(number % WORD_BYTES for number in numbers)
