@@ -133,6 +133,12 @@ HANDLERS = (
         NO + "nothing is lost in either case",
     ),
     Listed(
+        "_notify",
+        "suppress(OSError)",
+        "A service manager that does not hear the daemon keeps it from nothing.",
+        NO + "the manager says itself that it heard nothing in time",
+    ),
+    Listed(
         "_detach.on_serving",
         "suppress(BrokenPipeError)",
         "Whoever started the daemon may be gone, and the daemon goes on.",

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,12 @@ def run_serve(arguments: argparse.Namespace) -> int:
         what = f"traces: {traces!r} is no URL of a collector"
         raise ConfigError(what, '"http://127.0.0.1:4318/v1/traces" works')
     values |= {"tiers": tiers, "node": node, "traces_url": traces}
-    on_serving = _detach(log_file) if arguments.detach else lambda: None
+    detach = _detach(log_file) if arguments.detach else lambda: None
+
+    def on_serving() -> None:
+        _notify()
+        detach()
+
     options = ServeOptions(socket_path, metrics_port=port, fresh=arguments.fresh, **values)
     try:
         serve(options, on_serving)
@@ -104,6 +110,18 @@ def _log_to(log_file: str | None, socket_path: Path) -> str | None:
         what = f"log-file: {log_file} cannot be written ({error.strerror})"
         raise ConfigError(what, "a file in a directory of yours works") from error
     return log_file
+
+
+def _notify() -> None:
+    """Tell the service manager that started this process, if it asked, that it serves."""
+    name = os.environ.pop("NOTIFY_SOCKET", "")
+    if not name:
+        return
+    # "@" stands for the zero byte of an abstract name (sd_notify).
+    address = f"\0{name[1:]}" if name.startswith("@") else name
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.setblocking(False)
+        manager.sendto(b"READY=1", address)
 
 
 def _detach(log_file: str | None) -> Callable[[], None]:
