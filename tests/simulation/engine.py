@@ -617,7 +617,8 @@ class Engine:
                 since, _ = self._asked_since[request.request_id] = asked_at
             asked = self.side._requests.by_id.get(request.request_id)
             patience = self._patience + ROOM_SECONDS * bool(self.side._room)
-            if watch.question:
+            if watch.question or self.connector.counters.get("begun_anew"):
+                # A role that begins anew asks for the weights too.
                 patience += self.side._lookups.patience.of(request.num_tokens)[0]
             if asked is not None and asked.lookup.pending is not None:
                 patience += self._patience + asked.lookup.pending.wait_ms / 1e3
