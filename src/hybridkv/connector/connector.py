@@ -185,7 +185,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._weights = WeightsWatch(first, facts_of)
         counters = self._supervisor.counters
         wire_model = WireModel(
-            str(model.model)[-TEXT_MAX:],
+            str(model.served_model_name)[-TEXT_MAX:],
             model.max_model_len,
             kv_dtype(config, layouts[0]),
             [len(layers) for layers in layouts[0].layers.values()],

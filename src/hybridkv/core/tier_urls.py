@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from hybridkv.core import options
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import is_writable
-from hybridkv.core.sizes import parse_size
+from hybridkv.core.sizes import format_size, parse_size
 
 TIMEOUT_SECONDS = 5.0
 TIMEOUT_SECONDS_MAX = 60.0
@@ -49,6 +49,13 @@ class TierSpec:
         """The location without a password."""
         before, at, rest = self.location.rpartition("@")
         return f"{before.partition('://')[0]}://{rest}" if at else self.location
+
+    @property
+    def settings(self) -> str:
+        """The tier as its URL describes it, without a password."""
+        hourly = self.hourly_bytes
+        words = [self.shown, f"write {self.write}", f"timeout {self.timeout_seconds:g} s"]
+        return ", ".join(words + ([] if hourly is None else [f"hourly {format_size(hourly)}"]))
 
     def known_options(self, *names: str, bounded_by: str = "") -> Mapping[str, str]:
         """The kind's own options; raises ConfigError where there is one that it does not know.

@@ -41,6 +41,7 @@ from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
+from hybridkv.wire.status import DaemonSetup
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -72,6 +73,19 @@ class ServeOptions(NamedTuple):
     tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""  # This daemon's name, in all its lives, among those with the same tiers.
     traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
+
+
+def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
+    """What people are shown of a daemon's settings; `ram_bytes` is the size of its arena."""
+    quota = options.salt_quota_bytes
+    settings = {
+        "ram": format_size(ram_bytes),
+        "eviction": str(options.eviction),
+        "salt-quota": "none" if quota is None else format_size(quota),
+        "node": options.node,
+        **{f"tier {number}": tier.settings for number, tier in enumerate(options.tiers, 1)},
+    }
+    return DaemonSetup(os.uname().nodename, str(options.socket_path), settings)
 
 
 class Waker:
@@ -193,6 +207,7 @@ class DaemonServer:
             self._arena.close()
             self._open(fresh=True, failed=failed)
             self.daemon.counters["recoveries_failed"] += 1
+        self.daemon.setup = setup_of(options, self._arena.slots_bytes)
         listener = self._socket.listen()
         self.clients = clients.ClientSockets(self.daemon, self._processes, listener)
         self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.

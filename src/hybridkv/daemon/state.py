@@ -12,6 +12,7 @@ from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import Reply, Welcome
+from hybridkv.wire.status import DaemonSetup
 
 if TYPE_CHECKING:  # The library that it needs is an extra.
     from hybridkv.observe.traces import SpanExporter
@@ -36,6 +37,7 @@ class DaemonState:
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.saved = TimeSaved()
         self.spans: SpanExporter | None = None  # Where spans go, if they are exported.
+        self.setup = DaemonSetup("", "", {})
         self.metrics_url = ""  # The URL of /metrics; empty where no pages are served.
         self.later: deque[tuple[int, Reply]] = deque()
         """(connection, message) of what is to be sent beside the replies to requests."""

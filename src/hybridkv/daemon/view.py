@@ -109,6 +109,7 @@ class DaemonView:
         return Snapshot(
             now,
             now if self._started_at is None else self._started_at,
+            state.setup,
             self.values(),
             tuple(state.waits.cumulative),
             tuple(self._groups()),

@@ -125,8 +125,8 @@ TIER: Mapping[str, MetricFamily] = {
 }
 """By the names of TierState.values; the metric's name begins with TIER_PREFIX."""
 
-_GROUP = ("identity", "model", "gid", "kind")
-_ENGINE = ("engine", "model", "identity")
+_GROUP = ("identity", "model_name", "gid", "kind")
+_ENGINE = ("engine", "model_name", "identity")
 MADE: Mapping[str, MetricFamily] = {
     "answering": gauge("1 if the daemon's loop answered this scrape, else 0."),
     "info": gauge("Always 1; which release runs.", "version"),

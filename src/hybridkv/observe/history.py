@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hybridkv.observe.catalog import Values
 from hybridkv.wire.messages import IdentityDifference, RequestExplanation
-from hybridkv.wire.status import GroupStatus, SessionStatus, TierStatus
+from hybridkv.wire.status import DaemonSetup, GroupStatus, SessionStatus, TierStatus
 
 REQUESTS_MAX = 10_000
 IDENTITIES_MAX = 256
@@ -192,6 +192,7 @@ class Snapshot:
 
     now: float
     started_at: float
+    setup: DaemonSetup
     values: Values
     waits: tuple[tuple[float, int], ...]
     """Lookups that waited for tiers, as Histogram.cumulative gives them."""

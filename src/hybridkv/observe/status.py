@@ -85,6 +85,7 @@ class StatusReport:
         hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
         return wire.Status(
             __version__,
+            snapshot.setup,
             _short(now - snapshot.started_at),
             snapshot.values.named(),
             _window(snapshot, MINUTE_SECONDS),

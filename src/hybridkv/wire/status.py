@@ -144,10 +144,20 @@ class StatusHistory(Struct, frozen=True):
     written: dict[str, list[float]]
 
 
+class DaemonSetup(Struct, frozen=True):
+    """Where a daemon runs, and how it was told to."""
+
+    host: str
+    socket_path: str
+    settings: dict[str, str]
+    """By the arguments of `hybridkv serve`; no password is in them."""
+
+
 class Status(Struct, frozen=True, omit_defaults=True):
     """Everything that is shown at one moment."""
 
     version: str
+    setup: DaemonSetup
     uptime_seconds: float
     values: dict[str, float]
     """Every counter and gauge, named as `hybridkv stats` prints it."""

@@ -1,5 +1,6 @@
 """The status page in a real browser: what it draws, and that no client's text becomes markup."""
 
+import os
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -103,6 +104,22 @@ def test_the_numbers_are_drawn(page: Elements) -> None:
     assert "well" in page.text["tiers"]
     assert "group 1 sliding" in page.text["groups"]
     assert "More memory would not help" in page.text["verdict"]
+
+
+def test_the_page_says_whose_it_is(page: Elements) -> None:
+    """Several daemons are looked at side by side."""
+    host = os.uname().nodename
+    assert page.text["about"].startswith(f"{host} · up ")
+    said = page.text["setup"]
+    assert all(f"{name}{value}" in said for name, value in (("host", host), ("ram", "32MiB")))
+    assert re.search(r"socket/.*/daemon.sock", said)
+    assert re.search(r"tier 1disk:///.*/disk, write through, timeout 5 s", said)
+
+
+def test_cells_have_the_names_of_their_columns(page: Elements) -> None:
+    """Where the screen is narrow, each stands on a line of its own."""
+    names = [value for name, value in page.attributes if name == "data-name"]
+    assert {"engine", "chunk", "write speed"} <= {*names}
 
 
 def test_the_charts_are_drawn(page: Elements) -> None:

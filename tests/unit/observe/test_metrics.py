@@ -178,7 +178,7 @@ def test_two_sessions_of_one_engine_are_one_row() -> None:
     now = samples(
         text_of(dataclasses.replace(make_daemon().view.snapshot(0.0), sessions=(session, again)))
     )
-    labels = (("engine", "e"), ("identity", "i"), ("model", "m"))
+    labels = (("engine", "e"), ("identity", "i"), ("model_name", "m"))
     assert now["hybridkv_daemon_session_leases", labels] == 5
     assert now["hybridkv_daemon_session_connected", labels] == 1
 

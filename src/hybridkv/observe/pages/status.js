@@ -64,8 +64,11 @@ function meter(...parts) {
   return made;
 }
 
+// On a narrow screen each cell of a table that folds stands on a line of its own, with its column's name.
 function rows(id, filled, columns) {
   const body = byId(id).tBodies[0];
+  const names = [...byId(id).tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of filled) [...row.cells].forEach((cell, at) => { cell.dataset.name = names[at]; });
   if (!filled.length) {
     const cell = element("td", "empty", "none");
     cell.colSpan = columns;
@@ -248,8 +251,8 @@ function problems(status) {
   byId("state").className = `pill ${bad ? worst : "good"}`;
   byId("state").textContent = bad ? `${bad} ${bad === 1 ? "problem" : "problems"}` : "all is well";
   byId("problems").replaceChildren(...status.health.map((one) => element("li", `problem ${one.level}`, one.text)));
-  byId("about").textContent = `up ${time(status.uptime_seconds)} · version ${status.version}`;
-  document.title = bad ? `(${bad}) hybridkv` : "hybridkv";
+  byId("about").textContent = `${status.setup.host} · up ${time(status.uptime_seconds)} · version ${status.version}`;
+  document.title = `${bad ? `(${bad}) ` : ""}hybridkv on ${status.setup.host}`;
 }
 
 function tiers(status) {
@@ -318,6 +321,12 @@ function decisions(status) {
   }));
 }
 
+function setup(status) {
+  const { host, socket_path: socket, settings } = status.setup;
+  const all = Object.entries({ host, socket, ...settings });
+  byId("setup").replaceChildren(...all.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]));
+}
+
 // The loop
 
 function show(status) {
@@ -329,6 +338,7 @@ function show(status) {
   tiers(status);
   groups(status);
   sessions(status);
+  setup(status);
   if (!byId("decisions").matches(":hover")) decisions(status);
   charts(status);
 }
