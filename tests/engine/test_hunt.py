@@ -1,6 +1,7 @@
 """What was hunted for on real engines (docs/RELIABILITY.md), one engine start for several cases."""
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
+from tests.engine.soak import ONE_THREAD
 from tests.engine.support import answer, engine, prompt, stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -70,8 +72,9 @@ def test_an_arena_grows_again_once_there_is_memory() -> None:
 
 def check(command: list[str]) -> None:
     """Run a hunt, which must find nothing."""
+    environment, root = {**ONE_THREAD, **os.environ}, Path(__file__).parents[2]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+        command, capture_output=True, text=True, check=False, cwd=root, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "nothing was found" in done.stdout
