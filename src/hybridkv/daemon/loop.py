@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import platform
 import resource
 import select
 import selectors
@@ -85,7 +86,7 @@ def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
         "node": options.node,
         **{f"tier {number}": tier.settings for number, tier in enumerate(options.tiers, 1)},
     }
-    return DaemonSetup(os.uname().nodename, str(options.socket_path), settings)
+    return DaemonSetup(platform.node(), str(options.socket_path), settings)
 
 
 class Waker:

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "switched_off",
     "quarantined",
     "begun_anew",
+    "slow_hooks",
 }
 """Counters whose metric is the one for all others."""
 FAMILY_NAMES = st.sampled_from(("lookup_wait_seconds", "load_seconds"))
