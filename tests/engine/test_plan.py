@@ -28,6 +28,9 @@ MODELS = {
     "qwen3next": ("--max-num-batched-tokens=600", "--prefix-cache-retention-interval=256"),
     "llama4": ("--max-num-batched-tokens=2048",),
     "lfm2": ("--max-num-batched-tokens=2048",),
+    "llama_eagle": ("--max-num-batched-tokens=2048",),
+    "qwen3_draft": ("--max-num-batched-tokens=2048",),
+    "gemma4_mtp": ("--max-num-batched-tokens=2048",),
 }
 """vLLM's default of the tokens in a step is not the same for a server and a test's engine."""
 
@@ -113,7 +116,10 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
     [
         "gemma4",
         "qwen3next",
-        *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama4", "lfm2")),
+        *(
+            pytest.param(model, marks=pytest.mark.slow)
+            for model in ("llama4", "lfm2", "llama_eagle", "qwen3_draft", "gemma4_mtp")
+        ),
     ],
 )
 def test_a_plan_is_what_the_engine_registers(
@@ -171,6 +177,22 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
     assert said.stdout, said.stderr
     (plan,) = json.loads(said.stdout)["plans"]
     return said.returncode, plan
+
+
+def test_a_plan_knows_the_drafter() -> None:
+    """Its layers are in the target's group; a chunk is stored once the next token is known."""
+    status, plan = planned("--model", "llama_eagle")
+    assert status == 0
+    plain_status, plain = planned("--model", "llama")
+    assert plain_status == 0
+    totals, without = plan["totals"], plain["totals"]
+    assert totals["first_storable_tokens"] == without["first_storable_tokens"] + 1
+    assert totals["first_hit_tokens"] == without["first_hit_tokens"]
+    layers = [sum(group["layers"] for group in one["groups"]) for one in (plan, plain)]
+    assert layers[0] == layers[1] + 1
+    (told,) = [one for one in plan["findings"] if one["check"] == "speculative decoding"]
+    assert told["verdict"] == "ok"
+    assert "eagle" in told["sentence"]
 
 
 def test_a_large_model_needs_its_config_and_no_memory(tmp_path: Path) -> None:

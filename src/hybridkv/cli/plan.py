@@ -40,6 +40,8 @@ from hybridkv.wire.messages import PROTOCOL_VERSION
 PlannedModel = tuple[CapacityPlan, list[Finding]]
 _OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
 """Checks of a `vllm serve` command line that a plan is not about."""
+_TOLD = ("first hit", "speculative decoding")
+"""Checks that a plan shows whatever they found."""
 _EVICTION = EvictionPolicy.TWO_QUEUES.value
 PROGRESS_SECONDS = 5.0
 DAEMON_SECONDS = 2.0
@@ -75,7 +77,7 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     """The plan of a configuration that nobody serves."""
     report = inspect_model(arguments.model, arguments.vllm_arguments, _waiting)
     about = [one for one in report.findings if one.check not in _OF_THE_COMMAND]
-    findings = [one for one in about if one.verdict is not Verdict.OK or one.check == "first hit"]
+    findings = [one for one in about if one.verdict is not Verdict.OK or one.check in _TOLD]
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")

@@ -130,10 +130,11 @@ def _totals(
     shapes = stored_shapes(geometry, preview.states, tokens)
     prompt_bytes = sum(slot_bytes(*shape) * count for shape, count in shapes.items())
     chunk, groups = geometry.chunk_tokens, geometry.groups
+    storable = chunk + geometry.lookahead_tokens
     every = sum(Fraction(group.block_bytes, group.tokens_per_block) for group in groups)
     stored = sum(stored_token_bytes(geometry, group) * geometry.parts(group) for group in groups)
     return CapacityTotals(
-        *(chunk, geometry.alignment_tokens, geometry.hash_tokens, chunk, chunk + 1),
+        *(chunk, geometry.alignment_tokens, geometry.hash_tokens, storable, chunk + 1),
         *(float(every * geometry.ranks), float(stored), tokens, prompt_bytes, ram_bytes),
         ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
         ram_bytes / prompt_bytes if prompt_bytes else 0.0,

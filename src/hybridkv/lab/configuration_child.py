@@ -35,6 +35,8 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, res
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, iter_layer_specs
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -49,6 +51,7 @@ from hybridkv.lab.configuration import ConfigReport
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
+from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import CONNECTOR
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
@@ -163,8 +166,9 @@ def _judge_cache(
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
-            asked = report.settings.hybrid_chunk_size
-            geometry = built.build_geometry(kv_cache_config, layouts, asked)
+            asked, drafter = report.settings.hybrid_chunk_size, drafter_of(config)
+            ahead = drafter.lookahead_tokens if drafter else 0
+            geometry = built.build_geometry(kv_cache_config, layouts, asked, ahead)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)
@@ -213,11 +217,29 @@ def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.Wor
         with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
             init_workspace_manager(torch.device("meta"))
             initialize_model(vllm_config=vllm_config, model_config=model)
+            if drafter_of(vllm_config) is not None:
+                _make_drafter(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
             worker_config, config = _kv_cache_configs(vllm_config)
             layout = _worker_layout(vllm_config, worker_config)
     return config, dict.fromkeys(range(ranks), layout)
+
+
+def _make_drafter(vllm_config: Any) -> None:
+    """The drafter's layers, which register beside the target's, as vLLM's proposers make them."""
+    speculative = vllm_config.speculative_config
+    if speculative.use_gemma4_mtp():
+        return  # Its layers read the target's KV, and have none.
+    is_model = speculative.uses_draft_model()
+    proposer_class = DraftModelProposer if is_model else EagleProposer
+    proposer = object.__new__(proposer_class)
+    proposer.vllm_config, proposer.speculative_config = vllm_config, speculative
+    initialize_model(
+        vllm_config=proposer._create_draft_vllm_config(),
+        model_config=speculative.draft_model_config,
+        prefix="draft_model" if is_model else "",
+    )
 
 
 def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) -> GroupPreview:

@@ -55,7 +55,9 @@ ARGUMENTS: Mapping[str, str] = {
     "VllmConfig.shutdown_timeout": "--shutdown-timeout=7",
     "VllmConfig.performance_mode": "--performance-mode=throughput",
     "VllmConfig.optimization_level": "--optimization-level=0",
-    "SchedulerConfig.max_num_batched_tokens": "--max-num-batched-tokens=256",
+    # The probe's prompt is one step all the same: matrices of other sizes round otherwise, in the
+    # engine's own cache too, where one thread computes.
+    "SchedulerConfig.max_num_batched_tokens": "--max-num-batched-tokens=1024",
     "SchedulerConfig.max_num_seqs": "--max-num-seqs=7",
     "SchedulerConfig.long_prefill_token_threshold": "--long-prefill-token-threshold=200",
     "SchedulerConfig.policy": "--scheduling-policy=priority",
