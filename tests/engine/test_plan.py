@@ -192,7 +192,7 @@ def test_a_plan_knows_the_drafter() -> None:
     assert layers[0] == layers[1] + 1
     (told,) = [one for one in plan["findings"] if one["check"] == "speculative decoding"]
     assert told["verdict"] == "ok"
-    assert "eagle" in told["sentence"]
+    assert "eagle" in told["what"]
 
 
 def test_a_large_model_needs_its_config_and_no_memory(tmp_path: Path) -> None:

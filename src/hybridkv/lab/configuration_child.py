@@ -51,7 +51,7 @@ from hybridkv.lab.configuration import ConfigReport
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
-from hybridkv.vllm.drafters import drafter_of
+from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import CONNECTOR
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
@@ -166,7 +166,7 @@ def _judge_cache(
     geometry: Geometry | None = None
     if all(one.verdict is not Verdict.FAIL for one in groups):
         try:
-            asked, drafter = report.settings.hybrid_chunk_size, drafter_of(config)
+            asked, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
             ahead = drafter.lookahead_tokens if drafter else 0
             geometry = built.build_geometry(kv_cache_config, layouts, asked, ahead)
         except HybridKVError as error:
@@ -217,13 +217,19 @@ def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.Wor
         with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
             init_workspace_manager(torch.device("meta"))
             initialize_model(vllm_config=vllm_config, model_config=model)
-            if drafter_of(vllm_config) is not None:
+            if _served_drafter(vllm_config) is not None:
                 _make_drafter(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
             worker_config, config = _kv_cache_configs(vllm_config)
             layout = _worker_layout(vllm_config, worker_config)
     return config, dict.fromkeys(range(ranks), layout)
+
+
+def _served_drafter(vllm_config: Any) -> Drafter | None:
+    findings = speculation_findings(vllm_config)
+    is_refused = any(one.verdict is Verdict.FAIL for one in findings)
+    return None if is_refused else drafter_of(vllm_config)
 
 
 def _make_drafter(vllm_config: Any) -> None:
