@@ -18,7 +18,7 @@ from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, previe
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
-from tests.engine.support import engine, prompt, stats
+from tests.engine.support import engine, prompt, since_vllm, stats
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -116,9 +116,10 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
     [
         "gemma4",
         "qwen3next",
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama4", "lfm2")),
         *(
-            pytest.param(model, marks=pytest.mark.slow)
-            for model in ("llama4", "lfm2", "llama_eagle", "qwen3_draft", "gemma4_mtp")
+            pytest.param(model, marks=[pytest.mark.slow, since_vllm(32, "drafters are refused")])
+            for model in ("llama_eagle", "qwen3_draft", "gemma4_mtp")
         ),
     ],
 )
@@ -179,6 +180,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
     return said.returncode, plan
 
 
+@since_vllm(32, "drafters are refused on earlier versions")
 def test_a_plan_knows_the_drafter() -> None:
     """Its layers are in the target's group; a chunk is stored once the next token is known."""
     status, plan = planned("--model", "llama_eagle")
