@@ -13,7 +13,6 @@ what the machine alone adds.
 
 import argparse
 import gc
-import json
 import select
 import statistics
 import sys
@@ -26,8 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
 from vllm import SamplingParams
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.hashing import sha256
@@ -35,6 +32,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.requests import block_tables
@@ -377,15 +375,7 @@ def main() -> int:
             for tokens in PROMPT_TOKENS:
                 rows += measure_hooks(socket_path, geometry, tokens, STEP_TOKENS, ROUNDS)
                 print(f"hooks at {tokens} tokens done", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "hook" else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=120).print(table)
+    print_rows(rows, arguments.json)
     return 0
 
 

@@ -17,14 +17,16 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TORCHDYNAMO_DISABLE="${TORCHDYNAMO
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# setup engine: what the engine and this package need; setup tools: the test and lint tools too; setup docs: what the
-# site is built with, and nothing else.
+# setup engine: what the engine and this package need; setup tools: the test and lint tools too; setup docs and setup
+# wheel: what the site or the wheel is built with, and nothing else.
 setup() {
   exec {lock}<"$root"
   flock -n "$lock" || { say "Waiting for another setup of this checkout to end ..."; flock "$lock"; }
   make_venv
   if [[ $1 == docs ]]; then
     stamped docs install_docs requirements/docs.txt
+  elif [[ $1 == wheel ]]; then
+    stamped wheel install_wheel requirements/tools.txt
   else
     stamped engine install_engine requirements/engine.txt
     stamped package install_package requirements/engine.txt pyproject.toml
@@ -154,4 +156,9 @@ install_tools() {
 
 install_docs() {
   pip_step "Installing what the site is built with (about 10 s)" install -r requirements/docs.txt
+}
+
+install_wheel() {
+  pip_step "Installing what the wheel is built with (about 5 s)" \
+    install -c requirements/tools.txt build hatchling
 }

@@ -5,6 +5,7 @@ import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,9 +88,14 @@ def other_users_socket() -> Iterator[str]:
         " '--metrics-port', '-1']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code, f"{place}/daemon.sock"])
+
+    def listens() -> bool:
+        """The file is there a moment before."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(f"{place}/daemon.sock") == 0
+
     try:
-        is_there = (place / "daemon.sock").is_socket
-        until(lambda: is_there() or process.poll() is not None, "the other user's daemon")
+        until(lambda: listens() or process.poll() is not None, "the other user's daemon")
         assert process.poll() is None, "the other user's daemon ended"
         yield f"{place}/daemon.sock"
     finally:

@@ -16,7 +16,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from hybridkv.cli.arguments import CONFIG
 from hybridkv.cli.main import COMMANDS, add_arguments
+from hybridkv.core.daemon_settings import CONFIG_VARIABLE, DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
 from hybridkv.multi.children import MultiSettings
 from tests.documents import DOCS, filled, print_or_write_all, table
@@ -53,6 +55,16 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "Seconds that one call may take, 0.01 to 60. A call that takes longer counts "
             "as a failure, and the tier "
             "is left alone until it answers.",
+        ),
+        "codec": (
+            "`none`",
+            "How the objects that are written are compressed, without loss. `zplanes`: the bytes "
+            "of numbers in planes, each by zstd. What is read may be of any codec.",
+        ),
+        "key": (
+            NONE,
+            "`file:` and the path of a file with 32 random bytes, the key by which objects are "
+            "encrypted. What is not encrypted with it is not read.",
         ),
     },
     "valkey": {
@@ -178,6 +190,17 @@ def _options(command: str) -> str:
     return table(["option", "meaning"], rows)
 
 
+def _daemon_settings() -> str:
+    """The daemon's settings, under the name that each has in each place."""
+    rows = [["`--config FILE`", "`config`", f"`{CONFIG_VARIABLE}`", _sentence(CONFIG[1]["help"])]]
+    for row in DAEMON_SETTINGS.values():
+        action = next(a for a in parser_of("serve")._actions if row.option in a.option_strings)
+        option = f"`{', '.join(action.option_strings)}`" if row.is_switch else _named(action)
+        names = f"`{row.key}`", f"`{row.variable}`"
+        rows.append([option, *names, _ABOUT.get(row.key) or _sentence(row.help)])
+    return table(["option", "key", "variable", "meaning"], rows)
+
+
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     return parser._get_formatter()._expand_help(action) if action.help else ""
 
@@ -212,6 +235,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "multi_settings": partial(_settings, MultiSettings),
     **{f"tier_options_{kind}": partial(_tier_options, kind) for kind in TIER_OPTIONS},
     **{f"options_{command}": partial(_options, command) for command in COMMANDS},
+    "options_serve": _daemon_settings,
 }
 
 

@@ -10,12 +10,19 @@ from urllib.parse import unquote
 
 import pytest
 
+from hybridkv.cli import bundle
+from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.multi.children import OWN_KEYS, MultiSettings
 from hybridkv.observe.status import DECLINES
+from hybridkv.shm.slots import SLOT_VERSION
+from hybridkv.shm.trailer import ARENA_VERSION
 from hybridkv.tiers import fault_injection as injected
+from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.record import ENCODED_VERSION, RECORD_VERSION
+from hybridkv.wire.messages import PROTOCOL_VERSION
 from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented
 from tests.documents import COLUMNS, DOCS, filled
 
@@ -93,10 +100,11 @@ def test_every_table_is_on_a_page() -> None:
 
 
 def test_a_setting_without_a_text_is_noticed() -> None:
+    of_the_daemon = {"daemon", "daemon_options"}  # They have a table of their own.
     for settings in (Settings, MultiSettings):
         assert {field.name for _, field, _ in documented(settings)} == {
             field.name for field in fields(settings)
-        }
+        } - of_the_daemon
     text = (DOCS / "configuration.md").read_text()
     assert all(f"| `{key}` |" in text for key in OWN_KEYS)
 
@@ -127,10 +135,25 @@ def test_options_of_tiers_are_those_that_they_take(
 
 def test_options_of_all_tiers_are_those_that_they_take() -> None:
     assert set(TIER_OPTIONS["inject"]) == set(injected.OPTIONS)
-    values = {"bytes": "1GiB", "write": "off", "hourly": "1GiB", "timeout": "1"}
+    values = {"bytes": "1GiB", "write": "off", "hourly": "1GiB", "timeout": "1", "codec": "none"}
+    values["key"] = "file:/k"
     query = "&".join(f"{name}={values[name]}" for name in TIER_OPTIONS["any"])
     assert parse_tier(f"disk:///d?{query}", "tier").options == {}
     assert set(TIER_OPTIONS["any"]) == set(values)
+
+
+def test_versions_of_formats_are_those_of_the_code() -> None:
+    said = re.findall(r"^\| (\w+) \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    assert {name: int(version) for name, version in said} == {
+        "protocol": PROTOCOL_VERSION,
+        "arena": ARENA_VERSION,
+        "slot": SLOT_VERSION,
+        "payload": PAYLOAD_VERSION,
+        "record": RECORD_VERSION,
+        "encoded": ENCODED_VERSION,
+        "directory": int(LAYOUT),
+        "export": bundle.VERSION,
+    }
 
 
 # The page of messages

@@ -12,8 +12,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
+from hybridkv.tiers.contract import (
+    DamagedError,
+    MissingError,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
 from hybridkv.tiers.record import (
     Record,
     RecordName,
@@ -25,6 +32,7 @@ from hybridkv.tiers.record import (
 
 THREADS = 4
 SEED = 5
+FEW_VALUES = bytes(range(16)) * 16  # Turns random bytes into such as a codec makes smaller.
 _namespaces = itertools.count(1)
 
 
@@ -51,15 +59,22 @@ def pages(size: int) -> memoryview:
 
 
 def sample(
-    number: int, part_bytes: int = 9000, parts: int = 2, namespace: bytes | None = None
+    number: int,
+    part_bytes: int = 9000,
+    parts: int = 2,
+    namespace: bytes | None = None,
+    payload: bytes = b"",
 ) -> SampleObject:
-    """A record of random bytes, the same ones for each number."""
+    """A record of random half bytes, the same ones for each number, or of `payload`."""
     rng = random.Random(number)
     namespace = namespace or rng.randbytes(HASH_BYTES)
     name = RecordName(namespace, number % 5, rng.randbytes(HASH_BYTES))
+    part_bytes = len(payload) // parts if payload else part_bytes
     record = Record(name, part_bytes, parts, SEED)
     memory = pages(record.size_bytes)
-    memory[-part_bytes * parts :] = rng.randbytes(part_bytes * parts)
+    start = payload_offset(parts)
+    payload = payload or rng.randbytes(part_bytes * parts).translate(FEW_VALUES)
+    memory[start : start + part_bytes * parts] = payload
     head = pages(head_bytes(parts))
     write_head(record, memory, head)
     memory[: len(head)] = head
@@ -67,13 +82,18 @@ def sample(
 
 
 def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
-    """Get one record back; raises AssertionError where wrong bytes are taken for right ones."""
+    """Get one record back and prove it, as the daemon does.
+
+    Raises AssertionError where wrong bytes are taken for right ones.
+    """
     into = pages(len(wanted.memory))
     at = cut * SLOT_ALIGN
     (error,) = tier.get([ReadRequest(wanted.key, [into[:at], into[at:]] if at else [into])])
     if error is None:
-        assert read_head(into[: head_bytes(wanted.record.parts)]) == wanted.record
-        assert proven_digests(wanted.record, into)
+        record = read_head(into[: head_bytes(wanted.record.parts)])
+        if record is None or proven_digests(record, into) is None:
+            return DamagedError("its bytes are not those that were put")
+        assert record == wanted.record
         assert into == wanted.memory
     return error
 
@@ -81,6 +101,8 @@ def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
 class TierSuite(ABC):
     """Every promise of tiers.contract. Each test gets a tier of its own, with nothing in it."""
 
+    encoded = False
+    """Whether records are encoded, which only memory of just their size can be filled with."""
     persistent = True
     """Whether records outlive the tier object."""
     shared = True
@@ -140,10 +162,27 @@ class TierSuite(ABC):
         tier = self.opened()
         one = sample(1)
         assert tier.put([one.putting()]) == [None]
-        for size in (len(one.memory) - SLOT_ALIGN, len(one.memory) + SLOT_ALIGN):
+        for size in (len(one.memory) - SLOT_ALIGN, SLOT_ALIGN):
             (error,) = tier.get([ReadRequest(one.key, [pages(size)])])
             assert isinstance(error, TierError)
         assert read(tier, one) is None
+        self.close([tier])
+
+    def test_behind_a_shorter_record_is_nothing(self) -> None:
+        tier = self.opened()
+        one, page = sample(1), SLOT_ALIGN
+        assert tier.put([one.putting()]) == [None]
+        for cut in (0, page, len(one.memory), len(one.memory) + page):
+            into = pages(len(one.memory) + 3 * page)
+            into[:] = b"\xa5" * len(into)
+            pieces = [into[:cut], into[cut:]] if cut else [into]
+            (error,) = tier.get([ReadRequest(one.key, pieces)])
+            if error is None:
+                assert into[: len(one.memory)] == one.memory
+                assert not bytes(into[len(one.memory) :]).strip(b"\0")
+            else:
+                assert self.encoded
+                assert isinstance(error, DamagedError)
         self.close([tier])
 
     def test_putting_twice_changes_nothing(self) -> None:

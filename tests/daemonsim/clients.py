@@ -1,230 +1,49 @@
-"""Clients as the connector is one: schedulers, workers, an operator, and a liar."""
+"""Clients as the connector is one: schedulers and workers."""
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from hybridkv.client.credits import SlotCredits
-from hybridkv.client.link import Link
-from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, slot_shapes
+from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.wire.codec import Frames, decode_reply, encode
+from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
     NEVER,
     PROTOCOL_VERSION,
-    Clear,
-    Commit,
     Done,
     Drained,
-    Engines,
-    Error,
-    Explain,
-    Explained,
     Found,
     Free,
     Hello,
     Identify,
-    ListEngines,
     Lookup,
-    Pending,
     Release,
     Reply,
-    Report,
     ReportCorrupt,
     ReportIdentity,
     ReportRequest,
-    Request,
     RequestExplanation,
     Reserve,
     Reserved,
-    Stats,
     geometry_to_wire,
 )
-from tests.daemonsim.oracle import (
-    CHUNKS,
-    PROMPTS,
-    Books,
-    Copy,
-    Name,
-    chunk_before,
-    cut,
-    prompt_hashes,
-    signature,
-    sizes,
+from tests.daemonsim.callers import (
+    RATES,
+    Caller,
+    Client,
+    Ref,
+    Scene,
+    commit_of,
+    named,
+    packed_of,
+    refs_of,
 )
-from tests.daemonsim.system import SECOND, SOCKET_PATH, ArenaFile, SimProcess, SimSocket, System
-
-Ref = tuple[int, int]
-"""(offset, generation) of a slot."""
-
-
-@dataclass
-class Habits:
-    """How the clients of a seed behave; times in microseconds."""
-
-    steps: tuple[int, int] = (3_000, 30_000)
-    checksum: bool = True
-    pieces: int = 3
-    """Pieces that a worker copies in a step, at most."""
-    loads: int = 4
-    """Loads that an engine has at once, at most."""
-    partial: float = 0.2
-    """How often a load needs the end of a part only."""
-    waits_ms: tuple[int, ...] = (0,)
-    """How long lookups may take for what is below RAM, each as likely."""
-    misbehave: frozenset[str] = frozenset()
-    """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
-
-
-@dataclass
-class Scene:
-    """What all clients of a seed share."""
-
-    system: System
-    books: Books
-    habits: Habits
-    counts: Counter[str]
-    calm: bool = False
-    """No new work is begun: the end is near."""
-
-    @property
-    def rng(self) -> random.Random:
-        return self.system.rng
-
-
-class Client:
-    """Something that steps while its process lives."""
-
-    def __init__(self, scene: Scene, process: SimProcess) -> None:
-        self.scene = scene
-        self.process = process
-        self.has_left = False
-        scene.system.after(1, 3000, self._step)
-
-    @property
-    def rng(self) -> random.Random:
-        return self.scene.rng
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it will step again."""
-        return self.process.alive and not self.has_left
-
-    def step(self) -> None:
-        """What it does each time."""
-        raise NotImplementedError
-
-    def _step(self) -> None:
-        system = self.scene.system
-        if not self.is_alive:
-            return
-        if self.process.stopped_until > system.now:
-            system.at(self.process.stopped_until, self._step)
-            return
-        before, system.current = system.current, self.process
-        try:
-            self.step()
-        finally:
-            system.current = before
-        system.after(*self.scene.habits.steps, self._step)
-
-
-RATES = (0, 0, 1, 10_000, 1_000_000, 1 << 40)
-"""Tokens per second that an engine says it computes."""
-
-
-class Caller:
-    """A link that checks replies: each request gets its own, in order, except slow lookups."""
-
-    def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
-        self._scene = scene
-        self._on_loss = on_loss
-        self.awaited: deque[tuple[int, type[Reply], int]] = deque()
-        """Number of a request, kind of its reply, and when it was sent."""
-        self._pending: dict[int, int | None] = {}
-        """Lookups that wait for tiers: None, or the last request's number when one was given up."""
-        self._given_up: dict[int, int] = {}
-        """The same of those of which nothing was heard."""
-        self._ids = 1
-        self.link = Link(str(SOCKET_PATH), hello, self._lost)
-
-    def poll(self) -> list[Reply]:
-        """Replies, proven to be those to what was asked."""
-        replies = self.link.poll(self._scene.system.seconds())
-        assert self.link.refusal is None, f"a greeting was refused: {self.link.refusal}"
-        for reply in replies:
-            assert not isinstance(reply, Error), f"refused: {reply}"
-            self._expect(reply)
-        return [reply for reply in replies if not isinstance(reply, Pending)]
-
-    def _expect(self, reply: Reply) -> None:
-        if isinstance(reply, Found) and reply.id in self._pending:
-            del self._pending[reply.id]
-            return
-        assert self.awaited, f"nobody asked for {type(reply).__name__}"
-        number, kind, _ = self.awaited.popleft()
-        assert reply.id == number, f"the reply to {reply.id} instead of {number}"
-        if isinstance(reply, Pending) and kind is Found:
-            self._pending[number] = self._given_up.pop(number, None)
-            return
-        self._given_up.pop(number, None)
-        assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
-        # Requests are heard in order: the daemon knows by now which lookups were given up.
-        for lookup, last in list(self._pending.items()):
-            if last is not None and number > last:
-                del self._pending[lookup]
-
-    def give_up(self, number: int, lease: int) -> None:
-        """Release a lookup that may not have been answered yet: it may be, or never is."""
-        if self.tell(Release(lease)):
-            where = self._pending if number in self._pending else self._given_up
-            where[number] = self._ids
-
-    @property
-    def asked(self) -> int:
-        """The number of the last request."""
-        return self._ids
-
-    @property
-    def waits(self) -> bool:
-        """Whether some answer is still to come."""
-        return bool(self.awaited) or None in self._pending.values()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether an answer is to come that must before an engine is settled.
-
-        While RAM has no room, slots are asked for all the time, and one answer or other is always
-        on its way. So only a reservation of more than a second ago counts.
-        """
-        before = self._scene.system.now - SECOND
-        late = any(kind is not Reserved or sent_at < before for _, kind, sent_at in self.awaited)
-        return late or None in self._pending.values()
-
-    def ask(self, make: Callable[[int], Request], kind: type[Reply]) -> bool:
-        """Send a request that has a reply."""
-        self._ids += 1
-        sent = self.tell(make(self._ids))
-        if sent:
-            self.awaited.append((self._ids, kind, self._scene.system.now))
-        return sent
-
-    def tell(self, request: Request) -> bool:
-        """Send a request."""
-        self._scene.counts[f"say_{type(request).__name__.lower()}"] += 1
-        return self.link.send(request, self._scene.system.seconds())
-
-    def _lost(self, why: str) -> None:
-        self._scene.counts["losses"] += 1
-        self.awaited.clear()
-        self._pending.clear()
-        self._given_up.clear()
-        self._on_loss()
+from tests.daemonsim.oracle import CHUNKS, PROMPTS, Copy, Name, cut, prompt_hashes, signature, sizes
+from tests.daemonsim.sockets import SimProcess
+from tests.daemonsim.system import ArenaFile
 
 
 @dataclass(eq=False)
@@ -444,7 +263,7 @@ class Scheduler(Client):
             self._store(asked, reply, stores)
 
     def _granted(self, granted: Reserved) -> None:
-        refs = _refs(granted.offsets, granted.generations)
+        refs = refs_of(granted.offsets, granted.generations)
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
@@ -518,7 +337,7 @@ class Scheduler(Client):
                 if (found.masks[index][chunk] and self.rng.random() > 0.05) or not shape[0]:
                     continue
                 offsets, generations = self.credits.take(shape, 1)
-                for ref in _refs(offsets, generations):
+                for ref in refs_of(offsets, generations):
                     name = (self.identity, group.gid, chunk_hash)
                     self._numbers += 1
                     stores[self._numbers] = Storing(ref, shape, index, chunk, name, self._boot)
@@ -539,7 +358,7 @@ class Scheduler(Client):
                 del self._storing[number]
                 (spoilt if storing.is_unstored or storing.is_spoilt else ready).append(storing)
         if told.condemned:
-            self._calls.tell(ReportCorrupt(*_packed(told.condemned)))
+            self._calls.tell(ReportCorrupt(*packed_of(told.condemned)))
         for lease, is_good in told.loaded:
             if lease not in self.loading:
                 continue
@@ -552,13 +371,13 @@ class Scheduler(Client):
                 self._calls.tell(Release(lease, 0 if failed else 1, 1, failed))
                 self._calls.tell(ReportRequest(f"request {lease}", RequestExplanation(lease, 0)))
         if spoilt:
-            self._calls.tell(Free(*_packed([storing.ref for storing in spoilt])))
+            self._calls.tell(Free(*packed_of([storing.ref for storing in spoilt])))
         if ready:
             self._commit(ready)
 
     def _commit(self, ready: list[Storing]) -> None:
         if self._calls.tell(
-            _commit([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])
+            commit_of([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])
         ):
             self._commits += 1
             losses = self.scene.books.losses()
@@ -576,11 +395,11 @@ class Scheduler(Client):
         ref, group_index = self.rng.choice(self._old_refs)
         if "late" in habits and self.rng.random() < 0.5:
             self._calls.tell(
-                _commit([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2)
+                commit_of([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2)
             )
             self.scene.counts["commits_late"] += 1
         if "twice" in habits and self.rng.random() < 0.5:
-            self._calls.tell(Free(*_packed([ref, ref])))
+            self._calls.tell(Free(*packed_of([ref, ref])))
             lease = self.rng.randrange(self._leases + 2)
             if (
                 lease not in self._asked
@@ -635,9 +454,9 @@ class Worker(Client):
         self._scheduler = scheduler
         self._geometry = scheduler.geometry
         self.rank = rank
-        self._calls = Caller(
-            scene, Hello(1, PROTOCOL_VERSION, "worker", scheduler.engine_id), lambda: None
-        )
+        lock = LOCKS_FROM + self.rng.getrandbits(60)
+        hello = Hello(1, PROTOCOL_VERSION, "worker", scheduler.engine_id, lock=lock)
+        self._calls = Caller(scene, hello, lambda: None)
         self.inbox: deque[Plan] = deque()
         self._boot = ""
         self._files: dict[str, ArenaFile] = {}
@@ -667,6 +486,8 @@ class Worker(Client):
             del self.writes[number]
         self._loads.clear()
         self._calls.link.close(Drained(NEVER))
+        for file in self._files.values():
+            file.locks.pop(self._calls.link.lock, None)
         self.has_left = True
 
     def step(self) -> None:
@@ -785,9 +606,16 @@ class Worker(Client):
             return
         old = self._files.get(self._boot)
         try:
-            file = self.scene.system.attach(welcome.arena_path, welcome.arena_bytes)
+            file = self.scene.system.attach(
+                welcome.arena_path, welcome.arena_bytes, self.process, self._calls.link.lock
+            )
         except HybridKVError:
             self.scene.counts["attach_failed"] += 1
+            return
+        if not self._calls.link.is_open:
+            self.scene.counts["closed_before_lock"] += 1
+            if file is not old:
+                del file.locks[self._calls.link.lock]
             return
         self._files = (
             {self._boot: old, welcome.boot: file} if old is not None else {welcome.boot: file}
@@ -846,244 +674,3 @@ class Loading(Copy):
             return "bytes"
         self.is_over = True
         return None if self.is_there() else "generation"
-
-
-class Operator(Client):
-    """Someone with `hybridkv stats`, `explain` and `clear`."""
-
-    def __init__(self, scene: Scene, process: SimProcess, clears: bool) -> None:
-        super().__init__(scene, process)
-        self._clears = clears
-        self.calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "control"), lambda: None)
-
-    def step(self) -> None:
-        """Ask something."""
-        self.calls.poll()
-        if self.scene.calm or self.rng.random() < 0.8:
-            return
-        what = self.rng.randrange(8)
-        if what < 2:
-            self.calls.ask(Stats, Report)
-        elif what < 4:
-            self.calls.ask(ListEngines, Engines)
-        elif what < 7 or not self._clears:
-            self.calls.ask(
-                lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained
-            )
-        elif self.calls.ask(Clear, Done):
-            self.scene.counts["clears"] += 1
-
-
-class Seeker(Client):
-    """An engine that comes when RAM is empty: all that is sound in tiers must be promoted."""
-
-    TRIES = 14
-    """Each puts aside what was damaged on the way."""
-
-    def __init__(
-        self,
-        scene: Scene,
-        process: SimProcess,
-        geometry: Geometry,
-        identities: list[bytes],
-        expects: Callable[[Geometry, bytes, tuple[bytes, ...]], list[bytes]],
-    ) -> None:
-        """`expects` says what is sound in tiers now, as masks."""
-        super().__init__(scene, process)
-        self._geometry = geometry
-        self._expects = expects
-        self._todo = deque(
-            (identity, prompt) for identity in identities for prompt in range(PROMPTS)
-        )
-        self._identity = identities[0]
-        hello = Hello(
-            1, PROTOCOL_VERSION, "engine", "seeker", self._identity, geometry_to_wire(geometry)
-        )
-        self._calls = Caller(scene, hello, lambda: None)
-        self._lease = 0
-        self._tries = 0
-        self._has_no_room = False
-        self._before: list[bytes] = []
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every prompt came up as far as it could."""
-        return not self._todo
-
-    def step(self) -> None:
-        """Look up what comes next, or take the answer."""
-        for reply in self._calls.poll():
-            if isinstance(reply, Found):
-                self._take(reply)
-        if self._todo and self._calls.link.welcome is not None and not self._calls.waits:
-            identity, prompt = self._todo[0]
-            if identity != self._identity:
-                self._identity = identity
-                self._calls.ask(lambda number: Identify(number, identity), Done)
-            self._before = self._expects(self._geometry, identity, prompt_hashes(prompt))
-            self._lease += 1
-            hashes = b"".join(prompt_hashes(prompt))
-            self._calls.ask(lambda number: Lookup(number, self._lease, hashes, 20_000), Found)
-
-    def _take(self, found: Found) -> None:
-        identity, prompt = self._todo[0]
-        hashes = prompt_hashes(prompt)
-        books = self.scene.books
-        books.found(self._geometry, identity, hashes, found.masks, found.chunks)
-        welcome = self._calls.link.welcome
-        assert welcome is not None
-        file = self.scene.system.paths[welcome.arena_path]
-        for ref, index, chunk in named(self._geometry, found):
-            size, parts = sizes(self._geometry, index, chunk)
-            name = identity, self._geometry.groups[index].gid, hashes[chunk]
-            for part in range(parts):
-                books.shown(Copy(file, *ref, name, part, parts, size, True, welcome.boot))
-        self._calls.tell(Release(self._lease))
-        after = self._expects(self._geometry, identity, hashes)
-        both = [bytes(map(min, one, other)) for one, other in zip(self._before, after, strict=True)]
-        expected = largest_hit(self._geometry, both, len(hashes))
-        self.scene.counts["chunks_sought"] += sum(found.tiers.values())
-        assert found.why != "it was not read in time", (
-            "nothing goes on for a lookup that waits for others"
-        )
-        self._tries += 1
-        self._has_no_room |= found.why == "RAM has no room for it"
-        if found.chunks < expected and self._tries < self.TRIES:
-            return
-        if self._has_no_room and found.chunks < expected:
-            # One lookup's room may be what another one had, in whichever try.
-            self.scene.counts["seeks_without_room"] += 1
-        else:
-            assert found.chunks >= expected, (
-                f"{found.chunks} of {expected} chunks come up: {found.why}"
-            )
-            self.scene.counts["seeks"] += 1
-            self.scene.counts["chunks_expected"] += expected
-        self._todo.popleft()
-        self._tries, self._has_no_room = 0, False
-
-
-class Liar(Client):
-    """A client that says anything: true messages with false contents, and arbitrary bytes."""
-
-    def __init__(
-        self, scene: Scene, process: SimProcess, engine_ids: list[str], geometry: Geometry
-    ) -> None:
-        super().__init__(scene, process)
-        self._engine_ids = engine_ids
-        self._geometry = geometry
-        self._sock: SimSocket | None = None
-        self._frames = Frames()
-
-    def step(self) -> None:
-        """A lie."""
-        system, rng = self.scene.system, self.rng
-        if self._sock is None:
-            if self.scene.calm:
-                return
-            sock = system.new_socket()
-            try:
-                sock.connect(str(SOCKET_PATH))
-            except OSError:
-                sock.close()
-                return
-            self._sock, self._frames = sock, Frames()
-        raw = b"".join(encode(self._lie()) for _ in range(rng.randrange(1, 4)))
-        if rng.random() < 0.1:
-            raw = raw[: rng.randrange(len(raw))] + rng.randbytes(rng.randrange(1, 40))
-        try:
-            self._sock.send(raw)
-            for body in self._frames.feed(self._sock.recv(1 << 16)):
-                decode_reply(body)
-            self.scene.counts["lies"] += 1
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._hang_up()
-        if self.scene.calm or rng.random() < 0.05:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
-    def _lie(self) -> Request:
-        rng = self.rng
-        engine_id = rng.choice((*self._engine_ids, "liar"))
-        role = "engine" if engine_id == "liar" and rng.random() < 0.7 else "worker"
-        geometry = geometry_to_wire(self._geometry)
-        session = rng.choice((0, 1, 5, 1 << 40, NEVER))
-        refs = [self._ref() for _ in range(rng.randrange(4))]
-        offsets, generations = _packed(refs)
-        groups = pack_u64([rng.randrange(4) for _ in refs])
-        hashes = b"".join(rng.choice(prompt_hashes(rng.randrange(PROMPTS))) for _ in refs)
-        shape = rng.choice(
-            [
-                shape
-                for group in self._geometry.groups
-                for shape in slot_shapes(self._geometry, group)
-            ]
-        )
-        return rng.choice(
-            (
-                Hello(1, PROTOCOL_VERSION, role, engine_id, b"liar" * 8, geometry, session=session),
-                Hello(1, rng.randrange(3), "control"),
-                Drained(session),
-                Lookup(
-                    2,
-                    rng.randrange(3),
-                    hashes[: rng.choice((None, 5))],
-                    *rng.choice(((), (1, 1), (30_000, 0))),
-                ),
-                Reserve(3, *shape, rng.randrange(3)),
-                Commit(offsets, generations, groups, hashes),
-                Free(offsets, generations[: rng.choice((None, 5))]),
-                Release(rng.randrange(3)),
-                ReportCorrupt(*_packed(refs[:1])) if rng.random() < 0.2 else Stats(4),
-                Identify(5, b"rail" * 8),
-            )
-        )
-
-    def _ref(self) -> Ref:
-        """A slot of somebody, as it may have been overheard."""
-        server = self.scene.system.server
-        if server is None or not server.daemon.store.slots:
-            return 0, 1
-        slot = self.rng.choice(list(server.daemon.store.slots.values()))
-        return slot.offset, slot.generation
-
-
-def named(geometry: Geometry, found: Found) -> list[tuple[Ref, int, int]]:
-    """(slot, group index, chunk) of everything that a hit needs."""
-    places = [
-        (index, chunk)
-        for index, group in enumerate(geometry.groups)
-        for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
-    ]
-    refs = _refs(found.offsets, found.generations)
-    return [(ref, *place) for ref, place in zip(refs, places, strict=True)]
-
-
-def _refs(offsets: bytes, generations: bytes) -> list[Ref]:
-    return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
-
-
-def _packed(refs: list[Ref]) -> tuple[bytes, bytes]:
-    return pack_u64([offset for offset, _ in refs]), pack_u64(
-        [generation for _, generation in refs]
-    )
-
-
-def _commit(objects: list[tuple[Ref, int, bytes]]) -> Commit:
-    assert all(len(chunk_hash) == HASH_BYTES for _, _, chunk_hash in objects)
-    groups = pack_u64([index for _, index, _ in objects])
-    names = [chunk_hash for _, _, chunk_hash in objects]
-    return Commit(
-        *_packed([ref for ref, _, _ in objects]),
-        groups,
-        b"".join(names),
-        parents=b"".join(map(chunk_before, names)),
-        interior=bytes(name[0] % 2 for name in names),
-        tenants=pack_u64([name[1] % 3 for name in names]),
-    )

@@ -333,7 +333,7 @@ class Waits:
                 waiting = server.daemon.promotion._lookups[number, request.lease]
                 if not waiting.finding:
                     self._floors[number, request.lease] = (
-                        waiting.request.resident,
+                        waiting.request.resident.chunks,
                         _drops(server, waiting.request.namespace),
                     )
             if isinstance(reply, Found):

@@ -15,12 +15,10 @@ import itertools
 import math
 import os
 import random
-import selectors
+import select
 import socket
-import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
@@ -36,11 +34,19 @@ from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.tiers.jobs import TierJob
+from tests.daemonsim.sockets import (
+    READ,
+    WRITE,
+    Listener,
+    Poll,
+    Selector,
+    SimProcess,
+    SimSocket,
+    Waker,
+)
 
 SECOND = 1_000_000
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 SOCKET_PATH = Path("/daemonsim/daemon.sock")
-BACKLOG_MAX = 16
 EPOCH_MS = 1_700_000_000_000
 FIRST_FD = 1000
 LOCK_FD = 999
@@ -128,308 +134,6 @@ class Strand:
         self._theirs.release()
 
 
-class SimProcess:
-    """A process of this machine."""
-
-    def __init__(self, pid: int, started: int) -> None:
-        self.pid = pid
-        self.started = started
-        self.alive = True
-        self.stopped_until = 0
-        self.sockets: list[SimSocket] = []
-
-
-class Pipe:
-    """One direction of a connection: bytes arrive in order, each piece after a delay."""
-
-    def __init__(self, system: "System", capacity: int, wakes: bool) -> None:
-        self._system = system
-        self._capacity = capacity
-        self._wakes = wakes
-        """Whether its reader is the daemon."""
-        self.flying: deque[tuple[int, bytes]] = deque()
-        self.ready = bytearray()
-        self._bytes = 0
-        self._last = 0
-        self.ends_at: int | None = None
-        """When the reader sees the writer's end."""
-        self.is_reset = False
-        self.is_deaf = False
-        """The reader is gone."""
-
-    @property
-    def room(self) -> int:
-        """Bytes that can be written now."""
-        return self._capacity - self._bytes
-
-    def write(self, data: bytes) -> None:
-        """Send what there is room for."""
-        self._bytes += len(data)
-        self.flying.append((self._arrival(), data))
-
-    def end(self) -> None:
-        """The writer has closed."""
-        if self.ends_at is None:
-            self.ends_at = self._arrival()
-
-    def cut(self, rng: random.Random) -> None:
-        """Lose a random rest of what is on its way, then end."""
-        keep = rng.randrange(len(self.flying) + 1)
-        while len(self.flying) > keep:
-            self.flying.pop()
-        if self.flying and rng.random() < 0.5:
-            at, last = self.flying.pop()
-            self.flying.append((at, last[: rng.randrange(len(last) + 1)]))
-        self.is_reset = rng.random() < 0.5
-        self.end()
-
-    def arrive(self) -> None:
-        """Make readable what has arrived by now."""
-        while self.flying and self.flying[0][0] <= self._system.now:
-            self.ready += self.flying.popleft()[1]
-
-    def read(self, size: int) -> bytes | None:
-        """Bytes, b"" at the end, None where there is nothing yet."""
-        self.arrive()
-        if self.ready:
-            taken = bytes(self.ready[:size])
-            del self.ready[:size]
-            self._bytes -= len(taken)
-            return taken
-        return b"" if self.is_at_end else None
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether the end has arrived (behind all bytes)."""
-        return self.ends_at is not None and self.ends_at <= self._system.now and not self.flying
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether `read` has something to say."""
-        if self.flying:
-            self.arrive()
-        return bool(self.ready) or self.is_at_end
-
-    def _arrival(self) -> int:
-        self._last = max(self._last, self._system.now + self._system.latency())
-        if self._wakes:
-            self._system.wake_server(self._last)
-        return self._last
-
-
-class SimSocket:
-    """A Unix socket of this machine, non-blocking."""
-
-    def __init__(self, system: "System", process: SimProcess) -> None:
-        self._system = system
-        self.process = process
-        self.peer: SimProcess | None = None
-        self.inward: Pipe | None = None
-        self.outward: Pipe | None = None
-        self.is_closed = False
-        process.sockets.append(self)
-
-    def connect(self, path: str) -> None:
-        """Reach the daemon's listener."""
-        listener = self._system.listener
-        if listener is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        if len(listener.backlog) >= BACKLOG_MAX:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        far = SimSocket(self._system, self._system.server_process)
-        far.peer, self.peer = self.process, far.process
-        capacity = self._system.capacity
-        self.outward = far.inward = Pipe(self._system, capacity, wakes=True)
-        self.inward = far.outward = Pipe(self._system, capacity, wakes=False)
-        listener.backlog.append(far)
-        self._system.wake_server(self._system.now)
-
-    def recv(self, size: int) -> bytes:
-        """See socket.socket."""
-        assert self.inward is not None
-        assert not self.is_closed, "a closed socket is read"
-        received = self.inward.read(self._system.cut_of(size))
-        if received is None:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        if not received and self.inward.is_reset:
-            raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-        if self.process is not self._system.server_process:
-            self._system.wake_server(self._system.now)
-        return received
-
-    def recv_into(self, buffer: memoryview) -> int:
-        """See socket.socket."""
-        received = self.recv(len(buffer))
-        buffer[: len(received)] = received
-        return len(received)
-
-    def send(self, data: bytes | bytearray) -> int:
-        """See socket.socket."""
-        assert self.outward is not None
-        assert not self.is_closed, "a closed socket is written to"
-        if self.outward.is_deaf or self.outward.ends_at is not None:
-            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-        size = min(len(data), self.outward.room)
-        if size <= 0:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        self._system.trace("send", self.process.pid, bytes(data[:size]))
-        self.outward.write(bytes(data[:size]))
-        return size
-
-    def close(self) -> None:
-        """See socket.socket; what was sent still arrives."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        self.process.sockets.remove(self)
-        if self.outward is None or self.inward is None:
-            return
-        self.inward.is_deaf = True
-        if self.inward.ready or self.inward.flying:
-            self.outward.is_reset = True
-        self.outward.end()
-        # A reader's end frees a writer that waits for room.
-        self._system.wake_server(self._system.now)
-
-    def cut(self) -> None:
-        """Break the connection with bytes in flight in both directions."""
-        assert self.inward is not None
-        assert self.outward is not None
-        self.inward.cut(self._system.rng)
-        self.outward.cut(self._system.rng)
-
-    def setblocking(self, flag: bool) -> None:
-        """No socket here blocks."""
-        assert not flag
-
-    def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """SO_PEERCRED."""
-        assert (level, option, size) == (
-            socket.SOL_SOCKET,
-            socket.SO_PEERCRED,
-            struct.calcsize("3i"),
-        )
-        assert self.peer is not None
-        return struct.pack("3i", self.peer.pid, os.geteuid(), os.getegid())
-
-    def events(self, wanted: int) -> int:
-        """Those of `wanted` that select would tell of."""
-        assert self.inward is not None
-        assert self.outward is not None
-        found = READ if self.inward.is_readable else 0
-        if wanted & WRITE:
-            broken = self.outward.is_deaf or self.outward.ends_at is not None
-            found |= WRITE if broken or self.outward.room > 0 else 0
-        return found
-
-
-class Listener:
-    """The daemon's listening socket."""
-
-    def __init__(self, system: "System") -> None:
-        self._system = system
-        self.backlog: deque[SimSocket] = deque()
-
-    def accept(self) -> tuple[SimSocket, str]:
-        """See socket.socket."""
-        if not self.backlog:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return self.backlog.popleft(), ""
-
-    def events(self, wanted: int) -> int:
-        """See SimSocket."""
-        return READ if self.backlog else 0
-
-    def close(self) -> None:
-        """Whoever waits is refused."""
-        self._system.listener = None
-        for waiting in self.backlog:
-            waiting.close()
-
-
-class Waker:
-    """Both ends of the daemon's socket pair, by which its threads wake the loop."""
-
-    def __init__(self, system: "System") -> None:
-        self._system = system
-        self.is_rung = False
-
-    def setblocking(self, flag: bool) -> None:
-        """No socket here blocks."""
-        assert not flag
-
-    def send(self, data: bytes) -> int:
-        """Wake the loop."""
-        self.is_rung = True
-        self._system.wake_server(self._system.now)
-        return len(data)
-
-    def events(self, wanted: int) -> int:
-        """See SimSocket."""
-        return READ if self.is_rung else 0
-
-    def recv(self, size: int) -> bytes:
-        """Empty it."""
-        self.is_rung = False
-        return b"\0"
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class Selector:
-    """selectors.DefaultSelector; what is ready comes in any order."""
-
-    def __init__(self, system: "System") -> None:
-        self._system = system
-        self._wanted: dict[Any, int] = {}
-        self._data: dict[Any, Any] = {}
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See selectors."""
-        assert fileobj not in self._wanted
-        self._wanted[fileobj] = events
-        self._data[fileobj] = data
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See selectors."""
-        assert fileobj in self._wanted
-        self._wanted[fileobj] = events
-        self._data[fileobj] = data
-
-    def unregister(self, fileobj: Any) -> None:
-        """See selectors."""
-        del self._wanted[fileobj]
-
-    def close(self) -> None:
-        """See selectors."""
-        self._wanted.clear()
-
-    def select(self, timeout: float | None = None) -> list[tuple[SimpleNamespace, int]]:
-        """See selectors; never waits, whatever the `timeout`."""
-        ready = [
-            (SimpleNamespace(fileobj=fileobj, fd=fileobj, data=self._data[fileobj]), events)
-            for fileobj, events in self._ready()
-        ]
-        if len(ready) > 1:
-            self._system.rng.shuffle(ready)
-        return ready
-
-    def is_any_ready(self) -> bool:
-        """Whether `select` would return at once."""
-        return any(True for _ in self._ready())
-
-    def _ready(self) -> Iterator[tuple[Any, int]]:
-        dead = self._system.pidfds
-        for fileobj, wanted in self._wanted.items():
-            if isinstance(fileobj, int):
-                events = 0 if dead[fileobj].alive else READ
-            else:
-                events = fileobj.events(wanted)
-            if events:
-                yield fileobj, events
-
-
 class SlotsMemory:
     """The slots as the daemon's store sees them: it writes headers only, and may die within one."""
 
@@ -474,6 +178,11 @@ class ArenaFile:
         self.granted: set[int] = set()
         """Every generation that a client was ever given here."""
         self.memory = self
+        self.locks: dict[int, SimProcess] = {}  # Who has mapped it with that lock.
+
+    def is_locked(self, number: int) -> bool:
+        """See shm.arena.Arena."""
+        return number in self.locks and self.locks[number].alive
 
     def __getitem__(self, at: slice) -> SlotsMemory:
         return SlotsMemory(self._system, self.bytes[at])
@@ -517,6 +226,7 @@ class System:
         self._last_pid = 100
         self._free_pids: list[int] = []
         self.reuses_pids = False
+        self.has_foreign = False  # Whether new processes may be of other pid namespaces.
         self.current = self.spawn()
         """Whose code runs."""
         self.pidfds: dict[int, SimProcess] = {}
@@ -616,6 +326,7 @@ class System:
             pid = self._last_pid
         self._numbers += 1
         process = SimProcess(pid, self.now // 10_000 * 1000 + self._numbers % 1000)
+        process.is_foreign = self.has_foreign and self.rng.random() < 0.7
         self.processes[pid] = process
         return process
 
@@ -862,9 +573,15 @@ class System:
     # What the daemon finds in place of the operating system
 
     def open_arena(
-        self, socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str
+        self,
+        socket_path: Path,
+        ram_bytes: int | None,
+        fresh: bool,
+        boot: str,
+        directory: Path,
+        group: int | None,
     ) -> tuple[ArenaFile, Trailer, bool]:
-        """As daemon.filesystem.open_arena."""
+        """As daemon.filesystem.open_arena, for one user."""
         taken = next(
             (file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)),
             None,
@@ -882,10 +599,11 @@ class System:
             trailer.format()
         return taken, trailer, warm
 
-    def attach(self, path: str, size_bytes: int) -> ArenaFile:
+    def attach(self, path: str, size_bytes: int, process: SimProcess, lock: int) -> ArenaFile:
         """As shm.arena.attach_arena."""
         for file in self.files:
             if str(file.path) == path and file.size_bytes == size_bytes:
+                file.locks[lock] = process
                 return file
         raise HybridKVError(f"arena {path} is gone")
 
@@ -952,9 +670,11 @@ class System:
             "TierThreads": self.make_threads,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
-            "ServedSocket": lambda path: SimpleNamespace(listen=self._listen, close=lambda: None),
+            "ServedSocket": lambda path, group: SimpleNamespace(
+                listen=self._listen, restored=lambda: None, close=lambda: None
+            ),
             # Nobody removes the daemon's files here.
-            "FILES_SECONDS": math.inf,
+            "remove_unused_arenas": lambda path, directory: None,
         }
         with contextlib.ExitStack() as stack:
             for name, value in server.items():
@@ -962,6 +682,8 @@ class System:
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(mock.patch.object(link, "socket", sockets))
+            polls = SimpleNamespace(POLLHUP=select.POLLHUP, poll=Poll)
+            stack.enter_context(mock.patch.object(link, "select", polls))
             yield
 
 

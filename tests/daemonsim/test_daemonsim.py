@@ -12,7 +12,7 @@ import pytest
 from tests.daemonsim.__main__ import RESULT
 from tests.daemonsim.tiers import ILLS
 
-FIXED = "0:100"
+FIXED = "300:400"
 BEHAVIOURS = (
     *(
         "fault_kill",
@@ -57,6 +57,7 @@ BEHAVIOURS = (
 )
 """What the seeds of one run must have come to."""
 RARE = (
+    "closed_before_lock",
     *(f"fault_{name}" for name in ILLS),
     *(
         "calls_hung",

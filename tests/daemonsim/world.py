@@ -17,7 +17,8 @@ from hybridkv.shm import trailer
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, SlotState
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.tiers.record import RecordName
-from tests.daemonsim.clients import Client, Habits, Liar, Operator, Scene, Scheduler, Seeker, Worker
+from tests.daemonsim.callers import Client, Habits, Scene
+from tests.daemonsim.clients import Scheduler, Worker
 from tests.daemonsim.oracle import (
     GEOMETRIES,
     PROMPTS,
@@ -27,6 +28,7 @@ from tests.daemonsim.oracle import (
     prompt_hashes,
     sizes,
 )
+from tests.daemonsim.others import Liar, Operator, Seeker
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 from tests.invariants import check_daemon
@@ -39,6 +41,7 @@ FAULTS = {
     "cut": "a connection breaks with bytes in flight",
     "death": "an engine dies, its workers with it or later",
     "reuse": "process ids are given again",
+    "foreign": "processes of other pid namespaces",
     "clock": "the time of day steps",
     "jump": "the machine sleeps",
     "flip": "bits of payload change",
@@ -182,6 +185,7 @@ class World:
         system.latencies = rng.choice(((5, 200), (5, 3000), (1000, 20_000)))
         system.capacity = rng.choice((600, 1 << 13, 1 << 16))
         system.reuses_pids = "reuse" in draw.faults
+        system.has_foreign = "foreign" in draw.faults
         if "full" in draw.faults:
             system.pages_end = rng.randrange(largest * 2, self._pages) * SLOT_ALIGN
         system.on_death = self._daemon_died
@@ -310,7 +314,8 @@ class World:
                 SECOND // 4,
                 lambda other=other: system.kill(other.process),  # type: ignore[misc]
             )
-        until = system.now + SECOND
+        # The end of a process of another namespace is found when the daemon looks at the locks.
+        until = system.now + SECOND // 4 + int(2 * loop.FILES_SECONDS * SECOND)
         system.at(until, lambda: None)
         self._go_on(lambda: system.now >= until)
         self._settle()

@@ -1,7 +1,8 @@
-"""A worker extension: n-gram speculation that knows most of what the model says.
+"""A worker extension: speculation that knows most of what the model says.
 
 `HYBRIDKV_TEST_ANSWERS` is a JSON file of token sequences, prompts with their answers. Behind the
-tokens of one of them its next tokens are drafted: none, some or all, and every fifth is wrong.
+tokens of one of them n-gram speculation drafts its next tokens: none, some or all, and every fifth
+is wrong. Where a drafter has layers, every fifth draft is its own and the others are these tokens.
 """
 
 import json
@@ -9,13 +10,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import hybridkv.lab.shims
 
 ANSWERS = "HYBRIDKV_TEST_ANSWERS"
 BundledWorker = hybridkv.lab.shims.BundledWorker
 _answers = json.loads(Path(os.environ[ANSWERS]).read_text())
+
+
+_draft = GPUModelRunner.propose_draft_token_ids
+
+
+def _answer_to(own: list[int]) -> list[int]:
+    """A sequence that begins with these tokens; empty = none is known."""
+    return next((one for one in _answers if one[: len(own)] == own), [])
 
 
 def _propose(
@@ -25,11 +36,24 @@ def _propose(
     rows = []
     for row, fresh in enumerate(sampled):
         length = int(lengths[row])
-        own = tokens[row, :length].tolist()
-        known: list[int] = next((one for one in _answers if fresh and one[:length] == own), [])
+        known = _answer_to(tokens[row, :length].tolist()) if fresh else []
         wanted = known[length:][: (length + len(known)) % (count + 2)][:count]
         rows.append([one + ((length + at) % 5 == 3) for at, one in enumerate(wanted)])
     return rows
 
 
+def _draft_known(self: Any, *given: Any, **named: Any) -> Any:
+    """The drafts of each row, after the drafter has computed its own."""
+    drafts = _draft(self, *given, **named)
+    if isinstance(drafts, torch.Tensor):
+        batch = self.input_batch
+        for row in range(len(drafts)):
+            length = int(batch.num_tokens_no_spec[row])
+            known = _answer_to(batch.token_ids_cpu[row, :length].tolist())
+            for at, token in enumerate(known[length : length + drafts.shape[1]]):
+                drafts[row, at] = token if (length + at) % 5 != 3 else drafts[row, at]
+    return drafts
+
+
 NgramProposer.propose = _propose
+GPUModelRunner.propose_draft_token_ids = _draft_known

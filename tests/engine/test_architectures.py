@@ -12,7 +12,8 @@ from tests.engine.test_verify import verify
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 MODELS = tuple(sorted(bundled_models().keys() - SPECULATION.keys()))
-V2_MODELS = ("qwen3", "gemma3", "lfm2")  # Interpreted kernels take too long for the others.
+V2_MODELS = ("qwen3", "gemma3", "lfm2", "gemma4_mtp", "llama_eagle", "llama_eagle3", "qwen3_draft")
+"""Interpreted kernels take too long for the others."""
 IN_PART = {
     "falconh1": 448,
     "granitehybrid": 448,
@@ -82,6 +83,16 @@ def test_every_arm_on_the_v2_model_runner(model: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv(V2_RUNNER_ENV, "1")
     status, proof = verify("--model", model)
     right(model, status, proof)
+
+
+@pytest.mark.slow
+def test_a_drafter_of_the_v2_model_runner_with_prefill_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It knows the token behind each part, so that one visit stores all of a prompt."""
+    monkeypatch.setenv(V2_RUNNER_ENV, "1")
+    status, proof = verify("--model", "llama_eagle", "--", "--max-num-batched-tokens=192")
+    right("llama_eagle", status, proof)
 
 
 @pytest.mark.slow

@@ -91,6 +91,13 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
                 return set(subscriber.removed("CPU")) >= set(names)
 
             until(all_removed, "what was cleared is removed")
+            below = subscriber.stored("STORAGE")
+            assert prefixes(below) == prefixes(stored), "the disk has it"
+            named = [
+                {(one.group_idx, one.kv_cache_spec_kind) for one in events}
+                for events in (stored, below, subscriber.stored("GPU"))
+            ]
+            assert named[0] == named[1] == {one for one in named[2] if one[1] == "full_attention"}
             server.post("/reset_prefix_cache")
             server.complete(text)
             until(
@@ -127,7 +134,9 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     assert total("vllm:hybridkv_store_copy_seconds_total") > 0
     assert total("vllm:hybridkv_daemon_connected") == 1
     assert total("vllm:hybridkv_breaker_open") == total("vllm:hybridkv_faults_total") == 0
-    assert total("vllm:hybridkv_kv_event_chunks_total", event="removed") == 2 * CHUNKS
+    # Of both media, and what was read from the disk is in RAM again.
+    assert total("vllm:hybridkv_kv_event_chunks_total", event="removed") == 3 * CHUNKS
+    assert total("vllm:hybridkv_kv_event_chunks_total", event="stored") == 5 * CHUNKS
     assert total("vllm:hybridkv_loaded_tokens_total", engine="0", model_name="tiny") == 2 * tokens
     assert not [
         name for name, _, value in samples if name.startswith("vllm:hybridkv_") and value < 0

@@ -76,6 +76,7 @@ def is_connected(running: EngineProcess, daemon: DaemonProcess) -> bool:
     return stats(daemon.socket_path)["sessions"] == 1
 
 
+@pytest.mark.slow
 def test_two_daemons(tmp_path: Path) -> None:
     """The best by weight loads, both store, a slow one delays nobody, and either may be killed."""
     text = prompt(1, HIT + 20)

@@ -114,9 +114,8 @@ def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[s
 @pytest.mark.parametrize(
     "model",
     [
-        "gemma4",
         "qwen3next",
-        *(pytest.param(model, marks=pytest.mark.slow) for model in ("llama4", "lfm2")),
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4", "lfm2")),
         *(
             pytest.param(model, marks=[pytest.mark.slow, since_vllm(32, "drafters are refused")])
             for model in ("llama_eagle", "qwen3_draft", "gemma4_mtp")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hybridkv.vllm.preflight import serves_tails
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MODELS = (pytest.param("gemma3", marks=pytest.mark.slow), "qwen3next")
@@ -25,7 +27,10 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_arm_is_right(model: str) -> None:
-    status, proof = verify("--model", model)
+    """With hits inside a block where they are served."""
+    with_tails = model == "qwen3next" and serves_tails()
+    unit = ("--", "--prefix-match-unit=32") if with_tails else ()
+    status, proof = verify("--model", model, *unit)
     assert status == 0, json.dumps(proof, indent=2)
     arms = {arm["name"]: arm for arm in proof["arms"]}
     chunk = proof["chunk_tokens"]
@@ -36,6 +41,19 @@ def test_every_arm_is_right(model: str) -> None:
         assert arms[name]["same_bytes"] is True
         assert arms[name]["bytes_loaded"] > 0
     assert arms["mixed local and external"]["external_tokens"] == 3 * chunk
+    if "recurrent" in proof["groups"]:
+        branch = arms["divergent: 1 of 1"]
+        assert branch["external_tokens"] == branch["cached_tokens"] == 2 * chunk
+        assert (branch["same_bytes"], branch["same_logprobs"]) == (True, True)
+    else:
+        assert arms["divergent"]["not_served"]
+    if with_tails:
+        turns = arms["second turns: 3 of 3"]
+        assert turns["external_tokens"] == 3 * (3 * chunk - 64)
+        assert (turns["same_bytes"], turns["same_logprobs"]) == (True, True)
+        assert turns["not_served"] is None
+    else:
+        assert arms["second turns"]["not_served"], "it says why it is skipped"
 
 
 @pytest.mark.slow

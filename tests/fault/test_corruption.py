@@ -23,12 +23,23 @@ from hybridkv.shm.slots import (
     payload_offset,
 )
 from hybridkv.store.index import Slot
+from hybridkv.tiers import coding
 from hybridkv.tiers import record as records
-from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.contract import DamagedError, TierError, UndecodableError
 from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.encoded import EncodedTier
+from hybridkv.tiers.encryption import TierKey
 from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
-from hybridkv.tiers.record import Record, RecordName, head_bytes, read_head, write_head
+from hybridkv.tiers.record import (
+    Record,
+    RecordName,
+    head_bytes,
+    is_encoded,
+    read_encoded,
+    read_head,
+    write_head,
+)
 from tests.tier_suite import pages
 
 SEED = 99
@@ -53,27 +64,57 @@ SHAPES = {
 }
 
 
+KEY = TierKey(bytes(range(32)))
+CODINGS = {
+    "none": coding.PLAIN,
+    "zplanes": coding.Coding(coding.Codec.ZPLANES),
+    "encrypted": coding.Coding(key=KEY),
+    "zplanes, encrypted": coding.Coding(coding.Codec.ZPLANES, KEY),
+}
+
+
 class Stored:
     """One record in a real directory, and a slot between poisoned neighbours to read it into."""
 
-    def __init__(self, root: Path, shape: Shape, seed: int = 1) -> None:
+    def __init__(
+        self, root: Path, shape: Shape, seed: int = 1, coding: coding.Coding = coding.PLAIN
+    ) -> None:
         rng = random.Random(seed)
+        self.coding = coding
         self.record = Record(
             RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
             *(*shape, rng.getrandbits(60), rng.randbytes(8), 5, True),
         )
-        self.raw = bytes(make(self.record, rng.randbytes(shape.part_bytes * shape.parts)))
-        self.tier = DiskTier(parse_tier(f"disk://{root}?bytes=256MiB", "disk"), "here")
+        payload = payload_of(random.Random(seed), self.record)
+        self.plain = bytes(make(self.record, payload))
+        self.raw = self.image(self.record, payload)
+        bare = DiskTier(parse_tier(f"disk://{root}?bytes=256MiB", "disk"), "here")
+        self.tier = EncodedTier(bare, coding)
         self.tier.open()
         name = FileName(self.record.name.key, self.record.parent, self.record.interior)
         self.path = root / "objects/here" / name.path
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_bytes(self.raw)
         self.tier.open()
-        self.size = self.record.size_bytes
-        self._memory = pages(self.size + 2 * SLOT_ALIGN)
+        self.size = len(self.raw)
+        self.slot_bytes = self.record.size_bytes
+        self._memory = pages(self.slot_bytes + 2 * SLOT_ALIGN)
         self._slot = Slot(SLOT_ALIGN, *shape, SEED)
         self.file = os.open(self.path, os.O_RDWR)
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """Where the file's payload, or the encoded one, starts and ends."""
+        if known := read_encoded(self.raw):
+            return HEADER_BYTES, HEADER_BYTES + known[1].body_bytes
+        start = payload_offset(self.record.parts)
+        return start, start + self.record.part_bytes * self.record.parts
+
+    def image(self, record: Record, payload: bytes) -> bytes:
+        """The file of a record."""
+        plain = make(record, payload)
+        encoded = self.coding.encode([plain])
+        return bytes(plain if encoded is None else encoded)
 
     def read(self) -> TierError | None:
         """The result of the daemon's thread; AssertionError if it lies or writes elsewhere."""
@@ -84,9 +125,9 @@ class Stored:
         )
         assert outcome.error is None
         (error,) = outcome.errors
-        slot = self._memory[SLOT_ALIGN : SLOT_ALIGN + self.size]
+        slot = self._memory[SLOT_ALIGN : SLOT_ALIGN + self.slot_bytes]
         around = bytes(self._memory[: SLOT_ALIGN + HEADER_BYTES]) + bytes(
-            self._memory[SLOT_ALIGN + self.size :]
+            self._memory[SLOT_ALIGN + self.slot_bytes :]
         )
         assert not around.strip(bytes([POISON])), (
             "what is around the slot, and its header, is the daemon's"
@@ -94,19 +135,23 @@ class Stored:
         if error is None:
             start = payload_offset(self.record.parts)
             end = start + self.record.part_bytes * self.record.parts
-            assert slot[start:end] == self.raw[start:end]
+            assert slot[start:end] == self.plain[start:end]
             assert is_signed(slot, part_digests(slot, *self.record.shape), SEED)
             assert outcome.tenants == [self.record.tenant]
         return error
 
     def is_caught(self) -> bool:
         """By the reader and by fsck; afterwards the file is as it was."""
-        caught = isinstance(self.read(), DamagedError)
-        name = FileName(self.record.name.key, self.record.parent, self.record.interior)
-        proof = prove_file(str(self.path), name)
-        assert proof is not None
-        assert (proof.damage is not None) == caught, f"fsck says {proof.damage}"
+        caught, damage = isinstance(self.read(), DamagedError), self.says_fsck()
+        assert (damage is not None) == caught, f"fsck says {damage}"
         return caught
+
+    def says_fsck(self) -> FileDamage | None:
+        """What is wrong with the file."""
+        name = FileName(self.record.name.key, self.record.parent, self.record.interior)
+        proof = prove_file(str(self.path), name, self.coding)
+        assert proof is not None
+        return proof.damage
 
     @contextmanager
     def changed(self, raw: bytes) -> Iterator[None]:
@@ -128,6 +173,11 @@ class Stored:
         os.pwrite(self.file, raw, 0)
 
 
+def payload_of(rng: random.Random, record: Record) -> bytes:
+    """Bytes of few values, which a codec finds something in."""
+    return rng.randbytes(record.part_bytes * record.parts).translate(bytes(range(16)) * 16)
+
+
 def make(record: Record, payload: bytes) -> memoryview:
     """The bytes of a record."""
     memory, head = pages(record.size_bytes), pages(head_bytes(record.parts))
@@ -146,9 +196,19 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(params=SHAPES)
+CASES = [(shape, "none") for shape in SHAPES] + [
+    (shape, name)
+    for name in CODINGS
+    for shape in ("three parts", "shared by all ranks", "many parts")
+    if name != "none"
+]
+
+
+@pytest.fixture(params=CASES, ids=" ".join)
 def stored(request: pytest.FixtureRequest, directory: Path) -> Iterator[Stored]:
-    one = Stored(directory, SHAPES[request.param])
+    shape, name = request.param
+    one = Stored(directory, SHAPES[shape], coding=CODINGS[name])
+    assert bool(is_encoded(one.raw)) == (name != "none")
     assert one.read() is None
     yield one
     assert one.read() is None, "what is right again is taken again"
@@ -164,12 +224,10 @@ def test_every_bit_before_the_payload(stored: Stored) -> None:
 
 
 def test_a_sample_of_all_other_bits(stored: Stored, rng: random.Random) -> None:
-    start = payload_offset(stored.record.parts)
-    end = start + stored.record.part_bytes * stored.record.parts
+    start, end = stored.content
     regions = [(start, end), (end, stored.size)]
-    edges = {start, start + stored.record.part_bytes, end - 1, end, stored.size - 1} & set(
-        range(start, stored.size)
-    )
+    middle = start + min(stored.record.part_bytes, (end - start) // 2)
+    edges = {start, middle, end - 1, end, stored.size - 1} & set(range(start, stored.size))
     bits = {8 * at + rng.randrange(8) for at in edges}
     for low, high in regions:
         bits |= {rng.randrange(8 * low, 8 * high) for _ in range(SAMPLES) if high > low}
@@ -185,9 +243,11 @@ def test_torn_files(stored: Stored) -> None:
         torn = stored.raw[:cut] + bytes(stored.size - cut)
         with stored.changed(torn):
             assert stored.is_caught() == (torn != stored.raw), f"torn at {cut}"
-    for more in (1, 512, SLOT_ALIGN):
-        with stored.changed(stored.raw + bytes(more)):
-            assert stored.is_caught(), f"{more} bytes too many"
+    for more in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
+        with stored.changed(stored.raw + more):
+            # Zeros behind a record say nothing: a reader may take what is before them.
+            assert isinstance(stored.read(), DamagedError) or not more.strip(b"\0")
+            assert stored.says_fsck() is FileDamage.LENGTH, f"{len(more)} bytes too many"
 
 
 def test_other_bytes(stored: Stored, rng: random.Random) -> None:
@@ -215,8 +275,7 @@ def test_whole_records_of_something_else(stored: Stored, rng: random.Random) -> 
         record.name._replace(chunk_hash=rng.randbytes(HASH_BYTES)),
     ]
     for name in names:
-        other = make(record._replace(name=name), rng.randbytes(record.part_bytes * record.parts))
-        with stored.changed(bytes(other)):
+        with stored.changed(stored.image(record._replace(name=name), payload_of(rng, record))):
             assert stored.is_caught(), name
 
 
@@ -237,7 +296,7 @@ def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> 
     alike = [other for other in alike if other.size_bytes == record.size_bytes]
     assert alike
     for other in alike:
-        raw = bytes(make(other, rng.randbytes(other.part_bytes * other.parts)))
+        raw = stored.image(other, payload_of(rng, other))
         with stored.changed(raw):
             assert isinstance(stored.read(), DamagedError), other
 
@@ -245,10 +304,10 @@ def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> 
 @pytest.mark.parametrize("version", [0, 1, records.RECORD_VERSION + 1, 0xFFFF])
 def test_another_version(stored: Stored, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     """Sound in itself."""
-    payload = stored.raw[payload_offset(stored.record.parts) :]
+    payload = payload_of(random.Random(1), stored.record)
     with monkeypatch.context() as patch:
         patch.setattr(records, "RECORD_VERSION", version)
-        raw = bytes(make(stored.record, payload[: stored.record.part_bytes * stored.record.parts]))
+        raw = bytes(make(stored.record, payload))
     assert raw != stored.raw
     with stored.changed(raw):
         assert stored.is_caught()
@@ -256,14 +315,16 @@ def test_another_version(stored: Stored, monkeypatch: pytest.MonkeyPatch, versio
 
 def test_a_record_that_nobody_signed(stored: Stored) -> None:
     """Its header is sound, and says nothing of the bytes."""
-    raw = bytearray(stored.raw)
+    raw = bytearray(stored.plain)
     payload = payload_offset(stored.record.parts)
     raw[HEADER_BYTES : HEADER_BYTES + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
     raw[payload] ^= 1
     records._CRC.pack_into(raw, records._CRC_OFFSET, records._crc(memoryview(raw), payload))
     assert read_head(memoryview(raw)) == stored.record
     with stored.changed(bytes(raw)):
-        assert stored.is_caught()
+        assert stored.says_fsck() is FileDamage.BYTES
+        wrong = DamagedError if stored.coding.key is None else UndecodableError
+        assert isinstance(stored.read(), wrong)
 
 
 def test_swapped_files(directory: Path) -> None:
@@ -293,11 +354,11 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
         raw = bytearray(all_of_them[number].raw)
         raw[rng.randrange(len(raw))] ^= 16
         all_of_them[number].path.write_bytes(raw)
-    memory = pages(sum(one.size for one in all_of_them))
+    memory = pages(sum(one.slot_bytes for one in all_of_them))
     items, at = [], 0
     for one, shape in zip(all_of_them, shapes, strict=True):
         items.append(JobItem(one.record._replace(seed=SEED), Slot(at, *shape, SEED)))
-        at += one.size
+        at += one.slot_bytes
     errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
     assert {
         number for number, error in enumerate(errors) if isinstance(error, DamagedError)
@@ -306,6 +367,6 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
         os.close(one.file)
         if items.index(item) not in wrong:
             assert item.slot is not None
-            slot = memory[item.slot.offset : item.slot.offset + one.size]
+            slot = memory[item.slot.offset : item.slot.offset + one.slot_bytes]
             start = payload_offset(one.record.parts)
             assert slot[start:] == one.raw[start:]

@@ -250,5 +250,8 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
         before = pages(256)
         until(lambda: engine.stats().values.get("reserves_failed", 0) > 1, "it looks for memory")
         assert pages(1) <= before + RESERVE_STEP_BYTES, "there is no more"
+        shown = engine.stats(status=True).status
+        assert shown is not None
+        assert "warn" in [one.level for one in shown.health if "could not grow" in one.text]
         other.unlink()
         until(lambda: pages(1) > before + (128 << 20), "the arena grows")

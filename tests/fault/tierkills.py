@@ -4,7 +4,8 @@
 dies, at a drawn line of the code that handles the files or at a drawn moment. The next daemon
 keeps the memory or has lost it, and has the same name or another one; it takes over what the dead
 one left. Then nothing that was begun is left, and the bound holds for what the files take. Every
-file is whole, and whatever is found has exactly the bytes of its name.
+file is whole, and whatever is found has exactly the bytes of its name. Some daemons encode what
+they write, and others do not.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.writers import LOST_SECONDS
+from hybridkv.tiers.record import is_encoded
 from tests.fault.killing import command
 from tests.unit.daemon.tierclient import DISK, Client, object_files, real_bytes, until
 from tests.waiting import DEADLINE_SECONDS
@@ -37,13 +39,16 @@ LINES_MAX = 6000
 """A restart takes some 1,500, an object some 100."""
 WRITES_MAX = 60
 MOMENT_SECONDS = 0.4
+OPERATIONS_MAX = 1000
+CODINGS = ("codec=none", "codec=none", "codec=zplanes", "codec=zplanes")
+"""Of one daemon after the other: each is followed by one that reads what it wrote."""
 
 _DAEMON = """
 import faulthandler, os, signal, sys, threading
 faulthandler.enable()
 left, writes = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 DISK = tuple(f"tiers/disk/{name}.py" for name in ("tier", "index", "writers", "files"))
-TRACED = (*DISK, "tiers/jobs.py")
+TRACED = (*DISK, "tiers/jobs.py", "tiers/encoded.py")
 
 def line(frame, event, arg):
     global left
@@ -82,6 +87,7 @@ class Daemon:
         self.socket_path = socket_path
         self.root = root
         self.node = "node-1"
+        self._starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._said = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115  # as long as this
 
@@ -90,7 +96,8 @@ class Daemon:
 
         It kills itself at that line, or in the middle of that write (0: never).
         """
-        url = f"disk://{self.root}?bytes={BOUND_BYTES}"
+        self._starts += 1
+        url = f"disk://{self.root}?bytes={BOUND_BYTES}&{CODINGS[self._starts % len(CODINGS)]}"
         command = [
             sys.executable,
             "-c",
@@ -143,9 +150,12 @@ class Daemon:
 
 
 def work(daemon: Daemon, rng: random.Random, counts: Counter[str]) -> None:
-    """Random stores and lookups until the daemon is gone."""
+    """Random stores and lookups until the daemon is gone, or has written all that it will.
+
+    Where encoded records of all prompts are within the bound, none is written any more.
+    """
     with contextlib.suppress(DaemonUnreachableError), Client(daemon.socket_path) as client:
-        while True:
+        for _ in range(OPERATIONS_MAX):
             prompt = rng.randrange(PROMPTS)
             if rng.random() < 0.6:
                 client.store(prompt, CHUNKS)
@@ -231,7 +241,9 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
         daemon.kill()
         daemon.lose_memory()
         daemon.close()
-    counts["files"] = len(object_files(daemon.root))
+    files = object_files(daemon.root)
+    counts["files"] = len(files)
+    counts["files encoded"] = sum(is_encoded(path.read_bytes()) for path in files)
     return counts
 
 

@@ -5,6 +5,7 @@ from tests.mutations.files import (
     COVERAGE,
     DEEPSEEK,
     GEOMETRY,
+    HITS,
     PLAIN,
     RECURRENT,
     REQUEST_STATES,
@@ -71,7 +72,10 @@ FAULTS: tuple[Mutation, ...] = (
         "self.window_tokens + 1",
         "self.window_tokens + self.tokens_per_block",
         ("B3", "D12"),
-        (f"{COVERAGE}::test_needed_blocks_are_those_that_hold_a_token_that_is_read",),
+        (
+            f"{COVERAGE}::test_needed_blocks_are_those_that_hold_a_token_that_is_read",
+            f"{HITS}::test_a_hit_is_that_of_vllms_managers_over_the_same_objects",
+        ),
     ),
     Mutation(
         "full-needs-half",

@@ -1,6 +1,15 @@
 """Faults in the protocol, the daemon and its tiers."""
 
-from tests.mutations.files import CODEC, GOLDEN, HANDLERS, TIERS
+from tests.mutations.files import (
+    CODEC,
+    CONTAINER_MISTAKES,
+    ELSEWHERE,
+    GOLDEN,
+    HANDLERS,
+    LARGE_HITS,
+    SHM_DIR,
+    TIERS,
+)
 from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
@@ -16,6 +25,54 @@ FAULTS: tuple[Mutation, ...] = (
         ("tests/programs/daemon/test_files.py::test_what_is_removed_under_a_daemon_is_made_again",),
     ),
     Mutation(
+        "arena-in-the-usual-directory",
+        "--shm-dir is not where the arena is made",
+        "open_arena",
+        'path = directory / f"{_arena_prefix(socket_path)}{boot}"',
+        'path = SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"',
+        ("C15",),
+        (f"{SHM_DIR}::test_the_arena_is_there_and_nowhere_else",),
+    ),
+    Mutation(
+        "one-place-for-all-containers",
+        "daemons of two pods with one socket path and one directory take over each other's arenas",
+        "_arena_prefix",
+        'f"{socket_path}{_place_of(Path(socket_path))}"',
+        "str(socket_path)",
+        ("C15",),
+        (f"{CONTAINER_MISTAKES}::test_pods_with_one_directory_keep_their_own_memory",),
+    ),
+    Mutation(
+        "no-place-of-an-earlier-version",
+        "an upgrade finds no arena, because the lock file of the version before names no place",
+        "ServedSocket._lock",
+        "uuid.uuid4().hex if is_new else _place_of(self._path)",
+        "_place_of(self._path) or uuid.uuid4().hex",
+        ("C15",),
+        (f"{CONTAINER_MISTAKES}::test_a_memory_without_a_place_is_taken_over",),
+    ),
+    Mutation(
+        "arena-at-the-daemons-path",
+        "an engine looks for the arena at the daemon's path alone",
+        "arena_seen",
+        "return here if here.exists() else Path(path)",
+        "return Path(path)",
+        ("C15",),
+        (f"{SHM_DIR}::test_an_engine_may_have_the_directory_at_another_path",),
+    ),
+    Mutation(
+        "any-arena-fits",
+        "an arena of another version is taken over",
+        "_take_over",
+        "left.version != ARENA_VERSION",
+        "left.version < 0",
+        ("A4",),
+        (
+            "tests/programs/daemon/test_upgrade.py"
+            "::test_the_cache_goes_on_where_the_arena_is_of_one_version",
+        ),
+    ),
+    Mutation(
         "arena-in-use-removed",
         "a daemon removes the arena that another one uses",
         "_claimed",
@@ -28,6 +85,34 @@ FAULTS: tuple[Mutation, ...] = (
             "tests/programs/cli/test_arenas.py"
             "::test_arenas_are_listed_and_those_that_no_daemon_has_are_removed",
         ),
+    ),
+    # Workers of other pid namespaces
+    Mutation(
+        "foreign-worker-ends-with-its-connection",
+        "slots of a worker of another pid namespace are free while it may write into them",
+        "Sessions.disconnect",
+        "if not process.pid and not self.is_locked(process.started):",
+        "if not process.pid:",
+        ("B38",),
+        (f"{ELSEWHERE}::test_its_slots_are_kept_until_it_ends",),
+    ),
+    Mutation(
+        "foreign-worker-not-taken-over",
+        "a restarted daemon knows nothing of workers of other pid namespaces",
+        "DaemonServer._open",
+        "if watched or (not known.pid and self._arena.is_locked(known.started)):",
+        "if watched:",
+        ("B38",),
+        (f"{ELSEWHERE}::test_its_slots_are_kept_by_the_next_daemon",),
+    ),
+    Mutation(
+        "foreign-worker-never-ends",
+        "what a worker of another pid namespace held is never free",
+        "Sessions.look_at_locks",
+        "if not (process.pid or is_open or self.is_locked(process.started)):",
+        "if False:",
+        ("B38",),
+        (f"{ELSEWHERE}::test_its_slots_are_kept_until_it_ends",),
     ),
     Mutation(
         "stop-does-not-wait",
@@ -42,7 +127,7 @@ FAULTS: tuple[Mutation, ...] = (
         "stop-free-keeps",
         "hybridkv stop --free leaves the memory and the socket of a daemon that was killed",
         "free_left",
-        "remove_unused_arenas(socket_path)",
+        "remove_unused_arenas(socket_path, directory)",
         "pass",
         ("C15",),
         ("tests/programs/cli/test_arenas.py::test_stop_where_there_is_no_daemon",),
@@ -121,6 +206,27 @@ FAULTS: tuple[Mutation, ...] = (
         "if message in RULES:",
         ("C42",),
         (f"{HANDLERS}::test_who_may_say_what",),
+    ),
+    Mutation(
+        "larger-than-ram-planned-whole",
+        "a hit is planned as if RAM could hold any",
+        "HitSizes.largest",
+        "excess = self.of((resident, hit)) - room_bytes",
+        "excess = 0",
+        ("D18",),
+        (
+            "tests/unit/tiers/test_hit_sizes.py::test_no_larger_hit_has_room",
+            f"{LARGE_HITS}::test_the_longest_prefix_that_ram_can_hold_is_hit",
+        ),
+    ),
+    Mutation(
+        "without-room-nothing-shorter",
+        "a lookup whose room others took is answered as far as it came, without its windows",
+        "Promotion._plan_again",
+        "self._decide(lookup, sum(slot.size_bytes for slot in set(held)), now)",
+        "pass",
+        ("D18",),
+        (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
     ),
     Mutation(
         "deadline-of-nobody",

@@ -1,6 +1,6 @@
 """Faults in the choice between several connectors."""
 
-from tests.mutations.files import ANNOUNCED, EVENTS, HIT_SOURCES, MULTI, RANKING
+from tests.mutations.files import ANNOUNCED, EVENTS, HIT_SOURCES, MULTI, MULTI_STATISTICS, RANKING
 from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
@@ -111,7 +111,7 @@ FAULTS: tuple[Mutation, ...] = (
         "elif answer.tokens == 0:",
         "elif answer.tokens is None:",
         ("B25",),
-        (f"{MULTI}::test_statistics_reach_prometheus",),
+        (f"{MULTI_STATISTICS}::test_statistics_reach_prometheus",),
     ),
     Mutation(
         "every-hit-is-everybodys",
@@ -120,7 +120,7 @@ FAULTS: tuple[Mutation, ...] = (
         "if index == chosen and tokens:",
         "if tokens:",
         ("B25", "B29"),
-        (f"{RANKING}::test_counts_add_up", f"{MULTI}::test_statistics_reach_prometheus"),
+        (f"{RANKING}::test_counts_add_up", f"{MULTI_STATISTICS}::test_statistics_reach_prometheus"),
     ),
     Mutation(
         "counts-below-zero-arrive",
@@ -131,7 +131,7 @@ FAULTS: tuple[Mutation, ...] = (
         ("B30",),
         (
             f"{RANKING}::test_counts_below_zero_do_not_arrive",
-            f"{MULTI}::test_what_else_was_counted_reaches_prometheus",
+            f"{MULTI_STATISTICS}::test_what_else_was_counted_reaches_prometheus",
         ),
     ),
     # Where a hit comes from and what is announced
@@ -222,7 +222,7 @@ FAULTS: tuple[Mutation, ...] = (
         "if sum(sources.values()) != tokens or min(sources.values()) < 0:",
         "if tokens < 0:",
         ("B30", "D19"),
-        (f"{MULTI}::test_sources_that_do_not_add_up_are_unknown",),
+        (f"{MULTI_STATISTICS}::test_sources_that_do_not_add_up_are_unknown",),
     ),
     Mutation(
         "an-impossible-hit-is-taken",
@@ -240,7 +240,7 @@ FAULTS: tuple[Mutation, ...] = (
         "stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()",
         "self._choices = ConnectorCounts()",
         ("B26", "B27", "B29"),
-        (f"{MULTI}::test_statistics_reach_prometheus",),
+        (f"{MULTI_STATISTICS}::test_statistics_reach_prometheus",),
     ),
     Mutation(
         "trouble-untold",
@@ -258,7 +258,7 @@ FAULTS: tuple[Mutation, ...] = (
         "Counter(load.child for load in self._loads.values())",
         "Counter[int]()",
         ("B25", "B28"),
-        (f"{MULTI}::test_statistics_reach_prometheus",),
+        (f"{MULTI_STATISTICS}::test_statistics_reach_prometheus",),
     ),
     Mutation(
         "set-of-ids-unread",
@@ -286,7 +286,7 @@ FAULTS: tuple[Mutation, ...] = (
         '"vllm:kv_connector_mc_"',
         '"vllm:kv_connector_"',
         ("B28",),
-        (f"{MULTI}::test_statistics_reach_prometheus",),
+        (f"{MULTI_STATISTICS}::test_statistics_reach_prometheus",),
     ),
     Mutation(
         "family-registered-twice",
@@ -295,7 +295,7 @@ FAULTS: tuple[Mutation, ...] = (
         "if name not in families:",
         "if name:",
         ("B27", "B28"),
-        (f"{MULTI}::test_statistics_reach_prometheus",),
+        (f"{MULTI_STATISTICS}::test_statistics_reach_prometheus",),
     ),
     Mutation(
         "statistics-raise",
@@ -304,6 +304,6 @@ FAULTS: tuple[Mutation, ...] = (
         "except Exception:",
         "except ZeroDivisionError:",
         ("B30",),
-        (f"{MULTI}::test_statistics_never_raise",),
+        (f"{MULTI_STATISTICS}::test_statistics_never_raise",),
     ),
 )

@@ -3,13 +3,17 @@
 from tests.mutations.files import (
     DRAFTED,
     DRAFTED_STATES,
+    DRAFTERS_STATES,
+    EAGLE,
     FIELDS,
     GEMMA,
+    HITS,
     HOOKS,
     SCHEDULER,
     SCRATCH,
     STAGING,
     STORES,
+    TAILS,
 )
 from tests.mutations.mutation import Mutation
 
@@ -433,6 +437,34 @@ FAULTS: tuple[Mutation, ...] = (
         ("A16", "A17"),
         (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks", GEMMA),
     ),
+    # Hits inside a block
+    Mutation(
+        "tail-of-another-block",
+        "the attention block before the one that a tail ends inside is stored for it",
+        "StorePlanner._tail",
+        "blocks[index] = present[geometry.groups[index].gid][chunk]",
+        "blocks[index] = present[geometry.groups[index].gid][max(0, chunk - 1)]",
+        ("B17",),
+        (f"{STORES}::test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk", TAILS),
+    ),
+    Mutation(
+        "tail-longer-than-it-is",
+        "a hit inside a block counts one match unit more than was stored",
+        "RequestLookup.hit_tokens",
+        "return tail_tokens(geometry, self.tails_from, self.found.tail - 1)",
+        "return tail_tokens(geometry, self.tails_from, self.found.tail - 1) + geometry.hash_tokens",
+        ("B2", "B17"),
+        (TAILS,),
+    ),
+    Mutation(
+        "tail-without-its-prefix",
+        "a tail is hit although attention before it is gone",
+        "longest_tail",
+        "if is_whole(number) and is_tail_hit(geometry, masks, chunk):",
+        "if is_whole(number):",
+        ("B35",),
+        ("tests/unit/daemon/test_tails.py::test_the_longest_tail_that_is_whole_is_hit",),
+    ),
     # Drafters
     Mutation(
         "plain-names-for-drafters",
@@ -443,7 +475,9 @@ FAULTS: tuple[Mutation, ...] = (
         ("C31", "D16"),
         (
             f"{DRAFTED}::test_names_cover_the_token_behind_a_chunk",
-            "tests.simulation --seeds 100:104 --layout eagle_full",
+            f"{HITS}::test_a_hit_is_that_of_vllms_managers_over_the_same_objects",
+            EAGLE,
+            DRAFTERS_STATES,
         ),
     ),
     Mutation(
@@ -456,6 +490,7 @@ FAULTS: tuple[Mutation, ...] = (
         (
             f"{DRAFTED}::test_drafts_that_are_computed_and_not_verified_are_never_stored",
             f"{DRAFTED}::test_a_prompt_may_be_stored_as_far_as_the_next_token_is_known",
+            EAGLE,
         ),
     ),
     Mutation(
@@ -471,6 +506,15 @@ FAULTS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "a-lost-load-proves-a-later-hit",
+        "a load whose blocks were preempted still says which blocks are the request's own",
+        "SchedulerRole.matched",
+        "tracked.load.restored = 0, 0",
+        "pass",
+        ("C31", "D16"),
+        (f"{SCHEDULER}::test_a_load_proves_nothing_of_the_blocks_of_a_later_hit",),
+    ),
+    Mutation(
         "forgets-undrafted-steps",
         "a step in which vLLM ran no drafter counts as any other",
         "DraftedBlocks._advance",
@@ -478,6 +522,24 @@ FAULTS: tuple[Mutation, ...] = (
         "if False:",
         ("C31",),
         (f"{DRAFTED}::test_a_step_without_the_drafter_leaves_gaps_in_all_of_its_requests",),
+    ),
+    Mutation(
+        "one-image-is-any-image",
+        "a block's mark says nothing of the image that begins behind it",
+        "DraftedBlocks._marks_of",
+        "ahead = zip(ahead, map(repr, extras), strict=False)",
+        "",
+        ("C31", "D16"),
+        (f"{DRAFTED}::test_a_hit_is_stored_only_where_the_same_image_followed",),
+    ),
+    Mutation(
+        "drafts-from-an-images-token",
+        "a step that ends before an image counts as if the image were encoded",
+        "DraftedBlocks._is_stale",
+        "return any(feature.mm_position.offset == end for feature in request.mm_features)",
+        "return False",
+        ("C31",),
+        (f"{DRAFTED}::test_the_end_of_a_step_before_an_image_is_stale",),
     ),
     Mutation(
         "keeps-marks-of-a-life-before",
@@ -501,13 +563,22 @@ FAULTS: tuple[Mutation, ...] = (
         "stores-states-of-drafts",
         "the state of the last draft of a step is taken for that of the boundary",
         "StorePlanner._planned",
-        "completed += self._state(tracked, gid, block, boundary, tokens)",
+        "completed += self._state(tracked, gid, block, boundary, state_tokens)",
         """
         last = tables(request_id)[gid][-1]
-        completed += self._state(tracked, gid, last, boundary, tokens)
+        completed += self._state(tracked, gid, last, boundary, state_tokens)
         """,
         ("C31",),
-        (DRAFTED_STATES,),
+        (DRAFTED_STATES, DRAFTERS_STATES),
+    ),
+    Mutation(
+        "names-states-too-early",
+        "a state is named before the token behind it is sampled",
+        "StorePlanner._hashes",
+        "known_tokens = tracked.request.num_tokens - geometry.lookahead_tokens",
+        "known_tokens = tracked.request.num_tokens",
+        ("C31",),
+        (f"{STORES}::test_a_state_is_named_when_the_token_behind_it_is_sampled",),
     ),
     Mutation(
         "stores-before-drafts-are-verified",

@@ -63,8 +63,8 @@ FAULTS: tuple[Mutation, ...] = (
         "reads-at-any-price",
         "a tier is read also where computing is faster",
         "best_load",
-        "saved = compute - read if chunk_seconds else float(chunks)",
-        "saved = float(chunks)",
+        "saved = compute - read if token_seconds else float(tokens)",
+        "saved = float(tokens)",
         ("D18",),
         (
             f"{LOAD_OR_COMPUTE}::test_the_best_cut_is_when_the_prompt_is_ready_first",

@@ -134,6 +134,18 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{SUBSCRIPTIONS}::test_another_identity_begins_with_nothing_to_tell",),
     ),
     Mutation(
+        "tiers-are-believed-for-ever",
+        "a router goes on hearing of what a tier below RAM has lost",
+        "Subscriptions._look_below",
+        "if self._is_below(key):",
+        "if True:",
+        ("C13",),
+        (
+            f"{SUBSCRIPTIONS}"
+            "::test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more",
+        ),
+    ),
+    Mutation(
         "quota-untold",
         "an object that a quota left no room is announced for ever",
         "slot_requests:commit",
@@ -177,7 +189,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "nine-of-ten-will-do",
         "repeated prompts need not all be right",
-        "judge_repeated",
+        "_judge_several",
         "ok=right == count and",
         "ok=right > 0 and",
         ("B43",),

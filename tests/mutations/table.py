@@ -1,6 +1,17 @@
 """Every fault. docs/REQUIREMENTS.md names those that show that an item is held by a test."""
 
-from tests.mutations import core, daemon, device, hooks, multi, scheduler, settings, stats, worker
+from tests.mutations import (
+    core,
+    daemon,
+    device,
+    encoded,
+    hooks,
+    multi,
+    scheduler,
+    settings,
+    stats,
+    worker,
+)
 from tests.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -11,6 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *worker.FAULTS,
     *device.FAULTS,
     *daemon.FAULTS,
+    *encoded.FAULTS,
     *multi.FAULTS,
     *stats.FAULTS,
 )

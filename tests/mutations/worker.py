@@ -21,6 +21,27 @@ from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
     Mutation(
+        "worker-locks-nothing",
+        "a worker maps the arena without the lock by which a daemon elsewhere knows that it lives",
+        "WorkerRole._mapped",
+        ", lock=self._link.lock",
+        "",
+        ("B38",),
+        (f"{HOOKS}::test_a_worker_locks_the_arena_while_it_maps_it",),
+    ),
+    Mutation(
+        "closed-connection-unseen",
+        "a worker uses an arena whose daemon did not see its lock",
+        "Link.is_open",
+        "return not asked.poll(0)",
+        "return True",
+        ("B38",),
+        (
+            "tests/unit/client/test_link.py"
+            "::test_a_closed_connection_is_seen_before_what_it_said_last_is_read",
+        ),
+    ),
+    Mutation(
         "unmapped-untold",
         "nobody is told that a worker cannot map the arena",
         "WorkerRole._mapped",
@@ -266,6 +287,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{IN_MEMORY}::test_each_change_is_another_digest",),
     ),
     Mutation(
+        "drafters-weights-unseen",
+        "the digest of the weights skips the drafter's",
+        "EngineWeights._digest",
+        'for role, owner in (("model", runner), ("drafter", drafter)):',
+        'for role, owner in (("model", runner),):',
+        ("C31", "D16"),
+        (f"{IN_MEMORY}::test_the_callers_model_is_found_and_its_drafter_counts",),
+    ),
+    Mutation(
         "weights-in-any-order",
         "the digest of the weights does not depend on their order",
         "_WholeDigest.finished",
@@ -426,6 +456,15 @@ FAULTS: tuple[Mutation, ...] = (
         "bool(policy)",
         ("D5",),
         (f"{DOCTOR}::test_each_rule_names_the_setting_that_works",),
+    ),
+    Mutation(
+        "states-that-vllm-names-twice",
+        "an engine that caches wrong recurrent states by itself is served",
+        "_states_named_late",
+        "version not in NAMED_LATE or not is_late",
+        "True",
+        ("A38",),
+        ("tests/unit/vllm/test_preflight.py::test_states_that_vllm_names_twice_are_refused",),
     ),
     Mutation(
         "any-vllm",

@@ -42,6 +42,7 @@ from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import fingerprint
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.shm.arena import Arena
@@ -158,6 +159,7 @@ class Shape:
     device: int | None = None
     """The seed of a simulated device that copies the blocks; None = the processor does."""
     drafts: int = 0  # Tokens that the layout's drafter proposes in a step.
+    match_unit: int | None = None  # vLLM's prefix_match_unit, which divides a block.
     drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.
     is_block_dropped: bool = True  # Whether vLLM's own hits leave out the block before their end.
     is_padded: bool = True  # Whether the drafter runs on padded batches.
@@ -607,13 +609,23 @@ class Engine:
             return blocks, tokens, *rest
 
         manager.get_computed_blocks = get_computed_blocks
+        truncate: Any = getattr(manager, "truncate_computed_blocks", None)
+
+        def truncate_computed_blocks(*arguments: Any) -> Any:
+            # The engine's own hit ends inside a block, and a longer one is loaded from there on.
+            self.counts["local_tails_outdone"] += 1
+            return truncate(*arguments)
+
+        if truncate is not None:
+            manager.truncate_computed_blocks = truncate_computed_blocks
 
     def _count_hit(self, request: Request, local: int, tokens: int | None) -> None:
         if tokens is None:
-            # With other weights it is looked up again; while they are read it waits longer.
+            # With other weights it is looked up again, also if they change back before it asks.
+            # While they are read it waits longer.
             watch, asked_at = self.side._weights, (CLOCK.now, self.side._weights.named)
             since, named = self._asked_since.setdefault(request.request_id, asked_at)
-            if named != watch.named:
+            if named is not watch.named:
                 since, _ = self._asked_since[request.request_id] = asked_at
             asked = self.side._requests.by_id.get(request.request_id)
             patience = self._patience + ROOM_SECONDS * bool(self.side._room)
@@ -640,6 +652,8 @@ class Engine:
             )
             self.counts[f"hit_{kind}"] += 1
             self.counts["hit_resumed"] += request.num_preemptions > 0
+            self.counts["tails_promoted"] += bool(answer and answer.tail and answer.tiers)
+            self._count_divergent(request, local, local + tokens)
             self.counts["hit_whole_prompt"] += (
                 local + tokens + self.geometry.chunk_tokens >= request.num_tokens
             )
@@ -647,6 +661,24 @@ class Engine:
             self.counts["hit_local_longer" if local > found else "hit_local_equal"] += (
                 local >= found
             )
+
+    def _count_divergent(self, request: Request, local: int, end: int) -> None:
+        """Count a hit up to `end` where the engine has deeper attention blocks than states.
+
+        With `supports_divergent_local_hybrid_hits` vLLM would ask behind those blocks, and take no
+        hit that does not end beyond them.
+        """
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        gid = getattr(coordinator, "full_attention_group_id", None)
+        kinds = {group.kind for group in self.geometry.groups}
+        if gid is None or GroupKind.RECURRENT not in kinds:
+            return
+        hashes = request.block_hashes
+        _, depths = coordinator.find_longest_cache_hit_per_group(hashes, request.num_tokens - 1)
+        depth = depths[gid]
+        if depth > local and max(depths) == depth:
+            where = "at" if end == depth else "below" if end < depth else "beyond"
+            self.counts[f"hit_divergent_{where}"] += 1
 
     # Steps
 
@@ -680,7 +712,10 @@ class Engine:
     def _schedule(self) -> bool:
         """Plan a step, and let the workers run it; False where there is nothing to compute."""
         tracked = self.side._requests.by_id.items()
-        restored = {name: one.load.restored for name, one in tracked}
+        # What has no tokens computed was preempted since its load, and is asked for again.
+        restored = {
+            name: one.load.restored for name, one in tracked if one.request.num_computed_tokens
+        }
         output = self.scheduler.schedule()
         fresh_requests = [request.req_id for request in output.scheduled_new_reqs]
         for name in (*fresh_requests, *output.scheduled_cached_reqs.resumed_req_ids):
@@ -723,6 +758,7 @@ class Engine:
         self._reports.append([rank.run(*run) for rank in self.ranks])
         self._ahead.append(Step(output, sampled))
         self.counts["tokens"] += sum(states.end - start for _, start, states, _ in work)
+        self.counts["blocks_copied"] += len(output.kv_cache_block_copies or ())
         self.counts["planned_ahead"] += len(self._ahead) > 1
         return bool(work)
 
@@ -863,7 +899,8 @@ class Engine:
 
 
 SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}
-"""The bundled model whose configuration of speculation a method has."""
+SPECULATIVE_HYBRIDS = {"ngram": "qwen3next_ngram", "eagle": "qwen3next_mtp"}
+"""The bundled models whose configuration of speculation a method has."""
 
 
 @functools.cache
@@ -892,9 +929,8 @@ def _structured_output_manager() -> Any:
 
 def _vllm_config(shape: Shape, socket_path: str, engine_id: str) -> Any:
     drafting = shape.layout.drafting
-    name = SPECULATIVE[drafting.method] if drafting else "qwen3"
-    is_hybrid = drafting is not None and shape.layout.has_recurrent
-    config = copy.copy(_base_config("qwen3next_ngram" if is_hybrid else name))
+    known = SPECULATIVE_HYBRIDS if shape.layout.has_recurrent else SPECULATIVE
+    config = copy.copy(_base_config(known[drafting.method] if drafting else "qwen3"))
     if drafting is not None:
         speculative = config.speculative_config = copy.copy(config.speculative_config)
         speculative.num_speculative_tokens = shape.drafts
@@ -908,6 +944,7 @@ def _vllm_config(shape: Shape, socket_path: str, engine_id: str) -> Any:
     config.cache_config.num_gpu_blocks = shape.num_blocks
     config.cache_config.block_size = shape.layout.block_size
     config.cache_config.prefix_cache_retention_interval = shape.retention
+    config.cache_config.prefix_match_unit = shape.match_unit
     config.cache_config.mamba_cache_mode = "align" if shape.layout.has_recurrent else "none"
     config.scheduler_config.max_num_batched_tokens = shape.budget
     config.scheduler_config.max_num_seqs = shape.max_seqs

@@ -23,13 +23,15 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hybridkv.vllm.drafters import NGRAM, VERSIONS
+from hybridkv.vllm.drafters import NGRAM, STATE_VERSIONS, VERSIONS
 from hybridkv.vllm.versions import planning, resolve_hits
 
 WORD = 8
 _FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
 # vLLM 0.30 has no such field, and each rank keeps bytes of its own.
 SAME_ON_ALL_RANKS = {"max_tp_shards": 1} if "max_tp_shards" in _FIELDS else {}
+KNOWS_DRAFT_LAYERS = "is_draft" in _FIELDS
+"""Whether vLLM marks the groups that have a drafter's layer; before 0.33 it went by positions."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Layout:
         version = ".".join(vllm.__version__.split(".")[:2])
         if self.drafting is None or (self.drafting.method == NGRAM and not self.has_recurrent):
             return True
-        return version in VERSIONS
+        return version in (STATE_VERSIONS if self.has_recurrent else VERSIONS)
 
     @property
     def unit(self) -> int:
@@ -140,6 +142,14 @@ class Layout:
     def has_recurrent(self) -> bool:
         """Whether a step must be able to cover a whole recurrent block."""
         return any(member.is_recurrent for member in self.members)
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether hits may end inside a block."""
+        kinds = {member.what for member in self.members}
+        blocks = {member.block for member in self.members}
+        is_alike = kinds <= {"full", "mla", "recurrent"} and len(blocks) == 1
+        return is_alike and self.drafting is None and kinds > {"recurrent"}
 
     @property
     def state_tokens(self) -> int:
@@ -189,10 +199,16 @@ class Layout:
             for gid, member in enumerate(self.members):
                 for name in specs[gid] if member.is_recurrent else ():
                     specs[gid][name] = dataclasses.replace(specs[gid][name], **more)
+        drafting, speculative = self.drafting, vllm_config.speculative_config
+        marked = drafting.marked if drafting else ()
+        if drafting is not None and KNOWS_DRAFT_LAYERS:
+            marked = tuple({gid for gid, _ in drafting.layers})
+            for gid, layer in drafting.layers:
+                name = self.layer_names(gid)[layer]
+                specs[gid][name] = dataclasses.replace(specs[gid][name], **{"is_draft": True})
         groups = [KVCacheGroupSpec([*group], next(iter(group.values()))) for group in specs]
-        speculative = vllm_config.speculative_config
-        if self.drafting is not None and speculative.use_eagle_block_drop():
-            for gid in self.drafting.marked:
+        if drafting is not None and speculative.use_eagle_block_drop():
+            for gid in marked:
                 groups[gid].is_eagle_group = True
         config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         config.prefix_cache_retention_interval = (
@@ -353,6 +369,26 @@ LAYOUTS = {
                 ),
                 ("bare", (_m("sliding", 16, 32), _m("full", 8)), Drafting("eagle", (), (1,))),
                 (
+                    "recurrent",
+                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    Drafting("eagle", ((2, 1),), (2,)),
+                ),
+                (
+                    "recurrent_unmarked",
+                    (_m("recurrent", 16, layers=(1, 1)), _m("full", 16, layers=(1, 1, 1))),
+                    Drafting("eagle", ((1, 2),)),
+                ),
+                (
+                    "recurrent_apart",
+                    (_m("recurrent", 16), _m("full", 16), _m("full", 16)),
+                    Drafting("eagle", ((2, 0),), (2,)),
+                ),
+                (
+                    "recurrent_fine",
+                    (_m("recurrent", 8), _m("full", 16, layers=(1, 1)), _m("sliding", 16, 40)),
+                    Drafting("eagle", ((1, 1),), (1,)),
+                ),
+                (
                     "chunked",
                     (_m("chunked", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
                     Drafting("draft_model", ((0, 1), (1, 1))),
@@ -367,5 +403,5 @@ LAYOUTS = {
     )
 }
 """By name. `_small` ones are scaled; the seven before those that draft keep a model's hard parts,
-not its numbers. In "marked" and "apart" vLLM knows the drafter's group, in "mismarked" it takes
-another one for it, and in "bare" the drafter reads the target's layers alone."""
+not its numbers. In "marked" and "apart" vLLM knows the drafter's group, in "mismarked" vLLM 0.32
+takes another one for it, and in "bare" the drafter reads the target's layers alone."""

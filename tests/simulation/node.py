@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 from hybridkv.client.control import ControlClient
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import checksum_offset, committed_slots, payload_offset
+from hybridkv.tiers.disk.files import parse_name
 from tests.waiting import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10
@@ -118,6 +120,16 @@ class Node:
             assert self._daemon.process is not None
             self._daemon.process.send_signal(signal.SIGCONT)
             self.stopped = False
+
+    def on_disk(self, namespace: bytes) -> set[tuple[int, bytes]]:
+        """(gid, chunk hash) of the objects that directories have under an identity."""
+        names = (parse_name(path.name) for path in self._disks.rglob("*.*"))
+        keys = [name.key for name in names if name is not None]
+        return {
+            (int.from_bytes(key[2 * HASH_BYTES :], "big"), key[HASH_BYTES : 2 * HASH_BYTES])
+            for key in keys
+            if key.startswith(namespace)
+        }
 
     def flip(self, rng: random.Random, count: int) -> int:
         """Flip a bit in some committed slots: payload, checksum or generation; returns how many."""

@@ -1,7 +1,7 @@
 """A router that believes an engine's KV events, and a dashboard that adds its statistics up."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -20,10 +20,10 @@ class Believed(NamedTuple):
 
 
 class Router:
-    """What is believed of the medium "CPU", by block hash."""
+    """What is believed, by medium and block hash."""
 
     def __init__(self) -> None:
-        self.blocks: dict[ExternalBlockHash, Believed] = {}
+        self.media: dict[str, dict[ExternalBlockHash, Believed]] = {"CPU": {}, "STORAGE": {}}
         self.was_cleared = False
         """vLLM clears all media at once; a later event may then follow an unknown block."""
         self.counts: Counter[str] = Counter()
@@ -33,42 +33,55 @@ class Router:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.was_cleared = True
-                self.blocks.clear()
-            elif isinstance(event, BlockStored) and event.medium == "CPU":
-                self._stored(event)
-            elif isinstance(event, BlockRemoved) and event.medium == "CPU":
+                for blocks in self.media.values():
+                    blocks.clear()
+            elif isinstance(event, BlockStored) and event.medium in self.media:
+                self._stored(event, self.media[event.medium])
+            elif isinstance(event, BlockRemoved) and event.medium in self.media:
+                blocks = self.media[event.medium]
                 for name in event.block_hashes:
-                    assert self.was_cleared or name in self.blocks, (
+                    assert self.was_cleared or name in blocks, (
                         "a block that was never stored is removed"
                     )
-                    self.blocks.pop(name, None)
+                    blocks.pop(name, None)
                 self.counts["heard_removed"] += len(event.block_hashes)
 
-    def _stored(self, event: BlockStored) -> None:
+    def _stored(self, event: BlockStored, blocks: dict[ExternalBlockHash, Believed]) -> None:
         size, parent = event.block_size, event.parent_block_hash
-        assert parent is None or parent in self.blocks or self.was_cleared, (
+        assert parent is None or self.was_cleared or self.reach(event.medium).get(parent), (
             "a hole in a chain of prefixes"
         )
         assert len(event.token_ids) == size * len(event.block_hashes)
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
         for at, name in enumerate(event.block_hashes):
-            assert name not in self.blocks, "a block is stored twice"
-            self.blocks[name] = Believed(
-                parent, tuple(event.token_ids[at * size : (at + 1) * size])
-            )
+            assert name not in blocks, "a block is stored twice"
+            blocks[name] = Believed(parent, tuple(event.token_ids[at * size : (at + 1) * size]))
             parent = name
         self.counts["heard_stored"] += len(event.block_hashes)
+        self.counts["heard_storage"] += len(event.block_hashes) * (event.medium == "STORAGE")
 
-    def chain(self, name: ExternalBlockHash) -> list[ExternalBlockHash] | None:
-        """The blocks up to this one, first first; None where vLLM cleared one of them."""
-        names = [name]
-        while (parent := self.blocks[names[-1]].parent) is not None:
-            if parent not in self.blocks:
-                assert self.was_cleared
-                return None
-            names.append(parent)
-        return names[::-1]
+    def reach(self, medium: str | None) -> Mapping[ExternalBlockHash, Believed]:
+        """The blocks of a medium, with those of the media above it."""
+        below = self.media["STORAGE"] if medium == "STORAGE" else {}
+        return ChainMap(self.media["CPU"], below)
+
+    def chains(self, medium: str) -> Iterator[tuple[list[ExternalBlockHash], list[int]]]:
+        """(blocks, tokens) of every prefix of which a medium has the last block.
+
+        Those of which vLLM cleared a block are left out.
+        """
+        believed = self.reach(medium)
+        inner = {one.parent for one in believed.values()}
+        for name in self.media[medium]:
+            names = [name]
+            while (parent := believed[names[-1]].parent) in believed:
+                assert parent is not None
+                names.append(parent)
+            assert parent is None or self.was_cleared
+            if parent is None and name not in inner:
+                names.reverse()
+                yield names, [token for one in names for token in believed[one].tokens]
 
 
 class Dashboard:

@@ -52,18 +52,32 @@ BEHAVIOURS = (
         "objects_audited",
         "objects_of_tenants",
     ),
-    *("lookups_promoted", "heard_stored", "heard_removed", "announced_chains"),
+    *("lookups_promoted", "heard_stored", "heard_removed", "announced_chains", "announced_storage"),
     *("drafts_accepted", "drafts_rejected", "steps_undrafted", "drafter_blocks"),
     *("planned_ahead", "stopped_ahead", "stores_no_staging", "stores_too_large"),
 )
 """What the seeds of one run must have come to."""
+INSIDE_A_BLOCK = (
+    *("tails_stored", "tails_loaded", "tails_audited", "local_tails_outdone", "tails_promoted"),
+    *("hit_divergent_at", "hit_divergent_below", "hit_divergent_beyond", "blocks_copied"),
+)
+"""What those of a layout with recurrent and full layers must have come to."""
 
 
-def simulate(seeds: str) -> tuple[Counter[str], Counter[str]]:
+def simulate(seeds: str, *arguments: str) -> tuple[Counter[str], Counter[str]]:
     """(layouts, counts) of a run on all cores, which must not fail."""
     jobs = len(os.sched_getaffinity(0))
     said = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", "--seeds", seeds, "--jobs", str(jobs)],
+        [
+            sys.executable,
+            "-m",
+            "tests.simulation",
+            "--seeds",
+            seeds,
+            "--jobs",
+            str(jobs),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -94,3 +108,11 @@ def test_no_position_is_computed_from_other_bytes_and_nothing_is_kept(seeds: str
         assert len(layouts) > 25, layouts
         never = [name for name in BEHAVIOURS if not counts[name]]
         assert not never, f"no seed came to {never}"
+
+
+@pytest.mark.slow
+def test_hits_inside_a_block_come_from_everywhere() -> None:
+    """From RAM and from below it, and next to hits of the engine that end elsewhere."""
+    _, counts = simulate("0:100", "--layout", "lfm2_small")
+    never = [name for name in INSIDE_A_BLOCK if not counts[name]]
+    assert not never, f"no seed came to {never}"

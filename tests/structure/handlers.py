@@ -47,6 +47,12 @@ HANDLERS = (
         "fault_kv_events",
     ),
     Listed(
+        "KVEventPublisher._keep",
+        "suppress(TypeError, OverflowError)",
+        "Tokens that are no numbers of 32 bits are not kept: the chunk is announced in RAM alone.",
+        NO + "a router hears of its removal",
+    ),
+    Listed(
         "WorkerRole._load",
         "except Exception",
         "A load that cannot begin is reported as failed, and the engine computes its tokens.",
@@ -384,7 +390,7 @@ HANDLERS = (
         "attach_failed",
     ),
     Listed(
-        "machine_memory_bytes",
+        "_group_limit_bytes",
         "suppress(OSError, ValueError)",
         "This machine has no such control group, or one without a limit.",
         NO + "the machine's own memory is then the limit",

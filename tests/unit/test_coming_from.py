@@ -12,6 +12,7 @@ import pytest
 
 from hybridkv.cli.main import add_arguments
 from hybridkv.connector.scheduler.requests import RequestState
+from hybridkv.core.daemon_settings import DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.observe.catalog import Values
@@ -24,6 +25,8 @@ PACKAGE = ROOT / "src" / "hybridkv"
 DOCUMENT = ROOT / "docs" / "COMING-FROM.md"
 KINDS = ("disk", "valkey", "s3", "mooncake")
 TIER = re.compile(rf"(?:tier|chunks_hit)_({'|'.join(KINDS)})_?")
+OF_ENGINES = {field.name for field in fields(Settings) if field.metadata}
+"""Keys of kv_connector_extra_config that are not the daemon's too."""
 VERBS = ("read", "written")
 METRIC = re.compile(r'((?:vllm:hybridkv|hybridkv_daemon)_\w+)(?:\{(\w+)="(\w+)"\})?')
 EXPORTED = re.compile(r"^\| `(vllm:hybridkv_\w+)` \| \w+ \| (.*?) \|", re.MULTILINE)
@@ -70,10 +73,7 @@ def texts() -> tuple[set[str], str]:
 
 def is_setting(name: str) -> bool:
     """Whether it is a key of kv_connector_extra_config."""
-    return name in {field.name.removesuffix("_bytes") for field in fields(Settings)} | {
-        "disk",
-        "disk_bytes",
-    }
+    return name in OF_ENGINES or (name in DAEMON_SETTINGS and name != "socket")
 
 
 def is_command(name: str) -> bool:
@@ -180,10 +180,7 @@ def test_what_does_not_exist_is_noticed(name: str) -> None:
 
 def test_every_setting_is_on_the_page() -> None:
     told = {name for _, name in names()}
-    keys = {field.name.removesuffix("_bytes") for field in fields(Settings)} | {
-        "disk",
-        "disk_bytes",
-    }
-    assert keys - told <= {"load_policy", "checksum", "weights_identity"}, (
+    keys = OF_ENGINES | {"ram", "eviction", "salt_quota", "disk", "disk_bytes", "tiers"}
+    assert keys - told <= {"load_policy", "checksum", "weights_identity", "config"}, (
         "others have nothing like these"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridkv.cli.arguments import JSON, SOCKET, command, socket_of, switch
+from hybridkv.cli.arguments import JSON, SHM_DIR, SOCKET, command, shm_dir_of, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json
 from hybridkv.client.control import (
     END_SECONDS,
@@ -17,6 +17,7 @@ from hybridkv.client.control import (
     end_process,
 )
 from hybridkv.client.link import peer_pid
+from hybridkv.core.durations import format_duration
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.filesystem import (
@@ -29,31 +30,40 @@ from hybridkv.daemon.filesystem import (
     remove_unused,
     stale_arenas,
 )
-from hybridkv.shm.arena import SHM_DIR
+from hybridkv.daemon.orphan import seconds_left
+from hybridkv.shm.arena import arena_seen
 
 
-@command(SOCKET, JSON, switch("--free", "free its memory too, which is else kept for the next one"))
+@command(
+    SOCKET,
+    SHM_DIR,
+    JSON,
+    switch("--free", "free its memory too, which is else kept for the next one"),
+)
 def run_stop(arguments: argparse.Namespace) -> int:
     """End the daemon, wait until it has ended, and print what became of its memory."""
     socket_path, is_freed = socket_of(arguments), arguments.free
-    path, pid = Path(socket_path), None
-    left = stale_arenas(path)
+    path, pid, directory = Path(socket_path), None, shm_dir_of(arguments)
+    left = stale_arenas(path, directory)
     if not (is_freed and left and peer_pid(socket_path) < 0):
-        pid, arena = _end(socket_path, signal.SIGINT if is_freed else signal.SIGTERM)
+        signal_number = signal.SIGINT if is_freed else signal.SIGTERM
+        pid, arena = _end(socket_path, signal_number, directory)
         left += arena
     if is_freed:
-        free_left(path)
-    kept_bytes = sum(arena_bytes(arena)[1] for arena in {*left, *stale_arenas(path)})
+        free_left(path, directory)
+    kept_bytes = sum(arena_bytes(arena)[1] for arena in {*left, *stale_arenas(path, directory)})
     if arguments.json:
         print_json({"pid": pid, "freed": is_freed, "kept_bytes": kept_bytes})
         return 0
     ended = "no daemon was there" if pid is None else f"the daemon (pid {pid}) ended"
-    kept = f"{format_size(kept_bytes)} of memory are kept for the next one"
+    times = [seconds for one in stale_arenas(path, directory) if (seconds := seconds_left(one))]
+    bound = f", for {format_duration(max(times))} at most" if times else ""
+    kept = f"{format_size(kept_bytes)} of memory are kept for the next one{bound}"
     print(f"{ended}; {'its memory is free again' if is_freed else kept}")
     return 0
 
 
-def _end(socket_path: str, number: signal.Signals) -> tuple[int, list[Path]]:
+def _end(socket_path: str, number: signal.Signals, directory: Path) -> tuple[int, list[Path]]:
     """End the daemon with a signal: its pid, and its arena where it is of our version.
 
     Raises HybridKVError where there is none, or it is not ours to end, or does not end.
@@ -61,13 +71,13 @@ def _end(socket_path: str, number: signal.Signals) -> tuple[int, list[Path]]:
     arenas = []
     try:
         with ControlClient(socket_path) as control:
-            arenas.append(Path(control.welcome.arena_path))
+            arenas.append(arena_seen(control.welcome.arena_path, str(directory)))
     except DaemonVersionError:
         pass  # It ends by the same signals.
     except DaemonRefusedError:
         raise
     except DaemonUnreachableError as error:
-        remedy = _remedy(socket_path, peer_pid(socket_path))
+        remedy = _remedy(socket_path, peer_pid(socket_path), directory)
         raise DaemonUnreachableError(error.what, remedy) from None
     pid = peer_pid(socket_path)
     try:
@@ -80,33 +90,36 @@ def _end(socket_path: str, number: signal.Signals) -> tuple[int, list[Path]]:
         raise HybridKVError(f"{what}; the same command works there") from None
     if not has_ended:
         what = f"the daemon at {socket_path} did not end within {END_SECONDS:g} s"
-        raise DaemonUnreachableError(what, _remedy(socket_path, pid))
+        raise DaemonUnreachableError(what, _remedy(socket_path, pid, directory))
     return pid, arenas
 
 
-def _remedy(socket_path: str, pid: int) -> str:
+def _remedy(socket_path: str, pid: int, directory: Path) -> str:
     if pid > 0:
         return f'"kill -9 {pid}" ends it and keeps its memory for the next one'
-    if stale_arenas(Path(socket_path)):
+    if stale_arenas(Path(socket_path), directory):
         return f'"hybridkv stop --free --socket {socket_path}" frees what the last one left'
     return ""
 
 
-@command(SOCKET, JSON, switch("--prune", "remove those that no daemon has open"))
+@command(SOCKET, SHM_DIR, JSON, switch("--prune", "remove those that no daemon has open"))
 def run_arenas(arguments: argparse.Namespace) -> int:
     """Print every arena of this user, and remove those that nobody uses if that is asked for."""
     sockets = [*bound_sockets(), socket_of(arguments)]
-    rows = [_listed(path, sockets, arguments.prune) for path in arenas_of_user()]
+    directory = shm_dir_of(arguments)
+    rows = [_listed(path, sockets, arguments.prune) for path in arenas_of_user(directory)]
     if arguments.json:
         print_json([row._asdict() for row in rows])
     elif not rows:
-        print(f"there is no arena of yours in {SHM_DIR}")
+        print(f"there is no arena of yours in {directory}")
     else:
-        table = new_table(("arena", "size", "memory", "in use", "socket"), ("arena", "socket"))
+        columns = ("arena", "size", "memory", "in use", "kept for", "socket")
+        table = new_table(columns, ("arena", "socket"))
         for row in rows:
             in_use = "removed" if row.removed else "yes" if row.in_use else "no"
             sizes = format_size(row.size_bytes), format_size(row.held_bytes)
-            table.add_row(row.path, *sizes, in_use, plain(row.socket or "not known"))
+            left = "-" if row.in_use or row.removed else _kept_for(row.kept_seconds)
+            table.add_row(row.path, *sizes, in_use, left, plain(row.socket or "not known"))
         PlainConsole(160).print(table)
     return 0
 
@@ -120,12 +133,19 @@ class _Listed(NamedTuple):
     in_use: bool  # Whether a daemon has it open.
     socket: str | None  # Where its daemons serve; None where that is not known.
     removed: bool
+    kept_seconds: float | None
+    """How long it is kept for a next daemon; None where one has it, or that has no bound."""
+
+
+def _kept_for(seconds: float | None) -> str:
+    return "no bound" if seconds is None else format_duration(seconds)
 
 
 def _listed(path: Path, sockets: Iterable[str], is_pruned: bool) -> _Listed:
     """An arena, which is removed if `is_pruned` and no daemon has it open."""
-    size_bytes, held_bytes = arena_bytes(path)
+    (size_bytes, held_bytes), left = arena_bytes(path), seconds_left(path)
     is_removed = is_pruned and remove_unused(path)
     in_use = not is_removed and is_in_use(path)
     socket_path = next((one for one in sockets if is_arena_of(path, one)), None)
-    return _Listed(str(path), size_bytes, held_bytes, in_use, socket_path, is_removed)
+    kept = None if in_use or is_removed else left
+    return _Listed(str(path), size_bytes, held_bytes, in_use, socket_path, is_removed, kept)

@@ -3,12 +3,17 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from hybridkv.client.control import runtime_directory
+from hybridkv.client.control import ControlClient, runtime_directory
+from hybridkv.core.daemon_settings import CONFIG_VARIABLE, resolve_one
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket
+from hybridkv.shm.access import group_id
+from hybridkv.shm.arena import shm_directory
 
 Argument = tuple[str, dict[str, Any]]  # The name, and what else `argparse` is told.
 Run = Callable[[argparse.Namespace], int]  # What a command does; returns its exit status.
@@ -35,11 +40,18 @@ def switch(name: str, about: str) -> Argument:
 
 
 JSON = switch("--json", "print one JSON object")
-SOCKET_VARIABLE = "HYBRIDKV_SOCKET"
 SOCKET = option(
     "--socket PATH",
-    f"where the daemon listens (default: ${SOCKET_VARIABLE}, else hybridkv/daemon.sock in "
+    "where the daemon listens (default: $HYBRIDKV_SOCKET, else hybridkv/daemon.sock in "
     "$XDG_RUNTIME_DIR, else /tmp/hybridkv-UID/daemon.sock)",
+)
+SHM_DIR = option(
+    "--shm-dir DIR", "look for memory there too, beside /dev/shm (default: $HYBRIDKV_SHM_DIR)"
+)
+CONFIG = option(
+    "--config FILE",
+    "a TOML file with settings, over which options and variables win "
+    f"(default: ${CONFIG_VARIABLE})",
 )
 
 
@@ -55,13 +67,53 @@ def model(
     return option("--model DIR_OR_NAME", about, default), words
 
 
+def setting_of(arguments: argparse.Namespace, key: str) -> Any:
+    """A setting of the daemon that a command needs too; None where nobody gave it."""
+    file, file_name = settings_file(arguments)
+    return resolve_one(key, vars(arguments), os.environ, file, file_name)
+
+
+def settings_file(arguments: argparse.Namespace) -> tuple[Mapping[str, object], str]:
+    """The keys of the settings file that an option or the variable names, and its path.
+
+    Without one there are no keys. Raises ConfigError where it cannot be read, or is no TOML.
+    """
+    named = getattr(arguments, "config", None)
+    where = CONFIG_VARIABLE if named is None else "config"
+    path = os.path.abspath(named) if named else os.environ.get(CONFIG_VARIABLE, "")
+    if not path:
+        return {}, ""
+    if not path.startswith("/"):
+        what = f"{where}={path!r} must be the absolute path of a settings file"
+        raise ConfigError(what, '"/etc/hybridkv.toml" works')
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file), path
+    except OSError as error:
+        what = f"{where}: {path} cannot be read ({error.strerror})"
+        raise ConfigError(what, "a TOML file that you may read works") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = f"{where}: {path} is no TOML ({error})"
+        raise ConfigError(what, "a line like 'ram = \"8GiB\"' works") from error
+
+
 def socket_of(arguments: argparse.Namespace) -> str:
     """The path of the daemon's socket; raises ConfigError where no socket can have it."""
-    if arguments.socket is not None:
-        return check_socket_path(arguments.socket, "socket")
-    if path := os.environ.get(SOCKET_VARIABLE):
-        return check_socket_path(path, SOCKET_VARIABLE)
+    given = setting_of(arguments, "socket")
+    if given is not None:
+        return str(given)
     return check_socket_path(default_socket(runtime_directory(), os.geteuid()), "socket")
+
+
+def control_of(arguments: argparse.Namespace) -> ControlClient:
+    """A connection to the daemon of a command, which may be that of a group of this user's."""
+    socket_path, group = socket_of(arguments), setting_of(arguments, "group")
+    return ControlClient(socket_path, group=group_id(group))
+
+
+def shm_dir_of(arguments: argparse.Namespace) -> Path:
+    """The directory of arenas; raises ConfigError where there is no such directory."""
+    return shm_directory(setting_of(arguments, "shm_dir"))
 
 
 @contextlib.contextmanager

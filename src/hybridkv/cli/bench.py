@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
+from hybridkv.lab.codec_bench import measure_codecs
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
@@ -58,6 +60,11 @@ _DEFAULT = "(default: %(default)s)"
     option("--block SIZE", f"path: bytes of a block in a layer {_DEFAULT}", "64KiB"),
     option("--checksum", "path: as the setting of that name", "on", choices=("on", "off")),
     option("--directory", "disk: where to measure (default: the directory for temporary files)"),
+    option(
+        "--sample DIRECTORY",
+        "disk: a tier's directory, whose objects the codecs are measured on"
+        " (default: numbers drawn at random, of no model)",
+    ),
     option("--device", f"path: where the engine's blocks are {_DEFAULT}", "cpu"),
 )
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -67,10 +74,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     elif arguments.what == "disk":
-        table = new_table(rows[0])
-        for row in rows:
-            table.add_row(*map(str, row.values()))
-        PlainConsole(120).print(table)
+        for names, some in groupby(rows, key=tuple):
+            table = new_table(names)
+            for row in some:
+                table.add_row(*map(str, row.values()))
+            PlainConsole(120).print(table)
     else:
         for row in rows:
             print(*pairs(row.items()), "", sep="\n")
@@ -82,7 +90,9 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
         yield from _measure_lookups(socket_path)
         return
     if arguments.what == "disk":
+        codecs = measure_codecs(arguments.sample)
         yield from _measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
+        yield from codecs
         return
     try:
         # The engine's side is an extra.

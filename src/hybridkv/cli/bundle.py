@@ -24,8 +24,8 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.sizes import format_size
-from hybridkv.core.tier_urls import disk_url, parse_tier
-from hybridkv.shm.arena import attach_arena
+from hybridkv.core.tier_urls import disk_url, parse_key, parse_tier
+from hybridkv.shm.arena import arena_seen, attach_arena
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     SHORT_HASH_BYTES,
@@ -36,12 +36,15 @@ from hybridkv.shm.slots import (
     slot_bytes,
     unpack_header,
 )
+from hybridkv.tiers.coding import PLAIN, Coding
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof
 from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import check_root, homes
+from hybridkv.tiers.encoded import EncodedTier
+from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
@@ -73,7 +76,17 @@ class Bundle:
         self._tar.addfile(info, io.BytesIO(content))
 
 
-def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
+_KEY = option("--key file:PATH", "the key of encrypted objects, as in a tier's URL")
+
+
+def _coding(arguments: argparse.Namespace) -> Coding:
+    """What decodes objects. Raises ConfigError where the key is none."""
+    if arguments.key is None:
+        return PLAIN
+    return Coding(key=read_key(parse_key(arguments.key, "--key"), "--key"), takes_plain=True)
+
+
+def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[tuple[str, FileProof]]:
     """Every member with its proof, as soon as it is read; the end, if missing, has no name.
 
     Raises ConfigError where `file` is no bundle of this version.
@@ -96,7 +109,7 @@ def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
                 else:
                     records += 1
                     name = files.parse_name(info.name)
-                    yield info.name, files.prove(content, info.size, name)
+                    yield info.name, files.prove(content, info.size, name, coding)
     except (tarfile.TarError, EOFError) as error:
         if not records:
             raise ConfigError(f"{setting} is no bundle of records ({error})", works) from error
@@ -112,6 +125,7 @@ def _read(file: BinaryIO, setting: str) -> Iterator[tuple[str, FileProof]]:
     ],
     option("--identity HEX_PREFIX", "only objects of this identity, as stats tells it", default=""),
     switch("--force", "replace FILE where it exists"),
+    _KEY,
     JSON,
 )
 def run_export(arguments: argparse.Namespace) -> int:
@@ -125,13 +139,13 @@ def run_export(arguments: argparse.Namespace) -> int:
     with _appears(Path(arguments.file), arguments.force) as file:
         bundle = Bundle(file)
         if arguments.disk is not None:
-            left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix))
+            left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix, _coding(arguments)))
         else:
             left_out = Counter(_from_memory(socket_of(arguments), bundle, prefix))
         bundle.close()
     sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
     _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
-    return int("damaged" in left_out)
+    return int(bool(set(left_out) - {"changed meanwhile", "not signed"}))
 
 
 @contextlib.contextmanager
@@ -158,8 +172,8 @@ def _appears(path: Path, replaces: bool) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Iterator[str]:
-    """Why each record was left out that was not added."""
+def _from_disk(root: Path, bundle: Bundle, prefix: str, coding: Coding) -> Iterator[str]:
+    """Why each record was left out that was not added; `coding` proves encrypted ones."""
     check_root(root, "disk")
     found: list[tuple[float, str, FileName]] = []
     with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
@@ -174,9 +188,14 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str) -> Iterator[str]:
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             # There is no proof of a file that a daemon removed.
-            if name.key not in known and (proof := files.prove_file(path, name)) is not None:
+            if (
+                name.key not in known
+                and (proof := files.prove_file(path, name, coding)) is not None
+            ):
                 if proof.damage is not None or proof.record is None:
                     yield "damaged"
+                elif proof.undecodable:
+                    yield proof.undecodable
                 else:
                     bundle.add(proof.record, proof.memory)
                     known.add(name.key)
@@ -192,7 +211,7 @@ def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]
             for group in engine.geometry.groups
             if group.kind is GroupKind.FULL
         }
-        arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+        arena = attach_arena(arena_seen(control.welcome.arena_path), control.welcome.arena_bytes)
         with contextlib.closing(arena):
             values = control.stats().values
             memory = arena.memory[: int(values["bytes_reserved"])]
@@ -241,12 +260,14 @@ def _add_slot(
         required=True,
     ),
     option("--disk-bytes SIZE", 'the most to import, like "20GiB" (default: half of what is free)'),
+    _KEY,
     JSON,
 )
 def run_import(arguments: argparse.Namespace) -> int:
     """Write what is proven and print; 1 if anything was wrong."""
     spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
     works = "a file of hybridkv export works"
+    coding = _coding(arguments)
     with contextlib.ExitStack() as stack:
         with or_refuse(f"import: {arguments.file} cannot be read", works):
             file = stack.enter_context(open(arguments.file, "rb"))
@@ -257,7 +278,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             what = f"disk: {arguments.disk} cannot be used ({error})"
             raise ConfigError(what, "another directory works") from error
         try:
-            counts = Counter(_put_all(file, arguments.file, tier))
+            counts = Counter(_put_all(file, arguments.file, tier, coding))
         finally:
             tier.close()
             with contextlib.suppress(OSError):
@@ -270,11 +291,12 @@ def run_import(arguments: argparse.Namespace) -> int:
     return int(bool(set(counts) - {"there already"}))
 
 
-def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Iterator[str]:
-    """What became of each record, in words."""
+def _put_all(file: BinaryIO, name: str, disk: DiskTier, coding: Coding) -> Iterator[str]:
+    """What became of each record, in words. With a key, plain records are encrypted."""
+    tier = EncodedTier(disk, coding)
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
-        for member, proof in _read(file, f"import: {name}"):
+        for member, proof in _read(file, f"import: {name}", coding):
             if time.monotonic() >= tend_at:
                 # Without this sign of life daemons would take away what is imported already.
                 tier.tend()
@@ -282,6 +304,8 @@ def _put_all(file: BinaryIO, name: str, tier: DiskTier) -> Iterator[str]:
             record = proof.record
             if proof.damage is not None or record is None:
                 yield "damaged" if member else "the file ends too early"
+            elif proof.undecodable:
+                yield proof.undecodable
             elif tier.peek(key := record.name.key):
                 yield "there already"
             else:
@@ -310,17 +334,18 @@ def _print(
         "put damaged files into quarantine, give whole ones their own names,"
         " remove what dead writers began",
     ),
+    _KEY,
     JSON,
 )
 def run_fsck(arguments: argparse.Namespace) -> int:
     """Prove and print; 1 if anything is damaged and stays so."""
-    root = Path(arguments.disk)
+    root, coding = Path(arguments.disk), _coding(arguments)
     check_root(root, "disk")
     works = f"a directory that you may read{' and write to' if arguments.repair else ''} works"
     with or_refuse(f"disk: {root} cannot be checked", works):
         files = list_files(root)
         with progress("proving", sum(map(len, files.values()))) as step:
-            report = fsck(root, files, arguments.repair, step)
+            report = fsck(root, files, arguments.repair, step, coding)
     status = int(report.damaged > report.repaired)
     if arguments.json:
         totals = ("damaged", "repaired", "quarantined", "quarantined_bytes")
@@ -332,14 +357,24 @@ def run_fsck(arguments: argparse.Namespace) -> int:
         counts = {name: getattr(report, name) for name in totals}
         print_json({**counts, "writers": writers, "files": found})
         return status
-    columns = ("whole", "bytes", "damaged", "repaired", "foreign", "leftovers", "removed")
+    columns = (
+        "whole",
+        "bytes",
+        "undecodable",
+        "damaged",
+        "repaired",
+        "foreign",
+        "leftovers",
+        "removed",
+    )
     table = new_table(("writer", "lives", *columns), ("writer", "lives", "damaged"))
     for one in report.writers:
         damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
         more = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
         table.add_row(
             *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
-            *(format_size(one.whole_bytes), damaged or "0", *map(str, more)),
+            *(format_size(one.whole_bytes), str(one.undecodable), damaged or "0"),
+            *map(str, more),
         )
     PlainConsole(120).print(table)
     for finding in report.findings:

@@ -3,9 +3,8 @@
 import argparse
 import json
 
-from hybridkv.cli.arguments import JSON, SOCKET, command, option, socket_of, switch
+from hybridkv.cli.arguments import JSON, SOCKET, command, control_of, option, socket_of, switch
 from hybridkv.cli.terminal import pairs, plain, print_json
-from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size
@@ -27,7 +26,7 @@ class UnknownRequestError(HybridKVError):
 def run_ping(arguments: argparse.Namespace) -> int:
     """Print which daemon answers."""
     socket_path = socket_of(arguments)
-    with ControlClient(socket_path) as control:
+    with control_of(arguments) as control:
         pid, boot = control.welcome.pid, control.welcome.boot
     if arguments.json:
         print_json({"socket": socket_path, "pid": pid, "boot": boot})
@@ -39,7 +38,7 @@ def run_ping(arguments: argparse.Namespace) -> int:
 @command(SOCKET, JSON, _TIERS)
 def run_stats(arguments: argparse.Namespace) -> int:
     """Print the counters, and what is not a number, by name."""
-    with ControlClient(socket_of(arguments)) as control:
+    with control_of(arguments) as control:
         welcome, report, engines = control.welcome, control.stats(), control.engines()
     facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
     facts["metrics"] = report.metrics_url
@@ -69,7 +68,7 @@ def run_stats(arguments: argparse.Namespace) -> int:
 def run_clear(arguments: argparse.Namespace) -> int:
     """Clear and print; 1 where a tier that was to be emptied is out of reach."""
     tiers: dict[str, bool] = {}
-    with ControlClient(socket_of(arguments)) as control:
+    with control_of(arguments) as control:
         dropped = control.clear(arguments.tiers)
         if arguments.tiers:
             tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
@@ -93,7 +92,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if not is_writable(request_id):
         what = f"request {request_id!r} is not UTF-8, and no engine names one so"
         raise ConfigError(what, "a name as the engine's log has it works")
-    with ControlClient(socket_of(arguments)) as control:
+    with control_of(arguments) as control:
         explained = control.explain(request_id)
     facts = sentences_of_reply(explained)
     if not facts:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from hybridkv import __version__
 from hybridkv.cli.arguments import Command
 from hybridkv.core.errors import HybridKVError
+from hybridkv.vllm.proven import PROVEN
+from hybridkv.wire.messages import PROTOCOL_VERSION
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
@@ -28,9 +30,10 @@ COMMANDS = {  # By name: the module with run_NAME, and what `hybridkv --help` sa
     "import": ("bundle", "put the objects of an exported file into a directory"),
     "clear": ("control", "drop everything that the daemon holds"),
     "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
-    "replay": ("plan", "say what caches of several sizes would have hit on a trace of prompts"),
+    "replay": ("replay", "say what caches of several sizes would have hit on a trace of prompts"),
     "doctor": ("plan", "check a vllm serve command line before it is served"),
     "verify": ("verify", "prove on real engines that the cache changes no answer"),
+    "completion": ("completion", "print a script by which a shell completes commands and options"),
     "bench": ("bench", "measure the byte path and the lookup"),
 }
 
@@ -74,7 +77,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     about = "A KV cache outside the LLM engine."
     parser = argparse.ArgumentParser(prog="hybridkv", description=about)
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, about) in COMMANDS.items():
         command = subparsers.add_parser(name, help=about, description=f"{about.capitalize()}.")
@@ -90,6 +93,8 @@ def _run(words: list[str]) -> int:
         if "vllm_arguments" not in parsed:
             parser.error(f"unrecognized arguments: {' '.join(passed)}")
         parsed.vllm_arguments += passed
+    parsed.commands = {name: about for name, (_, about) in COMMANDS.items()}
+    parsed.options_of = options_of
     try:
         _, run = _loaded(parsed.command)
         return run(parsed)
@@ -100,10 +105,27 @@ def _run(words: list[str]) -> int:
         return 130
 
 
+def _versions() -> str:
+    """This package's version, and those of what it must agree with: daemons, engines, vLLM."""
+    return f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {', '.join(PROVEN)}"
+
+
 def _loaded(name: str) -> Command:
     module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name][0]}")
     loaded: Command = getattr(module, f"run_{name}")
     return loaded
+
+
+def options_of() -> dict[str, list[str]]:
+    """The names of every command's options, as its parser has them."""
+    found = {}
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser(prog=name)
+        add_arguments(parser, name)
+        found[name] = sorted(
+            word for word in parser._option_string_actions if word.startswith("--")
+        )
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rich.console import Console
@@ -59,3 +60,8 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def waiting(seconds: float) -> None:
+    """Standard error says that vLLM is at work, which takes half a minute or more."""
+    print(f"vLLM reads the configuration, since {seconds:.0f} s", file=sys.stderr)

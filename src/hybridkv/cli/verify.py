@@ -7,7 +7,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
 from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
-from hybridkv.shm.arena import Arena, attach_arena
+from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import describe_groups
 
@@ -34,6 +34,8 @@ LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in th
 MAX_TOKENS = 16
 KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
 PREEMPTED_PROMPTS = 3
+TURNS = (100, 300, 500)  # New tokens of the second turns; a first one has TURN_CHUNKS chunks,
+TURN_CHUNKS = 3  # less a few tokens, so that it ends inside a block.
 PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need another block.
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
@@ -41,6 +43,7 @@ SETTLED_COUNTERS = (
     *("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored"),
 )
 FLIP_BITS = 0x41
+NO_BRANCH = "it takes recurrent layers, and no drafter that shortens the engine's own hits"
 LEFT = ("arm", "tokens", "log-probs", "bytes", "drafts", "compared with")
 RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
 _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
@@ -117,10 +120,32 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
             *(f"{value:.0f}" for value in (arm.ttft_ms, arm.slowest_decode_step_ms)),
             *map(format_size, (arm.bytes_stored, arm.bytes_loaded)),
             *map(_SHOWN.get, (arm.same_tokens, arm.same_logprobs, arm.same_bytes, arm.same_drafts)),
-            arm.oracle,
+            f"skipped: {arm.not_served}" if arm.not_served else arm.oracle,
             style=None if arm.ok else "bold red",
         )
     PlainConsole(160).print(table)
+
+
+@dataclass(frozen=True, slots=True)
+class _SecondTurns:
+    """Prompts that end inside a block, and longer ones that begin with them."""
+
+    first: Sequence[list[int]] = ()
+    second: Sequence[list[int]] = ()
+    hit_tokens: int = 0  # Of all second turns, what the engine's own cache would have.
+    skipped: str = ""  # Why there are none.
+
+
+@dataclass(slots=True)
+class _MorePrompts:
+    """The prompts of the arms that have several."""
+
+    crowd: Sequence[list[int]] = ()  # They do not fit into the engine's blocks together.
+    repeated: Sequence[list[int]] = ()
+    turns: _SecondTurns = _SecondTurns()
+    branch: list[int] = field(default_factory=list)
+    """It leaves the prompt of two parts where the first part's state stands; none without states,
+    or where a drafter makes the engine's own hits shorter."""
 
 
 class Verification:
@@ -163,7 +188,15 @@ class Verification:
         self.groups = ""
         self.distinct_tokens = 0  # Of the first answer; one that repeats itself proves little.
         self.seconds = 0.0
-        self._judges = {"preempted": judging.judge_preempted}
+        self._stateless_tokens = 0
+        """By so many tokens the last state of a prompt stands lower: vLLM plans its steps by the
+        block that its own hits of a drafter drop."""
+        self._more = _MorePrompts()
+        self._judges = {
+            "preempted": judging.judge_preempted,
+            "second turns": judging.judge_turns,
+            "divergent": judging.judge_branch,
+        }
         """The judge of each arm of several prompts."""
 
     def run(self) -> list[VerifyArm]:
@@ -188,6 +221,10 @@ class Verification:
         arms = [judging.judge_reference(len(self._prompt), expected, reference)]
         for one in measured:
             arms.append(self._judges.get(one.name, judging.judge)(one, reference))
+        if self._more.turns.skipped:
+            arms.append(VerifyArm("second turns", not_served=self._more.turns.skipped, ok=True))
+        if not self._more.branch:
+            arms.append(VerifyArm("divergent", not_served=NO_BRANCH, ok=True))
         return arms
 
     def _first_engine(self) -> Iterator[Measured]:
@@ -195,7 +232,12 @@ class Verification:
             with ControlClient(self._socket_path) as control:
                 geometry = control.engines()[0].geometry
             self.chunk_tokens, self.groups = geometry.chunk_tokens, describe_groups(geometry.groups)
-            self._make_prompts(engine.info)
+            has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
+            if has_states:
+                self._stateless_tokens = engine.info["dropped_tokens"]
+            self._make_prompts(engine.info, geometry.alignment_tokens)
+            if has_states and not self._stateless_tokens:
+                self._more.branch = [*self._first_part, *self._other[: self.chunk_tokens]]
             self._warm_up(engine)
             others = self._stored()[1] if self._flip else ()
             yield self._measure(engine, "cold", [self._prompt])
@@ -208,18 +250,25 @@ class Verification:
             engine.run(self._first_part, max_tokens=1)
             chunks = CHUNKS - LOCAL_CHUNKS, LOCAL_CHUNKS
             mixed = self._measure(engine, "mixed local and external", [self._split], *chunks)
-            if engine.info["dropped_tokens"]:
+            if engine.info["dropped_tokens"] and not self._stateless_tokens:
                 # vLLM's own hit is shorter than its oracle's, whose blocks came of other steps.
                 mixed = replace(mixed, expected=None, tolerance=judging.NOISE_MIN)
             yield mixed
-            for prompt in self._repeated:
+            if self._more.branch:
+                # From outside comes the last state alone, and attention blocks from the first on.
+                engine.reset()
+                self._generate(engine, self._split)
+                yield self._measure(engine, "divergent", [self._more.branch], LOCAL_CHUNKS)
+            for prompt in (*self._more.repeated, *self._more.turns.first):
                 self._generate(engine, prompt)
             self._settled()
 
     def _stored(self) -> tuple[Arena, dict[int, SlotHeader]]:
         """The arena, and the header of every committed slot in it by offset."""
         with ControlClient(self._socket_path) as control:
-            arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+            arena = attach_arena(
+                arena_seen(control.welcome.arena_path), control.welcome.arena_bytes
+            )
             reserved = int(control.stats().values["bytes_reserved"])
             return arena, dict(committed_slots(arena.memory[:reserved]))
 
@@ -247,6 +296,10 @@ class Verification:
             self._warm_up(engine)
             yield self._measure(engine, "engine restarted", [self._prompt], CHUNKS)
             yield from self._measure_repeated(engine, "after the engine's restart")
+            if not self._more.turns.skipped:
+                prompts, hit = self._more.turns.second, self._more.turns.hit_tokens
+                turns = self._measure(engine, "second turns", prompts, together=False)
+                yield replace(turns, expected=hit)
             engine.reset()
             yield self._measure_killed(engine, "daemon killed midway")
             # A new daemon runs, and the engine is connected to it.
@@ -257,7 +310,7 @@ class Verification:
                 engine.run(self._prompt[: self.chunk_tokens // 2], max_tokens=1)
             yield self._measure(engine, "daemon restarted", [self._prompt], CHUNKS)
             yield from self._measure_repeated(engine, "after the daemon's restart")
-            yield self._measure(engine, "preempted", self._crowd, 1)
+            yield self._measure(engine, "preempted", self._more.crowd, 1)
 
     def _another_node(self) -> Iterator[Measured]:
         """An engine whose daemon shares a directory with the one under test, and no memory."""
@@ -273,20 +326,25 @@ class Verification:
             computed, local_hit = (self._generate(engine, self._prompt)[0] for _ in range(2))
             self._compute_split(engine)
             split_hit = self._generate(engine, self._split)[0]
-            alone = [self._generate(engine, prompt)[0] for prompt in self._crowd]
+            branch = [self._generate(engine, self._more.branch)[0]] if self._more.branch else []
+            alone = [self._generate(engine, prompt)[0] for prompt in self._more.crowd]
             engine.reset()
-            noise = judging.deviation(self._generate(engine, *self._crowd), alone)
-            for prompt in self._repeated:
+            noise = judging.deviation(self._generate(engine, *self._more.crowd), alone)
+            for prompt in (*self._more.repeated, *self._more.turns.first):
                 self._generate(engine, prompt)
-            repeated = [self._generate(engine, prompt)[0] for prompt in self._repeated]
-            return ReferenceAnswers(computed, local_hit, split_hit, alone, noise, repeated)
+            repeated, turns = (
+                [self._generate(engine, prompt)[0] for prompt in prompts]
+                for prompts in (self._more.repeated, self._more.turns.second)
+            )
+            hits = repeated, turns, branch
+            return ReferenceAnswers(computed, local_hit, split_hit, alone, noise, *hits)
 
     def _measure_repeated(self, engine: EngineProcess, arm: str) -> Iterator[Measured]:
         """The prompts of `--repeat`, one after the other."""
-        if self._repeated:
+        if self._more.repeated:
             self._judges[arm] = judging.judge_repeated
-            chunks = CHUNKS * len(self._repeated)
-            yield self._measure(engine, arm, self._repeated, chunks, together=False)
+            chunks = CHUNKS * len(self._more.repeated)
+            yield self._measure(engine, arm, self._more.repeated, chunks, together=False)
 
     def _measure(
         self,
@@ -344,6 +402,11 @@ class Verification:
             last = now
         return last
 
+    @property
+    def _first_part(self) -> list[int]:
+        """The beginning of the prompt that is computed in two parts."""
+        return self._split[: LOCAL_CHUNKS * self.chunk_tokens + self._stateless_tokens + 5]
+
     def _compute_split(self, engine: EngineProcess) -> None:
         """Compute a prompt in two parts: the blocks of the first are then the same in every engine.
 
@@ -360,8 +423,10 @@ class Verification:
         for length in (len(self._other), len(self._other) % self.chunk_tokens):
             engine.run(self._other[:length], max_tokens=2)
 
-    def _make_prompts(self, info: Mapping[str, Any]) -> None:
-        length = CHUNKS * self.chunk_tokens + max(3, self.chunk_tokens // 3)
+    def _make_prompts(self, info: Mapping[str, Any], unit: int) -> None:
+        """`unit`: the engine's own hits end at multiples of so many tokens."""
+        more_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
+        length = CHUNKS * self.chunk_tokens + more_tokens
         if length + MAX_TOKENS > info["max_model_len"]:
             raise ConfigError(
                 f"max_model_len={info['max_model_len']} is too short for {CHUNKS} chunks of "
@@ -373,17 +438,25 @@ class Verification:
             random.Random(WIDEN_SEED + number).choices(tokens, k=length)
             for number in range(3 + PREEMPTED_PROMPTS + self._repeat)
         )
-        self._first_part = self._split[: LOCAL_CHUNKS * self.chunk_tokens + 5]
-        crowd, self._repeated = more[:PREEMPTED_PROMPTS], more[PREEMPTED_PROMPTS:]
-        self._crowd = [text[: 2 * self.chunk_tokens - PREEMPTED_AFTER] for text in crowd]
+        crowd, self._more.repeated = more[:PREEMPTED_PROMPTS], more[PREEMPTED_PROMPTS:]
+        crowded = 2 * self.chunk_tokens + self._stateless_tokens - PREEMPTED_AFTER
+        self._more.crowd = [text[:crowded] for text in crowd]
+        if why := info["no_tails"]:
+            self._more.turns = _SecondTurns(skipped=why)
+            return
+        first = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
+        room, texts = info["max_model_len"] - MAX_TOKENS - first, random.Random(WIDEN_SEED - 1)
+        second = [texts.choices(tokens, k=first + min(new, room)) for new in TURNS]
+        hit = (first - 1) // unit * unit * len(second)
+        self._more.turns = _SecondTurns([text[:first] for text in second], second, hit)
 
     def _engine(self, what: str, connector: bool = True) -> EngineProcess:
         self._say(f"starting: {what}")
         arguments = list(self._arguments)
-        if not connector:
+        if not connector and not self._stateless_tokens:
             # The oracle is a hit of the same length, of the same prompt: nothing in it is stale.
             arguments = [*map(_without_block_drop, arguments)]
-        else:
+        elif connector:
             checksum = "off" if self._flip == "blind" else "paranoid"
             # A hit is right or wrong; whether computing would have been faster is not asked here.
             extra = {"server": f"unix://{self._socket_path}", "checksum": checksum}

@@ -53,13 +53,18 @@ class ControlClient:
     """A control connection; a context manager, which does not wait where nobody listens."""
 
     def __init__(
-        self, socket_path: str, timeout_seconds: float = 5.0, hello: wire.Hello | None = None
+        self,
+        socket_path: str,
+        timeout_seconds: float = 5.0,
+        hello: wire.Hello | None = None,
+        group: int | None = None,
     ) -> None:
+        """The daemon may be of another user that is a member of `group`."""
         self._socket_path = socket_path
         self._timeout_seconds = timeout_seconds
         self._why = "nothing listens there"
         hello = hello or wire.Hello(1, wire.PROTOCOL_VERSION, "control")
-        self._link = Link(socket_path, hello, self._lost)
+        self._link = Link(socket_path, hello, self._lost, group)
         self._ids = itertools.count(2)
 
     def __enter__(self) -> "ControlClient":
@@ -162,8 +167,7 @@ def runtime_directory() -> str:
 def daemon_command(socket_path: str, options: Sequence[str]) -> list[str]:
     """The command line of a daemon; raises ConfigError where the path cannot be a socket's."""
     check_socket_path(socket_path, "server")
-    command = [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path]
-    return [*command, "--log-file", "auto", *options]
+    return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, *options]
 
 
 def start_detached(

@@ -3,12 +3,13 @@
 import contextlib
 import errno
 import os
+import select
 import socket
-import struct
 from collections.abc import Callable
 
 import msgspec
 
+from hybridkv.shm.access import is_trusted, peer_of
 from hybridkv.wire.codec import Frames, WireError, append, decode_reply, encode
 from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Request, Welcome
 from hybridkv.wire.protocol import ErrorCode
@@ -23,8 +24,18 @@ HELLO_SECONDS = 2.0
 class Link:
     """One connection, which is made again after a loss. `now` is seconds of any one clock."""
 
-    def __init__(self, socket_path: str, hello: Hello, on_loss: Callable[[str], None]) -> None:
-        """`on_loss` is called with the reason, in words, whenever the connection is lost."""
+    def __init__(
+        self,
+        socket_path: str,
+        hello: Hello,
+        on_loss: Callable[[str], None],
+        group: int | None = None,
+    ) -> None:
+        """`on_loss` is called with the reason, in words, whenever the connection is lost.
+
+        A daemon of another user is greeted if it is a member of `group`.
+        """
+        self.group = group
         self.welcome: Welcome | None = None
         """The daemon's greeting while the connection can be used, else None."""
         self.is_served = True  # False where nobody listened at the last attempt to connect.
@@ -70,6 +81,20 @@ class Link:
     def send(self, request: Request, now: float) -> bool:
         """Queue and send what fits; False where no connection is usable or the queue is full."""
         return self.queue(request, now) and self.flush(now)
+
+    @property
+    def lock(self) -> int:
+        """The byte of each arena that is locked while it is mapped, as the greeting says."""
+        return self._hello.lock
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the daemon has not closed the connection, also while replies are unread."""
+        if self._sock is None:
+            return False
+        asked = select.poll()
+        asked.register(self._sock, select.POLLHUP)
+        return not asked.poll(0)
 
     def queue(self, request: Request, now: float) -> bool:
         """As `send`, but several messages leave together with the next `flush` or `poll`."""
@@ -173,11 +198,10 @@ class Link:
                 sock.close()
             self._retry_at = now + RECONNECT_SECONDS
             if error.errno in (errno.EACCES, errno.EPERM):
-                path, why = self._socket_path, error.strerror
-                self.refusal = f"{path} is another user's, or closed to you ({why})"
+                self.refusal = _closed(self._socket_path)
             return
         self.is_served = True
-        if _peer(sock)[1] != os.geteuid():
+        if not is_trusted(sock, self.group):
             sock.close()
             self.refusal = f"{self._socket_path} is served by another user"
             self._retry_at = now + HELLO_SECONDS
@@ -201,6 +225,17 @@ class Link:
         self._on_loss(why)
 
 
+def _closed(path: str) -> str:
+    """Whose a socket is that may not be connected to: the owner of what of its path can be seen."""
+    seen = path
+    while seen != "/" and not os.path.lexists(seen):
+        seen = os.path.dirname(seen)
+    owner, user = os.lstat(seen).st_uid, os.geteuid()
+    if owner == user:
+        return f"{path} is closed to you (see the modes of its directories)"
+    return f"{path} belongs to user id {owner}, and you are user id {user}"
+
+
 def peer_pid(socket_path: str) -> int:
     """The process that listens at a socket; 0 in another pid namespace, -1 where nobody does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
@@ -208,13 +243,4 @@ def peer_pid(socket_path: str) -> int:
             sock.connect(socket_path)
         except OSError:
             return -1
-        return _peer(sock)[0]
-
-
-def _peer(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the process at the other end, from the kernel."""
-    size = struct.calcsize("3i")
-    pid, uid, gid = struct.unpack(
-        "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
-    return pid, uid, gid
+        return peer_of(sock).pid

@@ -4,7 +4,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
@@ -20,7 +20,7 @@ from hybridkv.client.control import (
 )
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.hits import RAM
-from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.kv_events import NO_GROUP, KVEventPublisher, event_group
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.weights import WeightsWatch
@@ -33,13 +33,20 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
-from hybridkv.shm.arena import check_ram
+from hybridkv.shm.access import group_id
+from hybridkv.shm.arena import check_ram, shm_directory
 from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.identity import identity_facts, weights_fact
 from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype
 from hybridkv.vllm.metrics import Deltas
-from hybridkv.vllm.preflight import config_findings, group_findings, settings_of, state_rule
+from hybridkv.vllm.preflight import (
+    config_findings,
+    group_findings,
+    settings_of,
+    state_rule,
+    tails_finding,
+)
 from hybridkv.vllm.supervise import Supervisor
 from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel
@@ -56,6 +63,9 @@ Finished = tuple[bool, dict[str, Any] | None]
 class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """A KV cache outside the engine. A wrong configuration raises at start-up; no hook raises."""
 
+    CHILD_SETTINGS: ClassVar[Mapping[str, object]] = {"sub_block_hits": False}
+    """Settings that a child of MultiConnector has, which compares hits of whole blocks."""
+
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = check_config(vllm_config, kv_cache_config)
@@ -69,6 +79,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._weights = WeightsWatch()
         self._make_scheduler: Callable[[], None]
         """Makes a scheduler role of the present identity; set when the layouts are known."""
+        self.tails: Finding | None = None
+        """Whether hits can end inside a block; set when the layouts are known."""
         self._blocks_of: Callable[[str], Any] | None = None
         """The engine's function that returns a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -80,7 +92,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             settings, step = self._settings, vllm_config.scheduler_config.max_num_batched_tokens
             self._worker = WorkerRole(
                 *(kv_cache_config, self._socket_path, engine_id, rank, ranks),
-                *(settings.checksum, settings.hybrid_chunk_size, step),
+                *(settings.checksum, settings.hybrid_chunk_size, step, settings.daemon.shm_dir),
+                group_id(settings.daemon.group),
             )
 
     @property
@@ -193,7 +206,14 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             states.step_tokens,
         )
 
+        self.tails = tails_finding(config, kv_config, geometry)
+        wanted = self._settings.sub_block_hits
+        if wanted:
+            _report([self.tails])
+        with_tails = wanted is not False and self.tails.verdict is Verdict.OK
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        publishes = wants_events(config)
+        named = event_group(geometry, specs) if publishes else NO_GROUP
         keeps = [group_keeping(one.gid, specs[one.gid]) for one in geometry.groups]
 
         def make() -> None:
@@ -210,13 +230,14 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
                 facts=present,
                 model=wire_model,
-                events=KVEventPublisher(geometry, counters) if wants_events(config) else None,
+                events=KVEventPublisher(geometry, counters, publishes, named),
                 staging_bytes=min(staging, default=None),
                 inflight_tokens=config.max_in_flight_tokens,
                 before=self._scheduler,
                 weights=self._weights,
                 drafter=drafter,
                 keeps=keeps,
+                with_tails=with_tails,
             )
 
         make()
@@ -419,14 +440,16 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _start_daemon(self) -> None:
         """Start a daemon where the setting is "auto"; else check the one at the socket."""
-        is_auto, ram_bytes = self._settings.server == "auto", self._settings.ram_bytes
+        is_auto, ram_bytes = self._settings.server == "auto", self._settings.daemon.ram_bytes
         if is_auto and ram_bytes is not None:
-            check_ram(ram_bytes, "kv_connector_extra_config.ram")
+            directory = shm_directory(self._settings.daemon.shm_dir)
+            check_ram(ram_bytes, "kv_connector_extra_config.ram", directory)
         try:
             if is_auto:
-                ensure_daemon(self._socket_path, self._settings.daemon_options())
+                ensure_daemon(self._socket_path, self._settings.daemon_options)
                 return
-            with ControlClient(self._socket_path, SERVER_CHECK_SECONDS):
+            group = group_id(self._settings.daemon.group)
+            with ControlClient(self._socket_path, SERVER_CHECK_SECONDS, group=group):
                 pass
         except DaemonVersionError as error:
             logger.warning("hybridkv: everything is computed until there is a daemon: %s", error)

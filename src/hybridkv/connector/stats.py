@@ -41,6 +41,11 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "hits_limited": counter(
         "Lookups that a group made shorter, which lacked what others have, by group.", "group"
     ),
+    "tails": counter(
+        "Hits inside a block: those loaded, and ends of prompts stored for them, by event "
+        "(loaded, stored).",
+        "event",
+    ),
     "loads": counter("Loads that ended, by result (loaded, failed).", "result"),
     "load_seconds": _seconds(
         "From a request's blocks to the end of its load, in seconds, as the scheduler sees it."
@@ -72,7 +77,9 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "daemon_unsent": counter("Messages that found no connection, by message.", "message"),
     "condemned_slots": counter("Slots whose bytes were proven wrong before they could be used."),
     "kv_event_chunks": counter(
-        "Chunks that KV events told routers of, by event (stored, removed).", "event"
+        "Chunks that KV events told routers of, by event (stored, removed), or cannot tell of in "
+        "tiers (not_kept).",
+        "event",
     ),
     "events": counter("Whatever else was counted, by event.", "event"),
     "quarantined": gauge("How many roles (the scheduler's and each worker's) are switched off."),
@@ -96,6 +103,8 @@ EXACT: Mapping[str, Cell] = {
     "lookups_miss": ("lookups", ("miss", "not_found")),
     "loads": ("loads", ("loaded",)),
     "loads_failed": ("loads", ("failed",)),
+    "tails_loaded": ("tails", ("loaded",)),
+    "tails_stored": ("tails", ("stored",)),
     "tokens_loaded": ("loaded_tokens", ()),
     "bytes_loaded": ("load_bytes", ()),
     "load_seconds": ("load_copy_seconds", ()),
@@ -112,6 +121,7 @@ EXACT: Mapping[str, Cell] = {
     "slots_condemned": ("condemned_slots", ()),
     "chunks_announced": ("kv_event_chunks", ("stored",)),
     "chunks_withdrawn": ("kv_event_chunks", ("removed",)),
+    "chunks_not_kept": ("kv_event_chunks", ("not_kept",)),
 }
 """The cell of each counter that has one of its own."""
 PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -53,10 +53,34 @@ def boolean(value: object, where: str) -> bool:
     return value
 
 
+def switch(value: object, where: str) -> bool:
+    """True or false, or a text that is one of them, as a variable has it."""
+    parsed = {"1": True, "true": True, "0": False, "false": False}.get(str(value).lower())
+    if parsed is None:
+        raise ConfigError(f"{where}={value!r} must be true or false", "true works")
+    return parsed
+
+
+def boolean_or_auto(value: object, where: str) -> bool | None:
+    """True or false; None for "auto"."""
+    if value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError(f'{where}={value!r} must be true, false or "auto"', '"auto" works')
+    return value
+
+
 def text(value: object, where: str) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}={value!r} must be a non-empty text", '"my-model-v1" works')
+    return value
+
+
+def directory(value: object, where: str) -> str:
+    """The absolute path of a directory."""
+    if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
+        raise ConfigError(f"{where}={value!r} must be an absolute path", '"/dev/shm" works')
     return value
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridkv.core import options
+from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.policies import EvictionPolicy, LoadPolicy
-from hybridkv.core.sizes import parse_size
-from hybridkv.core.tier_urls import disk_url, parse_tier
+from hybridkv.core.policies import LoadPolicy
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
 _WHERE = "kv_connector_extra_config"
@@ -21,80 +20,33 @@ def _server(value: object, where: str) -> str:
     raise ConfigError(f'{where}={value!r} must be "auto" or a socket like {example}')
 
 
-def _tiers(values: Mapping[str, object], where: str) -> tuple[str, ...]:
-    """URLs of all tiers that the settings name, the directory first."""
-    disk, size, more = values.get("disk"), values.get("disk_bytes"), values.get("tiers", [])
-    urls: list[str] = []
-    if disk is not None:
-        if not isinstance(disk, str) or not disk.startswith("/") or "?" in disk:
-            what = f"{where}.disk={disk!r} must be an absolute path without '?'"
-            raise ConfigError(what, '"/var/cache/hybridkv" works')
-        if size is not None:
-            parse_size(str(size), f"{where}.disk_bytes")
-        urls.append(disk_url(disk, None if size is None else str(size).replace(" ", "")))
-    elif size is not None:
-        raise ConfigError(
-            f'{where}.disk_bytes={size!r} needs a directory: "disk": "/var/cache/hybridkv" works'
-        )
-    if not isinstance(more, list) or not all(isinstance(url, str) for url in more):
-        what = f"{where}.tiers={more!r} must be a list of URLs"
-        raise ConfigError(what, '["valkey://127.0.0.1:6379"] works')
-    for url in more:
-        parse_tier(url, f"{where}.tiers")
-    return (*urls, *more)
+def _config(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.startswith("/"):
+        what = f"{where}={value!r} must be the absolute path of a settings file"
+        raise ConfigError(what, '"/etc/hybridkv.toml" works')
+    return value
 
 
-def _setting(default: Any, parse: options.Parser, **serve: Any) -> Any:
-    """A setting; with `serve`, which is argparse's, it is an argument of `hybridkv serve` too."""
-    return field(default=default, metadata={"parse": parse, "serve": serve})
+def _setting(default: Any, parse: options.Parser) -> Any:
+    return field(default=default, metadata={"parse": parse})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """`kv_connector_extra_config` of HybridKVConnector.
 
-    docs/configuration.md is made from the docstrings below. A paragraph that begins with a key
-    describes that key; the others are named by their field.
+    docs/configuration.md is made from the docstrings below. Settings of the daemon are keys of the
+    extra config too, for a daemon that "auto" starts.
     """
 
     server: str = _setting("auto", _server)
     """The daemon to use. "auto" is your own daemon, which is started if none runs.
     "unix:///path" is the daemon that listens at that socket; it is not started."""
-    ram_bytes: int | None = _setting(
-        None,
-        parse_size,
-        metavar="SIZE",
-        help='memory for the cache, like "8GiB" '
-        "(default: what an earlier daemon left, else a quarter)",
-    )
-    """`ram`: The size of the RAM tier of a daemon that "auto" starts, like "64GiB".
-    By default it is a quarter of the machine's memory, or what an earlier daemon left."""
-    eviction: EvictionPolicy = _setting(
-        EvictionPolicy.TWO_QUEUES,
-        options.choice(EvictionPolicy),
-        choices=[str(policy) for policy in EvictionPolicy],
-        help="what stays: with 2q prompts that nobody repeats do not push out what is read "
-        "(default: %(default)s)",
-    )
-    """The order of eviction in a daemon that "auto" starts. With "2q", prompts that nobody repeats
-    do not evict what is read. "lru" evicts what was used least recently."""
-    salt_quota_bytes: int | None = _setting(
-        None,
-        parse_size,
-        metavar="SIZE",
-        help='the most that the prompts of one cache_salt may take, like "2GiB" '
-        "(default: all of --ram)",
-    )
-    """`salt_quota`: The most RAM that the prompts of one `cache_salt` may take in a daemon that
-    "auto" starts, like "2GiB". By default there is no bound but the RAM itself."""
-    tiers: tuple[str, ...] = _setting((), _tiers)
-    """`disk`: A directory, local or shared, that a daemon started by "auto" uses as its first tier
-    below RAM. By default there is none.
-
-    `disk_bytes`: The most that this node's daemon keeps in `disk`, like "500GiB". By default it is
-    half of what is free there.
-
-    `tiers`: A list of URLs of further tiers below RAM, the fastest first."""
+    config: str | None = _setting(None, _config)
+    """The settings file of a daemon that "auto" starts, as `hybridkv serve --config` takes it. By
+    default it is that of the variable `HYBRIDKV_CONFIG`, or none."""
+    daemon: DaemonSettings = DaemonSettings()
+    daemon_options: tuple[str, ...] = ()  # Arguments of `serve` for what is given of `daemon`.
     load_policy: LoadPolicy = _setting(LoadPolicy.FASTER, options.choice(LoadPolicy))
     """Whether objects that only a tier below RAM has are loaded. "faster" loads as far as that is
     expected to be faster than computing; "always" and "never" do not weigh it."""
@@ -115,6 +67,11 @@ class Settings:
     milliseconds. An answer that comes later is ignored."""
     store_generated: bool = _setting(True, options.boolean)
     """Whether chunks that contain generated tokens are stored, and not only those of prompts."""
+    sub_block_hits: bool | None = _setting(None, options.boolean_or_auto)
+    """Whether hits may end inside a block, at a multiple of vLLM's `--prefix-match-unit`, so that a
+    later turn computes less than a block of the earlier ones again. It is for models with recurrent
+    layers on vLLM 0.32, and is not proven on other versions. By default ("auto") they may wherever
+    that is served; with `true` a warning says why, where it is not."""
     checksum: str = _setting("on", options.choice(("on", "off", "paranoid")))
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
@@ -124,35 +81,32 @@ class Settings:
     memory (another processor's packing), or cannot be read there (see the log), and should share.
     Weights that change while the engine serves have an identity of their own, with the name."""
 
-    def daemon_options(self) -> list[str]:
-        """Arguments of `hybridkv serve`."""
-        words = []
-        for argument, setting in SERVE_SETTINGS.items():
-            if (value := getattr(self, setting.name)) is not None:
-                words += [f"--{argument}", str(value)]
-        return [*words, *(word for url in self.tiers for word in ("--tier", url))]
 
-
-_KEYS = {one.name.removesuffix("_bytes"): one for one in fields(Settings)}
-SERVE_SETTINGS = {
-    key.replace("_", "-"): setting for key, setting in _KEYS.items() if setting.metadata["serve"]
-}
-"""Settings of the daemon by the name of their argument of `serve`, without its dashes."""
-_KEYS |= dict.fromkeys(("disk", "disk_bytes"), _KEYS["tiers"])
+_KEYS = {one.name: one.metadata["parse"] for one in fields(Settings) if one.metadata}
+_OF_THE_DAEMON = {key: row for key, row in DAEMON_SETTINGS.items() if key != "socket"}
+"""An engine's `server` says where its daemon listens."""
 
 
 def parse_settings(extra: Mapping[str, object]) -> Settings:
     """Settings of an extra config; raises ConfigError that names the key and a value that works."""
+    known = {**_KEYS, **_OF_THE_DAEMON}
     for key in extra:
         if key == "load_weight":
             what = f"{_WHERE}.{key} is for a child of MultiConnector"
             raise ConfigError(what, "leaving it out works")
-        if key not in _KEYS:
+        if key not in known:
             what = f"kv_connector_extra_config: unknown key {key!r}"
-            raise ConfigError(what, options.did_you_mean(key.removesuffix("_bytes"), _KEYS))
-    parsed = {}
-    for key, value in extra.items():
-        name = _KEYS[key].name
-        given, where = (extra, _WHERE) if name == "tiers" else (value, f"{_WHERE}.{key}")
-        parsed[name] = _KEYS[key].metadata["parse"](given, where)
-    return Settings(**parsed)
+            raise ConfigError(what, options.did_you_mean(key.removesuffix("_bytes"), known))
+    parsed = {
+        key: parse(extra[key], f"{_WHERE}.{key}") for key, parse in _KEYS.items() if key in extra
+    }
+    daemon: dict[str, Any] = {}
+    words = ["--config", parsed["config"]] if "config" in parsed else []
+    for key, row in _OF_THE_DAEMON.items():
+        if extra.get(key) is not None:
+            daemon[row.field] = value = row.parse(extra[key], f"{_WHERE}.{key}")
+            words += row.words(value)
+    if "disk_bytes" in daemon and "disk" not in daemon:
+        what = f"{_WHERE}.disk_bytes={extra['disk_bytes']!r} needs a directory"
+        raise ConfigError(what, '"disk": "/var/cache/hybridkv" works')
+    return Settings(**parsed, daemon=DaemonSettings(**daemon), daemon_options=tuple(words))

@@ -38,15 +38,25 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
     """The chunk ends at which a prompt leaves a state of `group` in the cache, ascending."""
-    unit, chunk, block = geometry.alignment_tokens, geometry.chunk_tokens, group.tokens_per_block
-    ends = {max(0, prompt_tokens - 1) // unit * unit}
+    chunk, block = geometry.chunk_tokens, group.tokens_per_block
+    unit = math.lcm(geometry.alignment_tokens, block)
+    last, step_end = max(0, prompt_tokens - 1) // unit * unit, prompt_tokens
+    if geometry.lookahead_tokens:
+        # vLLM plans steps by its own hits, which drop a block: the last state stands below that.
+        last = step_end = max(0, prompt_tokens // unit * unit - unit)
+        step = rule.step_tokens
+        if step and -(-unit // step) * step < prompt_tokens - last:
+            step_end = last + unit
+    ends = {last}
     kept = max(block, rule.retention_tokens or 0)
+    if rule.retention_tokens != 0 and last < step_end < prompt_tokens and step_end % kept == 0:
+        ends.add(step_end)
     if rule.retention_tokens != 0 and prompt_tokens % block == prompt_tokens % kept == 0:
         # The setting keeps it for its position alone.
         ends.add(prompt_tokens)
     if period := rule.period_tokens(group):
         every = math.lcm(period, chunk)
-        ends.update(range(every, prompt_tokens + 1, every))
+        ends.update(range(every, step_end + 1, every))
     return sorted(end for end in ends if end > 0 and end % chunk == 0)
 
 

@@ -29,6 +29,13 @@ class WritePolicy(StrEnum):
     OFF = "off"  # Never; the tier is only read.
 
 
+class CodecName(StrEnum):
+    """How records are compressed on their way to a tier; nothing is lost."""
+
+    NONE = "none"
+    ZPLANES = "zplanes"  # The bytes of numbers in planes, each compressed by zstd.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
     """A tier, as its URL describes it."""
@@ -42,6 +49,9 @@ class TierSpec:
     """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
     timeout_seconds: float = TIMEOUT_SECONDS
     """`timeout`: the limit of one call; after it the tier counts as failed."""
+    codec: CodecName = CodecName.NONE
+    """`codec`: how the records that this daemon writes are compressed."""
+    key_path: str = ""  # `key`: the file with the key that encrypts records; empty = none.
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
 
     @property
@@ -55,7 +65,10 @@ class TierSpec:
         """The tier as its URL describes it, without a password."""
         hourly = self.hourly_bytes
         words = [self.shown, f"write {self.write}", f"timeout {self.timeout_seconds:g} s"]
-        return ", ".join(words + ([] if hourly is None else [f"hourly {format_size(hourly)}"]))
+        words += [] if hourly is None else [f"hourly {format_size(hourly)}"]
+        words += [] if self.codec is CodecName.NONE else [f"codec {self.codec}"]
+        words += ["encrypted"] if self.key_path else []
+        return ", ".join(words)
 
     def known_options(self, *names: str, bounded_by: str = "") -> Mapping[str, str]:
         """The kind's own options; raises ConfigError where there is one that it does not know.
@@ -73,11 +86,22 @@ class TierSpec:
         return self.options
 
 
+def parse_key(value: object, where: str) -> str:
+    """The absolute path in `file:/path`. What is given is not shown: it may be the key itself."""
+    scheme, _, path = str(value).partition(":")
+    if scheme != "file" or not path.startswith("/") or "\0" in path:
+        what = f"{where}= must be file: and an absolute path"
+        raise ConfigError(what, "key=file:/etc/hybridkv/tier.key works")
+    return path
+
+
 _COMMON: Mapping[str, tuple[str, options.Parser]] = {
     "write": ("write", options.choice(WritePolicy)),
     "timeout": ("timeout_seconds", options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds")),
     "bytes": ("max_bytes", parse_size),
     "hourly": ("hourly_bytes", parse_size),
+    "codec": ("codec", options.choice(CodecName)),
+    "key": ("key_path", parse_key),
 }
 """The options of every kind: the field of TierSpec that each fills, and its parser."""
 _WORKS = '"disk:///var/cache/hybridkv?bytes=100GiB" works'

@@ -6,13 +6,13 @@ import math
 import os
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from pathlib import Path
 
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
+from hybridkv.shm.access import is_trusted, peer_of
 from hybridkv.wire.codec import Frames, WireError, decode_request, encode
 from hybridkv.wire.messages import Error, Reply
 from hybridkv.wire.protocol import CLOSING, ErrorCode
@@ -79,8 +79,15 @@ class ProcessWatcher:
 class ClientSockets:
     """The listener and every accepted socket."""
 
-    def __init__(self, daemon: Daemon, processes: ProcessWatcher, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        processes: ProcessWatcher,
+        listener: socket.socket,
+        group: int | None = None,
+    ) -> None:
         self._daemon = daemon
+        self._group = group  # Its members are served too.
         self._selector = processes.selector
         self._processes = processes
         self.listener = listener
@@ -176,8 +183,7 @@ class ClientSockets:
                 self._warn_of_shortage(error)
             return
         sock.setblocking(False)
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", raw)
+        pid = peer_of(sock).pid
         self._last_number += 1
         process, shortage = None, None
         try:
@@ -190,8 +196,10 @@ class ClientSockets:
         self._selector.register(sock, selectors.EVENT_READ, client)
         self._daemon.sessions.connect(client.number, process)
         code, message = ErrorCode.CONNECTIONS, ""
-        if uid != os.geteuid():
+        if not is_trusted(sock, self._group):
             code, owner = ErrorCode.OTHER_USER, f"user id {os.geteuid()}"
+            if self._group is not None:
+                owner += f" and group id {self._group}"
             message = f"this daemon belongs to {owner} and serves nobody else; start your own"
         elif len(self.connected) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"

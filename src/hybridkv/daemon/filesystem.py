@@ -9,19 +9,24 @@ import os
 import re
 import socket
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.sizes import format_size
+from hybridkv.daemon.orphan import remove_if_over
 from hybridkv.shm import arena as shm
-from hybridkv.shm.arena import SHM_DIR, Arena
+from hybridkv.shm.arena import SHM_DIR, Arena, shm_directory
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.shm.trailer import Trailer, left_slots_bytes, trailer_bytes
+from hybridkv.shm.trailer import ARENA_VERSION, Trailer, read_superblock, trailer_bytes
 
 logger = logging.getLogger("hybridkv.daemon")
 
 _ARENA = re.compile(r"hybridkv-\d+-[0-9a-f]{12}-[0-9a-f]{32}")
-"""The name of an arena: a user, the digest of a socket's path, and a daemon's life."""
+"""The name of an arena: a user, the digest of a socket's path and place, and a daemon's life."""
+_PLACE = re.compile(r"[0-9a-f]{32}")
+_PLACE_BYTES = 32
 
 
 class AlreadyServedError(HybridKVError):
@@ -63,19 +68,56 @@ def _refusal(setting: str, fault: str, more: str = "") -> ConfigError:
     return ConfigError(f"{setting}: {fault}", works + more)
 
 
-class ServedSocket:
-    """The daemon's socket and its lock file. Either name may be removed while the daemon lives."""
+def share_directory(directory: Path, group: int) -> None:
+    """Let the members of a group reach the files of `directory` whose names they know.
 
-    def __init__(self, path: Path) -> None:
-        """Become the only daemon of `path`. Raises ConfigError, AlreadyServedError."""
+    Raises ConfigError where this user is no member, or they cannot reach the directory itself.
+    """
+    if group not in (os.getegid(), *os.getgroups()):
+        what = f"group: you are no member of group id {group}"
+        raise ConfigError(what, "a group of yours works")
+    _share(directory, group, 0o710)
+    for above in directory.parents:
+        status = above.stat()
+        if not (status.st_mode & 0o001 or (status.st_gid == group and status.st_mode & 0o010)):
+            what = f"group: its members cannot reach {directory}, because of {above}"
+            raise ConfigError(what, "--socket /run/hybridkv/daemon.sock works")
+
+
+def _share(path: Path, group: int | None, mode: int) -> None:
+    """Give a file of this user to a group, with this mode; or to nobody else without a group."""
+    if group is not None:
+        os.chown(path, -1, group)
+    path.chmod(mode)
+
+
+class ServedSocket:
+    """The daemon's socket and its lock file. Either name may be removed while the daemon lives.
+
+    The lock file stays after the daemon, and names the place: a number that it was given when it
+    was made. Sockets of one path in two containers are two places, and an arena is of one of them.
+    """
+
+    def __init__(self, path: Path, group: int | None = None) -> None:
+        """Become the only daemon of `path`, for this user and the members of a group.
+
+        Raises ConfigError, AlreadyServedError.
+        """
         self._path = path
-        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock_path = _lock_path(path)
+        self._place: str | None = None  # What the lock file says; None until it is locked.
+        self._group = group
         self._is_told = False  # Whether the log has it that the socket cannot be made again.
         self._listened: tuple[int, int] | None = None
         """(device, inode) of the socket's name; None before `listen`."""
-        make_private_directory(path.parent, "socket")
+        self._make_directory()
         self._lock_fd = self._lock()
         self._check_nobody_serves()
+
+    def _make_directory(self) -> None:
+        make_private_directory(self._path.parent, "socket")
+        if self._group is not None:
+            share_directory(self._path.parent, self._group)
 
     def listen(self) -> socket.socket:
         """A non-blocking listening socket in place of a stale one. Raises ConfigError."""
@@ -85,7 +127,8 @@ class ServedSocket:
             if self._path.is_socket():
                 self._path.unlink()
             listener.bind(str(self._path))
-            self._path.chmod(0o600)
+            # Whoever may write to a socket may connect.
+            _share(self._path, self._group, 0o600 if self._group is None else 0o660)
             listener.listen(128)
             self._listened = _inode(self._path)
         except OSError as error:
@@ -105,7 +148,7 @@ class ServedSocket:
         if is_listening and is_locked:
             return None
         try:
-            make_private_directory(self._path.parent, "socket")
+            self._make_directory()
             if not is_locked:
                 fd, self._lock_fd = self._lock_fd, self._lock()
                 os.close(fd)
@@ -135,15 +178,23 @@ class ServedSocket:
         os.close(self._lock_fd)
 
     def _lock(self) -> int:
+        flags, is_new = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, True
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(self._lock_path, flags, 0o600)
+            try:
+                fd = os.open(self._lock_path, flags | os.O_EXCL, 0o600)
+            except FileExistsError:
+                fd, is_new = os.open(self._lock_path, flags, 0o600), False
         except OSError as error:
             fault = f"{self._lock_path} cannot be opened ({error.strerror})"
             raise _refusal("socket", fault) from error
         if not _takes_lock(fd):
             os.close(fd)
             raise AlreadyServedError(f"a daemon is already serving {self._path}")
+        if self._place is None:
+            # A file without a place is of an earlier version, whose arena is taken over.
+            self._place = uuid.uuid4().hex if is_new else _place_of(self._path)
+        os.pwrite(fd, self._place.encode(), 0)
+        os.ftruncate(fd, len(self._place))
         return fd
 
     def _check_nobody_serves(self) -> None:
@@ -152,6 +203,23 @@ class ServedSocket:
             # With a full queue EAGAIN says that somebody listens.
             if client.connect_ex(str(self._path)) in (0, errno.EAGAIN):
                 raise AlreadyServedError(f"a daemon is already serving {self._path}")
+
+
+def _lock_path(socket_path: Path) -> Path:
+    return socket_path.with_name(socket_path.name + ".lock")
+
+
+def _place_of(socket_path: Path) -> str:
+    """The place that the lock file of a socket names; empty where it names none."""
+    try:
+        fd = os.open(_lock_path(socket_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        place = os.pread(fd, _PLACE_BYTES, 0).decode(errors="replace")
+    finally:
+        os.close(fd)
+    return place if _PLACE.fullmatch(place) else ""
 
 
 def _takes_lock(fd: int) -> bool:
@@ -172,37 +240,61 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def stale_arenas(socket_path: Path) -> list[Path]:
-    """Arenas of this socket's daemons, also those that are in use."""
-    return _files_of_user(_arena_prefix(socket_path))
+def stale_arenas(socket_path: Path, directory: Path | None = None) -> list[Path]:
+    """Arenas of this socket's daemons, also those that are in use.
+
+    They are looked for in SHM_DIR, and in `directory` or, without one, where new ones would be.
+    """
+    return _files_of_user(_arena_prefix(socket_path), directory)
 
 
 def open_arena(
-    socket_path: Path, ram_bytes: int | None, fresh: bool, boot: str
+    socket_path: Path,
+    ram_bytes: int | None,
+    fresh: bool,
+    boot: str,
+    directory: Path,
+    group: int | None = None,
 ) -> tuple[Arena, Trailer, bool]:
     """An earlier daemon's arena where one fits, else a new one; and whether it is an earlier one.
 
-    Without `ram_bytes` an arena of any size fits. Those that do not fit, or all of them where
-    `fresh`, are removed, unless another process uses them. Raises ConfigError.
+    The members of `group` may map it; without one, this user alone.
+
+    Without `ram_bytes` an arena of any size in `directory` fits. Those that do not fit, or all of
+    them where `fresh`, are removed, unless another process uses them. Raises ConfigError.
     """
-    for path in [] if fresh else stale_arenas(socket_path):
-        if (taken := _take_over(path, ram_bytes)) is not None:
-            remove_unused_arenas(socket_path)
+    if not shm.is_in_memory(directory):
+        text = "shm-dir: %s is on no tmpfs, so the cache is written to a disk; /dev/shm works"
+        logger.warning(text, directory)
+    for path in [] if fresh else stale_arenas(socket_path, directory):
+        taken = _take_over(path, ram_bytes) if path.parent == directory else None
+        if taken is not None:
+            remove_unused_arenas(socket_path, directory)
+            remove_orphans(directory)
+            _share(path, group, 0o600 if group is None else 0o660)
             return *taken, True
-    remove_unused_arenas(socket_path)
-    wanted_bytes = shm.default_ram_bytes() if ram_bytes is None else ram_bytes
-    shm.check_ram(wanted_bytes, "ram")
+    remove_unused_arenas(socket_path, directory)
+    remove_orphans(directory)
+    wanted_bytes = shm.default_ram_bytes(directory) if ram_bytes is None else ram_bytes
+    shm.check_ram(wanted_bytes, "ram", directory)
+    if warning := shm.limit_warning(wanted_bytes):
+        logger.warning(warning)
     slots_bytes = wanted_bytes // SLOT_ALIGN * SLOT_ALIGN
-    path = SHM_DIR / f"{_arena_prefix(socket_path)}{boot}"
-    arena = shm.create_arena(path, slots_bytes, trailer_bytes(slots_bytes))
+    path = directory / f"{_arena_prefix(socket_path)}{boot}"
+    try:
+        arena = shm.create_arena(path, slots_bytes, trailer_bytes(slots_bytes))
+    except PermissionError as error:
+        what = f"shm-dir: you may not make files in {directory}"
+        raise ConfigError(what, "a directory on a tmpfs that is yours works") from error
     trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
     trailer.format()
+    _share(path, group, 0o600 if group is None else 0o660)
     return arena, trailer, False
 
 
-def remove_unused_arenas(socket_path: Path) -> None:
-    """Remove the arenas of this socket's daemons that no daemon has open."""
-    for path in stale_arenas(socket_path):
+def remove_unused_arenas(socket_path: Path, directory: Path | None = None) -> None:
+    """Remove the arenas of this socket's daemons (stale_arenas) that no daemon has open."""
+    for path in stale_arenas(socket_path, directory):
         remove_unused(path)
 
 
@@ -212,6 +304,13 @@ def remove_unused(arena: Path) -> bool:
         if is_ours:
             arena.unlink(missing_ok=True)
     return is_ours
+
+
+def remove_orphans(directory: Path | None = None) -> None:
+    """Remove the arenas of this user's daemons whose time is over, of whatever socket."""
+    for path in arenas_of_user(shm_directory() if directory is None else directory):
+        if remove_if_over(path):
+            logger.info("%s is removed: no daemon took it over in time", path)
 
 
 def is_in_use(arena: Path) -> bool:
@@ -234,26 +333,26 @@ def _claimed(arena: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def free_left(socket_path: Path) -> None:
+def free_left(socket_path: Path, directory: Path | None = None) -> None:
     """Remove the arenas and the socket that daemons have left.
 
     Raises AlreadyServedError where there is a daemon, and ConfigError as ServedSocket does.
     """
     served = ServedSocket(socket_path)
     try:
-        remove_unused_arenas(socket_path)
+        remove_unused_arenas(socket_path, directory)
         if socket_path.is_socket():
             socket_path.unlink()
     finally:
         served.close()
 
 
-def arenas_of_user() -> list[Path]:
-    """Every arena of this user, also those in use.
+def arenas_of_user(directory: Path) -> list[Path]:
+    """Every arena of this user in `directory` and in SHM_DIR, also those in use.
 
     One without a byte is left out: it is being made, and its maker has not locked it yet.
     """
-    found = _files_of_user(f"hybridkv-{os.geteuid()}-")
+    found = _files_of_user(f"hybridkv-{os.geteuid()}-", directory)
     return [path for path in found if _ARENA.fullmatch(path.name) and arena_bytes(path)[0]]
 
 
@@ -279,11 +378,21 @@ def bound_sockets() -> list[str]:
 
 
 def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
-    slots_bytes = left_slots_bytes(path)
-    wanted_bytes = slots_bytes if ram_bytes is None else ram_bytes // SLOT_ALIGN * SLOT_ALIGN
-    if slots_bytes is None or slots_bytes != wanted_bytes:
-        logger.warning("%s is not taken over: it is of another size or version", path.name)
-        return None
+    left, name = read_superblock(path), path.name
+    if left is None:
+        logger.warning("%s is not taken over: it is damaged, or was never finished", name)
+    elif left.version != ARENA_VERSION:
+        text = "%s is not taken over: it is of version %d of the arena, and this hybridkv has %d"
+        logger.warning(text, name, left.version, ARENA_VERSION)
+    elif ram_bytes is not None and ram_bytes // SLOT_ALIGN * SLOT_ALIGN != left.slots_bytes:
+        text = "%s is not taken over: it has %s, and --ram asks for %s; what tiers have stays"
+        logger.warning(text, name, format_size(left.slots_bytes), format_size(ram_bytes))
+    else:
+        return _attached(path, left.slots_bytes)
+    return None
+
+
+def _attached(path: Path, slots_bytes: int) -> tuple[Arena, Trailer] | None:
     try:
         size_bytes = slots_bytes + trailer_bytes(slots_bytes)
         arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
@@ -301,15 +410,17 @@ def node_name(socket_path: Path) -> str:
 
 
 def _arena_prefix(socket_path: Path | str) -> str:
-    """The start of the names of arenas: it has a digest of the socket's path."""
-    digest = hashlib.sha256(str(socket_path).encode()).hexdigest()[:12]
+    """The start of the names of arenas: it has a digest of the socket's path and place."""
+    name = f"{socket_path}{_place_of(Path(socket_path))}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     return f"hybridkv-{os.geteuid()}-{digest}-"
 
 
-def _files_of_user(prefix: str) -> list[Path]:
-    """The files of this user in shared memory whose names begin so, in the order of names."""
+def _files_of_user(prefix: str, directory: Path | None) -> list[Path]:
+    """The files of this user whose names begin so (stale_arenas), in order."""
     found = []
-    for path in sorted(SHM_DIR.glob(f"{prefix}*")):
+    directories = {SHM_DIR, shm_directory() if directory is None else directory}
+    for path in sorted(path for one in directories for path in one.glob(f"{prefix}*")):
         try:
             status = path.lstat()
         except FileNotFoundError:

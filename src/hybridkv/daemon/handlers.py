@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tails import longest_tail, tail_chunk, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import ClientConnection, RequestError
 from hybridkv.daemon.state import DaemonState
@@ -17,7 +18,7 @@ from hybridkv.observe.history import RequestOutcome
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.lookups import LookupRequest, WaitingLookup
+from hybridkv.tiers.lookups import LookupRequest, PromptHit, WaitingLookup
 from hybridkv.tiers.state import TierState
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
@@ -75,7 +76,7 @@ class Daemon(DaemonState):
         if self.tiers:
             self._answer_ended(self.promotion.tick(now))
             self.demotion.pump(now)
-        self.later.extend(self.subscriptions.due())
+        self.later.extend(self.subscriptions.due(now))
         self.view.tick(now)
 
     def wakes_at(self) -> float:
@@ -166,6 +167,9 @@ class Daemon(DaemonState):
         if len(lookup.hashes) % HASH_BYTES:
             fault = f"{len(lookup.hashes)} bytes are no whole number of hashes"
             raise RequestError(ErrorCode.HASHES, fault)
+        if lookup.tails and (len(lookup.tails) % HASH_BYTES or units_per_chunk(geometry) < 2):
+            fault = f"{len(lookup.tails)} bytes are no names of tails of this session's chunks"
+            raise RequestError(ErrorCode.HASHES, fault)
         is_waiting = self.promotion.is_waiting(connection.number, lookup.lease)
         if is_waiting or lookup.lease in session.leases or len(session.leases) >= LEASES_MAX:
             fault = f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open"
@@ -179,10 +183,15 @@ class Daemon(DaemonState):
         names = connection.number, lookup.id, lookup.lease
         times = self.now, self.now + lookup.wait_ms / 1e3
         asked = LookupRequest(
-            *names, namespace, geometry, hashes, *times, lookup.tokens_per_second, chunks
+            *(*names, namespace, geometry, hashes, *times, lookup.tokens_per_second),
+            *(PromptHit(chunks, 0, chunks * geometry.chunk_tokens), lookup.tails),
+            lookup.tails_from,
         )
+        tail, tails = resident_tail(asked, masks, chunks)[0], len(lookup.tails) // HASH_BYTES
+        asked = asked._replace(resident=asked.hit_of(chunks, tail))
+        last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
         why = ""
-        if self.tiers and lookup.wait_ms and chunks < len(entries):
+        if self.tiers and lookup.wait_ms and (chunks < len(entries) or last >= chunks):
             waiting = WaitingLookup(asked)
             if self.promotion.begin(waiting, masks, self.now):
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
@@ -214,11 +223,19 @@ class Daemon(DaemonState):
         else:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
+        slots: list[Slot] = []
+        tokens, tail = chunks * geometry.chunk_tokens, 0
+        if asked.tails and asked.namespace is session.namespace:
+            tail, of_tail = resident_tail(asked, masks, chunks)
+        if tail:
+            chunks = tail_chunk(geometry, asked.tails_from, tail - 1) + 1
+            tokens = tail_tokens(geometry, asked.tails_from, tail - 1)
+            entries = [*entries[: chunks - 1], of_tail]
+            self.counters["tails_hit"] += 1
         tiers: dict[str, int] = {}
         for _, name in sorted((chunk, name) for chunk, name in origins.items() if chunk < chunks):
             tiers[name] = tiers.get(name, 0) + 1
             self.labelled["tier_chunks_hit", name] += 1
-        slots: list[Slot] = []
         if chunks:
             for index, group in enumerate(geometry.groups):
                 need = needed_chunks(geometry, group, chunks)
@@ -231,21 +248,21 @@ class Daemon(DaemonState):
             session.asked[asked.lease] = asked.asked_at, asked.tokens_per_second
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
-            self.counters["tokens_hit"] += chunks * geometry.chunk_tokens
+            self.counters["tokens_hit"] += tokens
         packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
             facts: dict[str, str | int] = {
                 "engine": session.engine_id,
                 "identity": identity.hex()[:12],
                 "asked_tokens": len(entries) * geometry.chunk_tokens,
-                "hit_tokens": chunks * geometry.chunk_tokens,
+                "hit_tokens": tokens,
                 "why": why,
                 **{f"chunks_from_{name}": count for name, count in tiers.items()},
             }
             span = self.spans.put("lookup", (asked.asked_at, self.now), facts)
             if chunks:
                 session.spans[asked.lease] = self.now, span
-        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why)
+        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why, tail)
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
         session = connection.session
@@ -304,3 +321,26 @@ def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> 
     """What RAM has of some chunks."""
     masks, entries = namespace.present(hashes)
     return masks, entries, largest_hit(geometry, masks, len(entries))
+
+
+def resident_tail(
+    asked: LookupRequest, masks: Sequence[bytes], chunks: int
+) -> tuple[int, Sequence[Slot | None]]:
+    """(the number from 1 on, the objects) of the longest tail that RAM has behind a hit of `chunks`
+    chunks; 0 = none. `masks` are those of whole chunks.
+    """
+    geometry, entries = asked.geometry, asked.namespace.entries
+    chunks_max = BATCH_MAX // len(geometry.groups)
+
+    def objects(number: int) -> Sequence[Slot | None]:
+        entry = entries.get(asked.tails[number * HASH_BYTES : (number + 1) * HASH_BYTES])
+        return () if entry is None else entry.slots
+
+    def is_whole(number: int) -> bool:
+        there = objects(number)
+        is_short = tail_chunk(geometry, asked.tails_from, number) < chunks_max
+        return bool(there) and all(there) and is_short
+
+    count = len(asked.tails) // HASH_BYTES
+    tail = longest_tail(geometry, masks, chunks, asked.tails_from, count, is_whole)
+    return tail, objects(tail - 1) if tail else ()

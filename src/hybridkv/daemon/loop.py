@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridkv.core.durations import format_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
@@ -33,10 +34,11 @@ from hybridkv.daemon.filesystem import (
     remove_unused_arenas,
 )
 from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.orphan import leave_waiter
 from hybridkv.daemon.sessions import Process
 from hybridkv.observe.history import Snapshot
-from hybridkv.observe.web import serve_web
-from hybridkv.shm.arena import Arena
+from hybridkv.observe.web import LOOPBACK_ADDRESS, serve_web
+from hybridkv.shm.arena import SHM_DIR, Arena
 from hybridkv.store.store import Store
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
@@ -73,6 +75,12 @@ class ServeOptions(NamedTuple):
     """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
     tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""  # This daemon's name, in all its lives, among those with the same tiers.
+    shm_dir: Path = SHM_DIR  # The directory of the arena.
+    arena_ttl_seconds: float = math.inf
+    """How long the arena is kept for the next daemon after the end of this one."""
+    metrics_host: str = LOOPBACK_ADDRESS
+    metrics_token_file: str | None = None  # None: whoever can connect is answered.
+    group: int | None = None  # The members of this group of users are served too.
     traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
 
 
@@ -84,6 +92,9 @@ def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
         "eviction": str(options.eviction),
         "salt-quota": "none" if quota is None else format_size(quota),
         "node": options.node,
+        "shm-dir": str(options.shm_dir),
+        "group": "none" if options.group is None else str(options.group),
+        "arena-ttl": format_duration(options.arena_ttl_seconds),
         **{f"tier {number}": tier.settings for number, tier in enumerate(options.tiers, 1)},
     }
     return DaemonSetup(platform.node(), str(options.socket_path), settings)
@@ -192,9 +203,9 @@ class DaemonServer:
 
     def _start(self, options: ServeOptions, failed: contextlib.ExitStack) -> None:
         """Begin; `failed` removes what was made, if the rest of the start fails."""
-        self._socket = ServedSocket(options.socket_path)
+        self._socket = ServedSocket(options.socket_path, options.group)
         failed.callback(self._socket.close)
-        self._files_due_at = time.monotonic() + FILES_SECONDS  # When the files are looked at next.
+        self._files_due_at = 0.0  # When the files are looked at next.
         self._options = options
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
@@ -208,9 +219,10 @@ class DaemonServer:
             self._arena.close()
             self._open(fresh=True, failed=failed)
             self.daemon.counters["recoveries_failed"] += 1
+        self._keep_arena(time.monotonic())
         self.daemon.setup = setup_of(options, self._arena.slots_bytes)
         listener = self._socket.listen()
-        self.clients = clients.ClientSockets(self.daemon, self._processes, listener)
+        self.clients = clients.ClientSockets(self.daemon, self._processes, listener, options.group)
         self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.
         self._running = True
         self._keeps_arena = True
@@ -219,8 +231,16 @@ class DaemonServer:
             self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
         )
         if options.metrics_port != -1:
-            self.daemon.metrics_url = serve_web(self._ask, options.metrics_port)
+            self.daemon.metrics_url = serve_web(
+                self._ask, options.metrics_port, options.metrics_host, options.metrics_token_file
+            )
         self._exporter = self._export() if options.traces_url else None
+
+    @property
+    def left_arena(self) -> Path | None:
+        """The arena, if it is kept for the next daemon for a time; None otherwise."""
+        is_left = self._keeps_arena and not math.isinf(self._options.arena_ttl_seconds)
+        return self._arena.path if is_left else None
 
     def run(self) -> None:
         """Serve until `stop`; then remove the socket."""
@@ -274,18 +294,25 @@ class DaemonServer:
 
     def _look_at_files(self) -> None:
         """Make the socket again if somebody removed it, and remove arenas that nobody uses."""
-        self._files_due_at = time.monotonic() + FILES_SECONDS
+        self._keep_arena(time.monotonic())
+        self.daemon.sessions.look_at_locks()
         try:
             listener = self._socket.restored()
             if listener is not None:
                 self.clients.listen_at(listener)
-            remove_unused_arenas(self._options.socket_path)
+            remove_unused_arenas(self._options.socket_path, self._options.shm_dir)
         except OSError:
             return  # No descriptor is left at this moment.
         except AlreadyServedError as error:
             # New engines are the other one's, and no later daemon can take this arena over.
             logger.warning("%s; this one ends", error)
             self.stop(keep_arena=False)
+
+    def _keep_arena(self, now: float) -> None:
+        """Move the end of the arena's time ahead, whenever this daemon may end."""
+        self._files_due_at = now + FILES_SECONDS
+        seconds = self._options.arena_ttl_seconds
+        self._trailer.kept_until = 0.0 if math.isinf(seconds) else now + seconds
 
     def _await_tiers(self) -> None:
         """Wait a moment for the tiers: a setting that can never work is told at the start."""
@@ -322,7 +349,7 @@ class DaemonServer:
         """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
         options, boot = self._options, uuid.uuid4().hex
         self._arena, self._trailer, warm = open_arena(
-            options.socket_path, options.ram_bytes, fresh, boot
+            *(options.socket_path, options.ram_bytes, fresh, boot, options.shm_dir, options.group)
         )
         if not warm:
             failed.callback(self._arena.unlink)
@@ -335,12 +362,15 @@ class DaemonServer:
         place = boot, str(self._arena.path)
         welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
         self.daemon = Daemon(store, welcome, tiers)
+        self.daemon.sessions.is_locked = self._arena.is_locked
         if not warm:
             return True
         try:
             living = []
             for known in self._trailer.processes():
-                if self._processes.watch(Process(known.pid, known.started)):
+                process = Process(known.pid, known.started)
+                watched = self._processes.watch(process) if known.pid else False
+                if watched or (not known.pid and self._arena.is_locked(known.started)):
                     living.append(known)
                 else:
                     self._trailer.forget(known)
@@ -400,7 +430,9 @@ class DaemonServer:
         self._selector.close()
         self.clients.listener.close()
         self._waker.close()
-        if not self._keeps_arena:
+        if self._keeps_arena:
+            self._keep_arena(time.monotonic())
+        else:
             self._arena.unlink()
         if all(ended):
             self._arena.close()
@@ -435,3 +467,5 @@ def serve(options: ServeOptions, on_serving: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     on_serving()
     server.run()
+    if (arena := server.left_arena) is not None:
+        leave_waiter(arena)

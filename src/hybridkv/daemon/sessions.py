@@ -5,14 +5,16 @@ ends with processes, never with a timer. A worker may still copy after its sched
 session whose scheduler is gone ends when each of the engine's worker processes is gone, or has said
 that it copies nothing more for it.
 
-A session that subscribed is told which objects of its identity RAM has no more. While it sends
-nothing it is sent only UNHEARD_MAX messages, and objects of which it is not told are queued. A
-queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
+A session that subscribed is told which objects of its identity RAM has no more, and which of them
+a tier below has that knows at once what it has. These are looked at again, LOOKS_MAX a second, so
+that it is told when no tier has them. While it sends nothing it is sent only UNHEARD_MAX messages,
+and objects of which it is not told are queued. A queue of more than QUEUE_MAX is replaced by one
+flag: any object may be gone.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
@@ -24,6 +26,8 @@ from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.shm.trailer import WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
+from hybridkv.tiers.record import RecordName
+from hybridkv.tiers.state import TierState
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode
@@ -32,6 +36,9 @@ SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 QUEUE_MAX = 1 << 16
 UNHEARD_MAX = 8
+BELOW_MAX = 1 << 17  # Objects of which one session was told that a tier has them; no more are.
+LOOKS_MAX = 2048  # Of these, how many are looked at again in LOOK_SECONDS.
+LOOK_SECONDS = 1.0
 
 
 class RequestError(HybridKVError):
@@ -45,7 +52,8 @@ class RequestError(HybridKVError):
 class Process(NamedTuple):
     """A client's process; `started` tells it from a later one with the same id.
 
-    A process of another pid namespace has pid 0, and `started` is its connection's number.
+    Of another pid namespace the daemon knows neither: pid is 0, and `started` is the byte of the
+    arena that a worker locks, or else the connection's number.
     """
 
     pid: int
@@ -110,6 +118,8 @@ class Sessions:
         self.held: dict[bytes, list[Slot]] = {}
         """Write slots of an earlier life of the daemon, by the engine that may still write them."""
         self.namespaces: dict[bytes, Namespace] = {}
+        self.is_locked: Callable[[int], bool] = lambda number: False
+        """Whether a worker has locked that byte of the arena, and so may copy."""
         self.geometries: dict[bytes, tuple[Geometry, str]] = {}
         """By identity: the geometry of the last engine that greeted with it, and its model."""
 
@@ -130,19 +140,21 @@ class Sessions:
         self._counters["objects_recovered"] = self._store.objects
 
     def disconnect(self, connection_id: int) -> None:
-        """A socket is closed; its process may still copy."""
+        """A socket is closed; its process may still copy. The socket was closed before the call."""
         connection = self.connections.pop(connection_id)
         for session in self.all:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
-        if not connection.process.pid:
-            self.process_ended(connection.process)
+        process = connection.process
+        if not process.pid and not self.is_locked(process.started):
+            # Whoever locks it from now on sees that the connection is closed, and copies nothing.
+            self.process_ended(process)
         elif connection.engine_id:
             owner = owner_of(connection.engine_id)
-            known = self._workers.get(owner, {}).get(connection.process, CopyProgress(0, 0))
+            known = self._workers.get(owner, {}).get(process, CopyProgress(0, 0))
             if known.connection == connection_id and known.drained >= wire.NEVER:
                 # It does not copy again, however long its process lives.
-                self._forget_worker(owner, connection.process)
+                self._forget_worker(owner, process)
             self._retire(owner)
 
     def process_ended(self, process: Process) -> None:
@@ -151,6 +163,13 @@ class Sessions:
             self._forget_worker(owner, process)
         for owner in sorted({*self.held, *(owner_of(session.engine_id) for session in self.all)}):
             self._retire(owner)
+
+    def look_at_locks(self) -> None:
+        """Find the end of workers that only their locks tell of."""
+        for process in {process for workers in self._workers.values() for process in workers}:
+            is_open = any(one.process == process for one in self.connections.values())
+            if not (process.pid or is_open or self.is_locked(process.started)):
+                self.process_ended(process)
 
     def processes(self) -> set[Process]:
         """Every process whose end the daemon must be told."""
@@ -173,11 +192,13 @@ class Sessions:
             self.all.append(connection.session)
         elif hello.role == ConnectionState.WORKER:
             owner = owner_of(hello.engine_id)
+            if not connection.process.pid and hello.lock:
+                connection.process = Process(0, hello.lock)
             # What the process said before may be of an engine of the same name that has ended. A
             # worker that only lost its connection says it again.
             progress = CopyProgress(connection.number, 0)
             self._workers.setdefault(owner, {})[connection.process] = progress
-            if connection.process.pid:
+            if connection.process.pid or hello.lock:
                 self._store.trailer.remember(WorkerProcess(owner, *connection.process))
         connection.state = ConnectionState(hello.role)
         if connection.state is not ConnectionState.CONTROL:
@@ -224,8 +245,7 @@ class Sessions:
 
     def _forget_worker(self, owner: bytes, process: Process) -> None:
         del self._workers[owner][process]
-        if process.pid:
-            self._store.trailer.forget(WorkerProcess(owner, *process))
+        self._store.trailer.forget(WorkerProcess(owner, *process))
         if not self._workers[owner]:
             del self._workers[owner]
 
@@ -261,14 +281,20 @@ class Subscriber:
     """(chunk hash, group index) of objects that went and are not told, the oldest first."""
     everything: bool = False  # Whether more objects went than the queue takes.
     unheard: int = 0
+    below: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
+    """Objects of which it was told that a tier has them, those first that were looked at first, and
+    their keys in tiers."""
 
 
 class Subscriptions:
     """Every session that subscribed, by its connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[TierState]) -> None:
         self._subscribers: dict[int, Subscriber] = {}
+        self._tiers = tiers
+        self._look_at = 0.0
         self.overflows = 0
+        self.untold = 0  # Objects that a tier has, and of which a session was not told.
 
     def __len__(self) -> int:
         """Sessions that subscribed."""
@@ -302,6 +328,7 @@ class Subscriptions:
                 continue
             if is_there:
                 subscriber.queue.pop((entry.chunk_hash, slot.group_index), None)
+                subscriber.below.pop((entry.chunk_hash, slot.group_index), None)
             else:
                 self._queue(subscriber, entry.chunk_hash, slot.group_index)
 
@@ -313,8 +340,12 @@ class Subscriptions:
             if entry is None or entry.slots[group_index] is None:
                 self._queue(subscriber, chunk_hash, group_index)
 
-    def due(self) -> Iterator[tuple[int, wire.Removed]]:
+    def due(self, now: float) -> Iterator[tuple[int, wire.Removed]]:
         """(connection, message) of everything that may be told now."""
+        if self._tiers and now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            for subscriber in self._subscribers.values():
+                self._look_below(subscriber)
         for number, subscriber in self._subscribers.items():
             while (subscriber.queue or subscriber.everything) and subscriber.unheard < UNHEARD_MAX:
                 told = list(islice(subscriber.queue, wire.REMOVED_MAX))
@@ -324,11 +355,38 @@ class Subscriptions:
                 subscriber.unheard += 1
                 hashes = b"".join(chunk_hash for chunk_hash, _ in told)
                 groups = bytes(group for _, group in told)
-                yield number, wire.Removed(0, hashes, groups, everything)
+                below = bytes(self._tell_below(subscriber, one) for one in told if self._tiers)
+                yield number, wire.Removed(0, hashes, groups, everything, below)
+
+    def _tell_below(self, subscriber: Subscriber, one: tuple[bytes, int]) -> bool:
+        """Whether a tier has an object; if so the session is told when that ends."""
+        subscriber.below.pop(one, None)
+        namespace, (chunk_hash, group_index) = subscriber.namespace, one
+        key = RecordName(namespace.identity, namespace.gids[group_index], chunk_hash).key
+        if not self._is_below(key):
+            return False
+        if len(subscriber.below) >= BELOW_MAX:
+            self.untold += 1
+            return False
+        subscriber.below[one] = key
+        return True
+
+    def _is_below(self, key: bytes) -> bool:
+        return any(tier.peek(key) for tier in self._tiers)
+
+    def _look_below(self, subscriber: Subscriber) -> None:
+        """Queue the next few objects of which tiers had been told and that none has any more."""
+        for one, key in list(islice(subscriber.below.items(), LOOKS_MAX)):
+            del subscriber.below[one]
+            if self._is_below(key):
+                subscriber.below[one] = key
+            else:
+                self._queue(subscriber, *one)
 
     def _queue(self, subscriber: Subscriber, chunk_hash: bytes, group_index: int) -> None:
         if len(subscriber.queue) >= QUEUE_MAX:
             subscriber.queue.clear()
+            subscriber.below.clear()
             subscriber.everything = True
             self.overflows += 1
         if not subscriber.everything:

@@ -30,7 +30,7 @@ class DaemonState:
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
-        self.subscriptions = Subscriptions()
+        self.subscriptions = Subscriptions(tiers)
         store.on_change = self.subscriptions.object_changed
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()

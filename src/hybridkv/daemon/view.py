@@ -15,7 +15,7 @@ SAMPLED = (
     *("lookups", "lookups_hit", "lookups_waited", "lookup_wait_seconds"),
     *("tokens_asked", "tokens_hit", "ceiling_asked_tokens", "ceiling_hit_tokens"),
     *("ceiling_tokens", "bytes_loaded", "bytes_stored", "evicted", "slots_short", "loads_failed"),
-    *("tokens_loaded", "computing_seconds_spared", "loading_seconds"),
+    *("tokens_loaded", "computing_seconds_spared", "loading_seconds", "reserves_failed"),
     *("deadlines_missed", "bytes_committed", "objects", "sessions", "leases", "lookups_waiting"),
 )
 """Values whose past is kept."""
@@ -76,6 +76,7 @@ class DaemonView:
             "sessions": len(sessions.all),
             "watching": len(state.subscriptions),
             "removals_overflowed": state.subscriptions.overflows,
+            "below_untold": state.subscriptions.untold,
             "leases": sum(len(session.leases) for session in sessions.all),
             "connections": len(sessions.connections),
             "workers_unmapped": sum(one.is_unmapped for one in sessions.connections.values()),

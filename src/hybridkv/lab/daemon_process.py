@@ -39,7 +39,7 @@ class DaemonProcess:
         options: Sequence[str] = (),
     ) -> None:
         self.socket_path = socket_path
-        self._options = [] if ram is None else ["--ram", ram]
+        self._options = ["--log-file", "auto", *([] if ram is None else ["--ram", ram])]
         self._options += ["--metrics-port", str(metrics_port), *options]
         self._options += ["--fresh"] if fresh else []
         self.process: subprocess.Popen[bytes] | None = None

@@ -6,7 +6,7 @@ the last bits, because a kernel may take another numeric path when part of the p
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
 
@@ -43,7 +43,7 @@ class VerifyArm:
     """Whether each step drafted and accepted the same tokens; None where nothing is drafted."""
     ok: bool = False
     preemptions: int = 0
-    not_served: str | None = None  # Why no engine served it; then nothing was measured or compared.
+    not_served: str | None = None  # Why it was not served; then nothing was measured or compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,9 @@ class ReferenceAnswers:
     alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
     noise: float  # How far these are from the engine's own answers where it preempts.
     repeated: Sequence[Mapping[str, Any]]  # Hits on the prompts of the repeated arms.
+    turns: Sequence[Mapping[str, Any]] = ()  # Second turns behind their first ones.
+    branch: Sequence[Mapping[str, Any]] = ()
+    """A hit on a prompt that leaves another one where a state of it stands."""
 
 
 def answer_of(output: Any) -> dict[str, Any]:
@@ -154,9 +157,25 @@ def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyAr
 
 def judge_repeated(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     """How many prompts had the expected hit, and the answer of their oracle; all of them must."""
+    return _judge_several(measured, reference.repeated)
+
+
+def judge_turns(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
+    """As `judge_repeated`, for second turns; the engine's own hits must have the same length."""
+    arm = _judge_several(measured, reference.turns)
+    own = sum(result["cached_tokens"] for result in reference.turns)
+    return replace(arm, ok=arm.ok and own == measured.expected)
+
+
+def judge_branch(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
+    """As `judge_repeated`, for a prompt of which the engine has the attention without the state."""
+    return _judge_several(measured, reference.branch)
+
+
+def _judge_several(measured: Measured, oracles: Sequence[Mapping[str, Any]]) -> VerifyArm:
     external, count = measured.delta.get("tokens_loaded", 0), len(measured.results)
     expected = measured.expected or 0
-    pairs = [*zip(measured.results, reference.repeated, strict=True)]
+    pairs = [*zip(measured.results, oracles, strict=True)]
     same = {key: [mine[key] == own[key] for mine, own in pairs] for key in ("tokens", "logprobs")}
     hits = [result["cached_tokens"] * count == expected for result in measured.results]
     right = [all(each) for each in zip(hits, *same.values(), strict=True)].count(True)

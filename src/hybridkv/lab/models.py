@@ -22,6 +22,14 @@ SPECULATION: dict[str, tuple[str, dict[str, object]]] = {
         )
         for target in ("qwen3", "qwen35", "qwen3next")
     },
+    **{
+        f"{target}_mtp": (target, {"method": "mtp", "disable_padded_drafter_batch": True})
+        for target in ("qwen35", "qwen3next")
+    },
+    "qwen3next_eagle": (
+        "qwen3next",
+        {"method": "eagle", "model": "drafters/llama_eagle", "disable_padded_drafter_batch": True},
+    ),
 }
 """Bundled models that draft: the target and vLLM's --speculative-config, by their names.
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import truediv
-from pathlib import Path
 from queue import Empty, Queue
 from statistics import median
 from typing import Any
@@ -26,7 +25,7 @@ from hybridkv.core.geometry import Group, GroupKind
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
-from hybridkv.shm.arena import RAM_BYTES_MIN, Arena, attach_arena
+from hybridkv.shm.arena import RAM_BYTES_MIN, Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import slot_bytes
 
 DONE_SECONDS = 120.0
@@ -75,7 +74,7 @@ def measure_path(
             for granted in reserve(control, part_bytes, objects)
             for slot in zip(*map(unpack_u64, (granted.offsets, granted.generations)), strict=True)
         ]
-        arena = attach_arena(Path(control.welcome.arena_path), control.welcome.arena_bytes)
+        arena = attach_arena(arena_seen(control.welcome.arena_path), control.welcome.arena_bytes)
         # One allocation for all layers, as vLLM has; one block more, for the null block.
         shape = layers, objects + 1, block_bytes // 8
         memory = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device=device)

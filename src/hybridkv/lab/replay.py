@@ -11,7 +11,7 @@ import mmap
 import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,11 +25,20 @@ from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule, state_ends
+from hybridkv.core.tails import (
+    first_tail_chunk,
+    longest_tail,
+    tail_chunk,
+    tail_tokens,
+    units_per_chunk,
+    why_no_tails,
+)
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
 from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
+SESSIONS_AT_ONCE = 32
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
 PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
 MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
@@ -39,12 +48,16 @@ Reads = Mapping[tuple[int, bytes], Sequence[int]]
 """The numbers of the prompts that read an object, in order, by its group and hash."""
 
 
-class TracePrompt(msgspec.Struct, rename={"tokens": "input_length", "blocks": "hash_ids"}):
+class TracePrompt(
+    msgspec.Struct,
+    rename={"tokens": "input_length", "blocks": "hash_ids", "answer_tokens": "output_length"},
+):
     """One request of a trace: a line of it, as far as it is read."""
 
     tokens: int
     blocks: Sequence[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
     """A number for each started block of its tokens; it covers all blocks before it too."""
+    answer_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +87,13 @@ class ReplayModel:
     recurrent: its states stand at the ends of the engine's own chunks.
     """
 
-    def __init__(self, geometry: Geometry, rule: StateRule, block_tokens: int) -> None:
+    def __init__(
+        self, geometry: Geometry, rule: StateRule, block_tokens: int, with_tails: bool = False
+    ) -> None:
+        """`with_tails`: hits may end inside a chunk, at the geometry's match unit (core.tails)."""
+        assert not (with_tails and why_no_tails(geometry))
         self.block_tokens = block_tokens
+        self.with_tails = with_tails
         recurrent = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
         fine = 1 if recurrent else -(-block_tokens // geometry.chunk_tokens)
         self.geometry = replace(geometry, chunk_tokens=geometry.chunk_tokens * fine)
@@ -98,10 +116,27 @@ class ReplayModel:
 
     def hashes(self, prompt: TracePrompt) -> list[bytes]:
         """The hashes of its whole chunks. One that ends inside a block differs with that block."""
-        chunk, block = self.geometry.chunk_tokens, self.block_tokens
-        ends = range(chunk, prompt.tokens + 1, chunk)
-        numbers = (prompt.blocks[(end - 1) // block] << 32 | end % block for end in ends)
-        return [number.to_bytes(HASH_BYTES, "little", signed=True) for number in numbers]
+        chunk = self.geometry.chunk_tokens
+        return [self._name(prompt, end) for end in range(chunk, prompt.tokens + 1, chunk)]
+
+    def _name(self, prompt: TracePrompt, end: int) -> bytes:
+        block = self.block_tokens
+        number = prompt.blocks[(end - 1) // block] << 32 | end % block
+        return number.to_bytes(HASH_BYTES, "little", signed=True)
+
+    def tail(self, prompt: TracePrompt) -> tuple[bytes, int]:
+        """(the name, the chunk) of the tail that the prompt leaves; an empty name = it leaves none.
+
+        The engine offers it at the last match unit before the prompt's last token.
+        """
+        unit, chunk = self.geometry.hash_tokens, self.geometry.chunk_tokens
+        end = max(0, prompt.tokens - 1) // unit * unit
+        is_inside = self.with_tails and end % chunk
+        return self._name(prompt, end) if is_inside else b"", end // chunk
+
+    def tail_sizes(self) -> list[int]:
+        """The bytes of a tail's objects, by group."""
+        return [period[0] for period in self._bytes]
 
     def objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
         """By group, the bytes of each object by chunk: all that is stored of so many chunks."""
@@ -123,9 +158,41 @@ class ReplayModel:
 
     def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
         """The longest hit; at least one token is always computed."""
+        return self._hit(prompt, self.chunks_hit(prompt, masks) * self.geometry.chunk_tokens)
+
+    def chunks_hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> int:
+        """The chunks of the longest hit by chunks."""
         most = self.geometry.whole_chunks(prompt.tokens - 1)
-        chunks = largest_hit(self.geometry, masks, most)
-        return ReplayHits(1, int(chunks > 0), prompt.tokens, chunks * self.geometry.chunk_tokens)
+        return largest_hit(self.geometry, masks, most)
+
+    def _hit(self, prompt: TracePrompt, tokens: int) -> ReplayHits:
+        return ReplayHits(1, int(tokens > 0), prompt.tokens, tokens)
+
+    def hit_with_tail(
+        self, prompt: TracePrompt, masks: Sequence[bytes], is_whole: Callable[[bytes], bool]
+    ) -> tuple[ReplayHits, int, bytes]:
+        """(the longest hit, its chunks, the name of the tail behind them or nothing).
+
+        `is_whole` says of a name whether every object of that tail is there.
+        """
+        geometry, chunks = self.geometry, self.chunks_hit(prompt, masks)
+        tokens, name = chunks * geometry.chunk_tokens, b""
+        if self.with_tails and prompt.tokens > geometry.hash_tokens:
+            first = first_tail_chunk(geometry, prompt.tokens)
+            units = (prompt.tokens - 1) // geometry.hash_tokens - first * units_per_chunk(geometry)
+            names = [self._name(prompt, end) for end in self._tail_ends(first, units)]
+            asked = geometry, masks, chunks, first, len(names)
+            found = longest_tail(*asked, lambda number: is_whole(names[number]))
+            if found:
+                tokens, name = tail_tokens(geometry, first, found - 1), names[found - 1]
+                chunks = tail_chunk(geometry, first, found - 1)
+        return self._hit(prompt, tokens), chunks, name
+
+    def _tail_ends(self, first_chunk: int, units: int) -> Iterator[int]:
+        """Where the tails inside so many match units from `first_chunk` on end."""
+        unit, chunk = self.geometry.hash_tokens, self.geometry.chunk_tokens
+        ends = range(first_chunk * chunk + unit, first_chunk * chunk + units * unit + 1, unit)
+        return (end for end in ends if end % chunk)
 
 
 class UnlimitedCache:
@@ -141,12 +208,20 @@ class UnlimitedCache:
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in seen for chunk_hash in hashes) for seen in self._seen]
+        hit, _, _ = model.hit_with_tail(
+            prompt, masks, lambda name: all(name in seen for seen in self._seen)
+        )
+        tail, _ = model.tail(prompt)
+        if tail and tail not in self._seen[0]:
+            self.stored_bytes += sum(model.tail_sizes())
+            for seen in self._seen:
+                seen.add(tail)
         for seen, sizes in zip(self._seen, model.objects(prompt, len(hashes)), strict=True):
             for chunk, size in sizes.items():
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
-        return model.hit(prompt, masks)
+        return hit
 
 
 def all_reads(model: ReplayModel, prompts: Sequence[TracePrompt]) -> Reads:
@@ -242,8 +317,13 @@ class TraceReplay:
             for at in range(len(groups))
         ]
         masks = [bytes(slot is not None for slot in of_group) for of_group in slots]
-        hit = model.hit(prompt, masks)
-        if chunks := hit.tokens_hit // geometry.chunk_tokens:
+        hit, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        if hit.tokens_hit:
+            if tail:
+                # As the daemon reads it: the tail stands for one chunk more.
+                ends = self._namespace.entries[tail].slots
+                slots = [[*one[:chunks], end] for one, end in zip(slots, ends, strict=True)]
+                chunks += 1
             read = [
                 slot
                 for group, of_group in zip(groups, slots, strict=True)
@@ -255,6 +335,10 @@ class TraceReplay:
         evicted = store.evicted
         self._store_prompt(prompt, hashes, masks)
         return replace(hit, evicted=store.evicted - evicted)
+
+    def _has_tail(self, name: bytes) -> bool:
+        entry = self._namespace.entries.get(name)
+        return entry is not None and all(entry.slots)
 
     def _store_prompt(
         self, prompt: TracePrompt, hashes: Sequence[bytes], masks: Sequence[bytes]
@@ -268,6 +352,12 @@ class TraceReplay:
                     if chunk in sizes and not masks[index][chunk]:
                         named = hashes[chunk], hashes[chunk - 1] if chunk else b""
                         self._store_object(index, *named, sizes[chunk], chunk < needs[index])
+        tail, chunk = model.tail(prompt)
+        if tail:
+            before = hashes[chunk - 1] if chunk else b""
+            for index, size in enumerate(model.tail_sizes()):
+                if self._namespace.get(tail, index) is None:
+                    self._store_object(index, tail, before, size, False)
 
     def _store_object(
         self, index: int, chunk_hash: bytes, parent: bytes, size: int, interior: bool
@@ -309,3 +399,49 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
     if not prompts:
         raise ConfigError(f"{shown} has no prompt", "a line for each works")
     return prompts
+
+
+def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]:
+    """Of each prompt, the tokens at its beginning that an earlier one had, but for its last token.
+
+    Of two prompts that differ within a block the trace tells no more, so that block is new.
+    """
+    had: dict[int, int] = {}  # The most tokens of a block that a prompt had, by its number.
+    known = []
+    for prompt in prompts:
+        count, is_known = 0, True
+        for at, number in enumerate(prompt.blocks):
+            tokens = min(block_tokens, prompt.tokens - at * block_tokens)
+            if is_known:
+                seen = min(tokens, had.get(number, 0))
+                count, is_known = count + seen, seen == block_tokens
+            had[number] = max(tokens, had.get(number, 0))
+        known.append(min(count, max(0, prompt.tokens - 1)))
+    return known
+
+
+def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -> list[TracePrompt]:
+    """The requests as turns of sessions; raises ConfigError for no turns or too few requests.
+
+    A turn adds the tokens that were new in its request, and its answer is a part of the next
+    turn's prompt. SESSIONS_AT_ONCE sessions take turns until all of them end; then others begin.
+    """
+    if not 1 <= turns <= len(prompts):
+        what = f"--sessions {turns}: the trace has {len(prompts)} requests"
+        raise ConfigError(what, "30 works" if len(prompts) >= 30 else "1 works")
+    known = known_tokens(prompts, block_tokens)
+    new = [prompt.tokens - had for prompt, had in zip(prompts, known, strict=True)]
+    count = len(prompts) // turns
+    made: list[TracePrompt] = []
+    request = iter(zip(prompts, new, strict=True))
+    for first in range(0, count, SESSIONS_AT_ONCE):
+        sessions = range(first, min(count, first + SESSIONS_AT_ONCE))
+        lengths = dict.fromkeys(sessions, 0)
+        for _ in range(turns):
+            for session in sessions:
+                prompt, added = next(request)
+                tokens = lengths[session] + added
+                blocks = range(session << 32, (session << 32) + -(-tokens // block_tokens))
+                made.append(TracePrompt(tokens, blocks, prompt.answer_tokens))
+                lengths[session] = tokens + prompt.answer_tokens
+    return made

@@ -67,22 +67,25 @@ class EngineRunner:
         """Generate for all prompts at once, with the LoRA adapter in the directory `adapter`.
 
         Returns for each its tokens, those of each step, exact log-probabilities, cached tokens,
-        drafts (where vLLM schedules synchronously), and times in seconds. With `starve` the block
-        pool is empty from the first tokens on, until nothing runs any more: a request that needs a
-        block is preempted, and comes back to a pool in which its own old blocks are gone.
+        drafts (where vLLM schedules synchronously), and times in seconds: those of the steps in
+        which every request has a token already are on the clock, and of all processors. With
+        `starve` the block pool is empty from the first tokens on, until nothing runs any more: a
+        request that needs a block is preempted, and comes back to a pool in which its own old
+        blocks are gone.
         """
         started = time.perf_counter()
         results = self._add(prompts, max_tokens, adapter)
-        slowest_decode = 0.0
+        decode: list[tuple[float, float]] = []
         pool = _BlockPool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
             if pool is not None and _all_have_tokens(results):
                 pool.starve()
-            step_started = time.perf_counter()
+            is_decode = _all_have_tokens(results)
+            step_started, worked = time.perf_counter(), time.process_time()
             outputs = self._engine.step()
             now = time.perf_counter()
-            if _all_have_tokens(results):
-                slowest_decode = max(slowest_decode, now - step_started)
+            if is_decode:
+                decode.append((now - step_started, time.process_time() - worked))
             for output in outputs:
                 _take(output, results[output.request_id], now - started)
             if now - started > STEP_SECONDS_MAX:
@@ -91,7 +94,13 @@ class EngineRunner:
         preemptions = 0 if pool is None else pool.release()
         for name, result in results.items():
             result["drafts"] = self._taken_drafts(name)
-        common = {"slowest_decode_step_seconds": slowest_decode, "preemptions": preemptions}
+        seconds, processor_seconds = ([step[at] for step in decode] for at in (0, 1))
+        common = {
+            "slowest_decode_step_seconds": max(seconds, default=0.0),
+            "decode_step_seconds": seconds,
+            "decode_processor_seconds": processor_seconds,
+            "preemptions": preemptions,
+        }
         return [{**result, **common} for result in results.values()]
 
     def _taken_drafts(self, request_id: str) -> list[list[int]]:
@@ -201,6 +210,8 @@ def main() -> None:
         scheduler = engine.engine_core.engine_core.scheduler
         drops = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
         info = {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
+        tails = getattr(scheduler.connector, "tails", None)
+        info["no_tails"] = tails.what if tails is not None and tails.remedy else ""
         answer({**info, "dropped_tokens": scheduler.block_size if drops else 0})
         # Until the parent has ended, or closed its side.
         with contextlib.suppress(EOFError, ConnectionError):

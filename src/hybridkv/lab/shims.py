@@ -269,7 +269,10 @@ SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
     "falconh1": (_mamba2,),
     "granitehybrid": (_mamba2,),
     "qwen35": (_torchvision,),
+    "qwen35_mtp": (_torchvision, _drafted_states),
     "qwen35_ngram": (_torchvision, _drafted_states),
+    "qwen3next_eagle": (_drafted_states,),
+    "qwen3next_mtp": (_drafted_states,),
     "qwen3next_ngram": (_drafted_states,),
 }
 

@@ -178,6 +178,13 @@ def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
     return MultiSettings(**values)
 
 
+def _check_extra(extra: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for what was proven with one connector alone."""
+    if extra.get("sub_block_hits", False) is not False:
+        what = f"{where}.sub_block_hits is not proven with several connectors"
+        raise ConfigError(what, "leaving it out works")
+
+
 def child_specs(vllm_config: Any) -> list[ChildSpec]:
     """Every child as configured, in order; raises ConfigError.
 
@@ -199,6 +206,7 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
     for number, entry in enumerate(entries):
         where = f"{_EXTRA}.connectors[{number}].{_EXTRA}"
         extra = dict(entry.get(_EXTRA) or {})
+        _check_extra(extra, where)
         weight = parse_weight(extra.get("load_weight", 1.0), f"{where}.load_weight")
         name = extra.get("name", entry.get("kv_connector"))
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -208,6 +216,7 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
         config = copy.copy(vllm_config)
         config.kv_transfer_config = own = KVTransferConfig(**{**shared, **entry, _EXTRA: seen})
         connector = KVConnectorFactory.get_connector_class(own)
+        own.kv_connector_extra_config = {**getattr(connector, "CHILD_SETTINGS", {}), **seen}
         alike = [spec.config.kv_transfer_config for spec in specs if spec.connector is connector]
         taken = [config.engine_id for config in alike]
         own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)

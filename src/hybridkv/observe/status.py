@@ -32,6 +32,11 @@ TIER_NOTES = {
 NEWS = {
     "loads_failed": ("bad", "loads failed; the engines computed instead"),
     "deadlines_missed": ("warn", "lookups waited for tiers and were answered before all had come"),
+    "reserves_failed": (
+        "warn",
+        "times the cache could not grow, because its directory is full; a larger volume or a "
+        "smaller --ram works",
+    ),
     "slots_short": (
         "note",
         "write slots were wanted and not there; what would have been in them is not stored",

@@ -1,10 +1,13 @@
 """The daemon's pages: /metrics, /healthz, the status page and its JSON; read only, in threads.
 
 They are served on loopback, and the Host header must name it, so that a page of another site cannot
-read them through a browser. The page loads nothing from elsewhere and runs no script but its own.
+read them through a browser. With a token, any address may serve them, and each request must have
+it. The page loads nothing from elsewhere and runs no script but its own.
 """
 
 import contextlib
+import errno
+import hmac
 import logging
 import re
 import socket
@@ -14,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from importlib import resources
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -25,6 +29,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from hybridkv import __version__
+from hybridkv.core.daemon_settings import METRICS_PORT, check_metrics
 from hybridkv.core.errors import ConfigError
 from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
 from hybridkv.observe.history import Snapshot
@@ -32,18 +37,19 @@ from hybridkv.observe.status import StatusReport, health
 
 logger = logging.getLogger("hybridkv.daemon")
 
-METRICS_PORT = 9477
 PORT_SECONDS = 0.5
 """A daemon that ends has so long to leave the port to the next one."""
 PORT_AGAIN_SECONDS = 0.05
 ANSWER_SECONDS = 5.0  # The loop has so long to make a snapshot.
 REQUEST_SECONDS = 10.0  # A client has so long, from when it is accepted until its answer is sent.
+TOKEN_CHARACTERS_MIN = 16
 REQUESTS_MAX = 16  # Requests at the same time; more are answered with status 503.
 CONNECTIONS_MAX = 64  # Clients at the same time, whether they ask or not; more are closed.
 SHORTAGE_SECONDS = 0.2  # The pause after a client could not be accepted.
 LOOPBACK = re.compile(
     r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE
 )
+LOOPBACK_ADDRESS = "127.0.0.1"
 PAGES: Mapping[str, tuple[str, str]] = {
     "/": ("status.html", "text/html; charset=utf-8"),
     "/status.css": ("status.css", "text/css; charset=utf-8"),
@@ -75,9 +81,10 @@ Points = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels, numbe
 class WebPages(Collector):
     """The WSGI application, and what its /metrics collects."""
 
-    def __init__(self, ask: Callable[[], Future[Snapshot]]) -> None:
-        """`ask` has the loop make a snapshot."""
+    def __init__(self, ask: Callable[[], Future[Snapshot]], token: str = "") -> None:
+        """`ask` has the loop make a snapshot. Requests must have the token where there is one."""
         self._ask = ask
+        self._token = token
         self._report = StatusReport()
         self._lock = threading.Lock()
         self._pages_failed = 0
@@ -93,7 +100,13 @@ class WebPages(Collector):
 
     def __call__(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
         """See PEP 3333."""
-        if not LOOPBACK.fullmatch(environ.get("HTTP_HOST", "")):
+        if self._token:
+            expected = f"Bearer {self._token}".encode("latin-1")
+            given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(given, expected):
+                asks = ("WWW-Authenticate", "Bearer")
+                return _say(start, "401 Unauthorized", "the daemon's metrics-token is asked", asks)
+        elif not LOOPBACK.fullmatch(environ.get("HTTP_HOST", "")):
             return _say(
                 start, "403 Forbidden", "ask by http://127.0.0.1:PORT or http://localhost:PORT"
             )
@@ -204,32 +217,63 @@ def _family(name: str, points: Points) -> families.Metric:
     return family
 
 
-def serve_web(ask: Callable[[], Future[Snapshot]], port: int | None) -> str:
-    """Serve on 127.0.0.1 in a thread; the URL of /metrics.
+def serve_web(
+    ask: Callable[[], Future[Snapshot]],
+    port: int | None,
+    host: str = LOOPBACK_ADDRESS,
+    token_file: str | None = None,
+) -> str:
+    """Serve at an address of this machine in a thread; the URL of /metrics.
 
-    With None it is METRICS_PORT, or a free one where that is taken. Raises ConfigError where `port`
-    is taken.
+    With None the port is METRICS_PORT, or a free one where that is taken. Raises ConfigError where
+    `port` is taken, where the address is not this machine's, and where a token cannot be read.
     """
-    pages, wanted = WebPages(ask), METRICS_PORT if port is None else port
-    server = _server_at(pages, wanted)
+    check_metrics(host, token_file)
+    token = "" if token_file is None else _token_of(token_file)
+    pages, wanted = WebPages(ask, token), METRICS_PORT if port is None else port
+    server = _server_at(pages, host, wanted)
     if server is None and port is not None:
         raise ConfigError(f"metrics-port={port} is taken by another process", "another one works")
     is_free = server is not None
-    server = server or make_server("127.0.0.1", 0, pages, _HttpServer, _Handler)
+    server = server or make_server(host, 0, pages, _kind(host), _Handler)
     threading.Thread(target=server.serve_forever, name="web", daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
     if not is_free:
         logger.warning("port %d is taken; the status page is at %s", wanted, url)
     return f"{url}metrics"
 
 
-def _server_at(pages: WebPages, port: int) -> WSGIServer | None:
-    """A server at that port; None where it is taken, and stays so for a moment."""
+def _token_of(path: str) -> str:
+    """The token in a file. Raises ConfigError that does not show it."""
+    works = 'a file that you may read, with a word like that of "openssl rand -hex 16", works'
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not ASCII"
+        raise ConfigError(f"metrics-token: {path} cannot be read ({why})", works) from None
+    if not token.isprintable() or " " in token or len(token) < TOKEN_CHARACTERS_MIN:
+        what = f"metrics-token: {path} has no word of {TOKEN_CHARACTERS_MIN} characters or more"
+        raise ConfigError(what, works)
+    return token
+
+
+def _kind(host: str) -> "type[_HttpServer]":
+    return _HttpServer6 if ":" in host else _HttpServer
+
+
+def _server_at(pages: WebPages, host: str, port: int) -> WSGIServer | None:
+    """A server at that port; None where it is taken, and stays so for a moment.
+
+    Raises ConfigError where it can never listen there.
+    """
     until = time.monotonic() + PORT_SECONDS
     while True:
         try:
-            return make_server("127.0.0.1", port, pages, _HttpServer, _Handler)
-        except OSError:
+            return make_server(host, port, pages, _kind(host), _Handler)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                what = f"metrics-host={host} is no address of this machine"
+                raise ConfigError(what, '"127.0.0.1" works') from error
             if time.monotonic() > until:
                 return None
             time.sleep(PORT_AGAIN_SECONDS)
@@ -276,6 +320,10 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing of clients that went away."""
+
+
+class _HttpServer6(_HttpServer):
+    address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):

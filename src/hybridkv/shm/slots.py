@@ -33,7 +33,7 @@ UNSIGNED = bytes(CHECKSUM_BYTES)  # The checksum of a part that nobody signed, a
 SHORT_HASH_BYTES = 8
 _PAYLOAD_ALIGN = 256
 _MAGIC = 0x746F6C53766B6879  # "hykvSlot" read as little-endian
-_VERSION = 3
+SLOT_VERSION = 3
 
 # magic, version, state, parts, gid, generation, part bytes, namespace, chunk hash, short hash of
 # the chunk before, tenant; then the CRC of all that
@@ -71,7 +71,8 @@ class SlotHeader:
     def pack(self) -> bytes:
         """The header as HEADER_BYTES bytes."""
         body = _HEADER.pack(
-            *(_MAGIC, _VERSION, self.state, self.parts, self.gid, self.generation, self.part_bytes),
+            *(_MAGIC, SLOT_VERSION, self.state, self.parts),
+            *(self.gid, self.generation, self.part_bytes),
             *(self.namespace, self.chunk_hash, self.parent_short, self.tenant),
         )
         return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
@@ -85,7 +86,7 @@ def unpack_header(raw: bytes) -> SlotHeader | None:
     if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(body):
         return None
     magic, version, state, parts, gid, generation, part_bytes, *names = _HEADER.unpack(body)
-    if magic != _MAGIC or version != _VERSION or state not in tuple(SlotState):
+    if magic != _MAGIC or version != SLOT_VERSION or state not in tuple(SlotState):
         return None
     return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, *names)
 

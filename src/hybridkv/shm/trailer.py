@@ -13,6 +13,7 @@ slot is free. Only the daemon writes, and may be killed at any time.
 import os
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,12 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import SLOT_ALIGN
 
 PROCESSES_MAX = 4096
+ARENA_VERSION = 3
 _MAGIC = 0x656C62617453796B
-_VERSION = 3
 _PAGES = 4
 _SUPER = struct.Struct("<QIIQ")
 _CRC = struct.Struct("<I")
-_NUMBERS_OFFSET = 64
+_NUMBERS_OFFSET, _NUMBERS_END = 64, 88
 _PROCESS = struct.Struct(f"<{HASH_BYTES}sQQ")
 _USED = re.compile(rb"[^\0]")
 
@@ -38,6 +39,14 @@ class WorkerProcess(NamedTuple):
     engine: bytes
     pid: int
     started: int  # When it started, which tells it from a later process with the same id.
+
+
+class Superblock(NamedTuple):
+    """The last page of an arena, by which another daemon knows whether it fits."""
+
+    version: int
+    slots_bytes: int
+    kept_until: float  # As Trailer.kept_until.
 
 
 class Trailer:
@@ -51,12 +60,12 @@ class Trailer:
         self._entries = self._table.cast("I")
         self._processes = memory[table_end : table_end + PROCESSES_MAX * _PROCESS.size]
         self._super = memory[len(memory) - SLOT_ALIGN :]
-        self._numbers = self._super[_NUMBERS_OFFSET : _NUMBERS_OFFSET + 16].cast("Q")
-        """The limit below which pages of slots exist, and the latest generation."""
+        self._numbers = self._super[_NUMBERS_OFFSET:_NUMBERS_END].cast("Q")
+        """The limit below which pages of slots exist, the latest generation, and `kept_until`."""
 
     def format(self) -> None:
         """Write the superblock of a fresh (zeroed) arena, so that it can be taken over."""
-        head = _SUPER.pack(_MAGIC, _VERSION, SLOT_ALIGN, self.slots_bytes)
+        head = _SUPER.pack(_MAGIC, ARENA_VERSION, SLOT_ALIGN, self.slots_bytes)
         self._super[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))
 
     @property
@@ -76,6 +85,15 @@ class Trailer:
     @generation.setter
     def generation(self, value: int) -> None:
         self._numbers[1] = value
+
+    @property
+    def kept_until(self) -> float:
+        """When the arena may be removed unless a daemon has it, in monotonic seconds; 0 = never."""
+        return self._numbers[2] / 1e3
+
+    @kept_until.setter
+    def kept_until(self, value: float) -> None:
+        self._numbers[2] = round(value * 1e3)
 
     def put(self, offset: int, size: int) -> None:
         """Enter a slot of `size` bytes at `offset`, whose header is written, or remove it (0)."""
@@ -119,18 +137,21 @@ class Trailer:
             view.release()
 
 
-def left_slots_bytes(path: Path) -> int | None:
-    """The bytes of slots of the arena at `path`; None where it is no arena of this version."""
+def read_superblock(path: Path) -> Superblock | None:
+    """What the arena at `path` says of itself; None where that is not sound."""
     try:
         with path.open("rb") as file:
             file.seek(-SLOT_ALIGN, os.SEEK_END)
-            head, crc = file.read(_SUPER.size), file.read(_CRC.size)
+            page = file.read(_NUMBERS_END)
     except OSError:
         return None
-    if crc != _CRC.pack(zlib.crc32(head)):
+    head = page[: _SUPER.size]
+    if page[_SUPER.size : _SUPER.size + _CRC.size] != _CRC.pack(zlib.crc32(head)):
         return None
     magic, version, align, slots_bytes = _SUPER.unpack(head)
-    return int(slots_bytes) if (magic, version, align) == (_MAGIC, _VERSION, SLOT_ALIGN) else None
+    kept_ms = int.from_bytes(page[_NUMBERS_END - 8 :], sys.byteorder)
+    known = (magic, align) == (_MAGIC, SLOT_ALIGN)
+    return Superblock(version, slots_bytes, kept_ms / 1e3) if known else None
 
 
 def trailer_bytes(slots_bytes: int) -> int:

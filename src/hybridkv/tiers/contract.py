@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridkv.core.errors import HybridKVError
-from hybridkv.shm.slots import SHORT_HASH_BYTES
+from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 
 
 class TierError(HybridKVError):
@@ -26,6 +26,10 @@ class MissingError(TierError):
 
 class DamagedError(TierError):
     """The record is there, and is not what was put: it has another length, for instance."""
+
+
+class UndecodableError(TierError):
+    """The record is there, and this daemon lacks the library or the key that decodes it."""
 
 
 class FullError(TierError):
@@ -48,7 +52,39 @@ class ReadRequest(NamedTuple):
 
     key: bytes
     pieces: Sequence[memoryview]
-    """Memory for its bytes, together of the record's size; aligned as in WriteRequest."""
+    """Memory for its bytes, aligned as in WriteRequest. A record may be some pages shorter."""
+
+
+def first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
+    """The first `size` bytes of the pieces, or all where they are fewer."""
+    first = []
+    for piece in pieces:
+        if size <= 0:
+            break
+        first.append(piece[:size])
+        size -= len(piece)
+    return first
+
+
+def bytes_after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
+    """The pieces without their first `done` bytes."""
+    left = []
+    for piece in pieces:
+        if done < len(piece):
+            left.append(piece[done:] if done > 0 else piece)
+        done = max(0, done - len(piece))
+    return left
+
+
+def is_length(size: int, pieces_bytes: int) -> bool:
+    """Whether a record of `size` bytes may be read into memory of `pieces_bytes`."""
+    return 0 < size <= pieces_bytes and not size % SLOT_ALIGN
+
+
+def zero_after(pieces: Sequence[memoryview], size: int) -> None:
+    """Zero the memory behind a record of `size` bytes, as `Tier.get` has to."""
+    for piece in bytes_after(pieces, size):
+        piece[:] = bytes(len(piece))
 
 
 class Tier(ABC):
@@ -76,7 +112,11 @@ class Tier(ABC):
 
     @abstractmethod
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        """Read records, prefix first; for each item None, or its error and any bytes."""
+        """Read records, prefix first; for each item None, or its error and any bytes.
+
+        The memory behind a shorter record is zeroed. A record that is longer than the memory, or
+        ends within a page, is damaged.
+        """
 
     @abstractmethod
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:

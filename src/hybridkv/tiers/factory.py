@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import TierSpec
+from hybridkv.tiers.coding import coding_of
 from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.fault_injection import OPTIONS, InjectedTier
 
 INJECT = "inject+"  # Before a scheme: see fault_injection.
@@ -22,11 +24,16 @@ LIBRARIES = {
 
 def make_tier(spec: TierSpec, node: str) -> Tier:
     """The tier, not opened yet; `node` names this daemon in it. Raises ConfigError."""
+    return EncodedTier(_make_bare(spec, node), coding_of(spec))
+
+
+def _make_bare(spec: TierSpec, node: str) -> Tier:
+    """The tier without encoding."""
     if spec.kind.startswith(INJECT):
         options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
         kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
         return InjectedTier(
-            make_tier(replace(spec, kind=kind, location=location, options=options), node), spec
+            _make_bare(replace(spec, kind=kind, location=location, options=options), node), spec
         )
     if spec.kind == "disk":
         return DiskTier(spec, node)

@@ -14,6 +14,7 @@ from hybridkv.core.options import number
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.record import stored_bytes
 from hybridkv.tiers.remote import sizes_of
 
 OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
@@ -48,8 +49,8 @@ class InjectedTier(Tier):
         return self._tier.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        self._pass(sum(sizes_of(items)))
         errors = self._tier.get(items)
+        self._pass(sum(stored_bytes(item.pieces[0]) for item in items))
         for at, item in enumerate(items):
             if errors[at] is None and self._happens(self._lose):
                 errors[at] = MissingError("lost on purpose")

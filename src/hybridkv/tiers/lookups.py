@@ -6,15 +6,16 @@ to which boundary reading is faster.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, stored_counts
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tails import is_tail_hit, tail_chunk, tail_tokens
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.record import RecordName
@@ -22,7 +23,8 @@ from hybridkv.tiers.state import TierState
 
 CUTS = 8  # Boundaries that are compared with each other.
 
-ObjectPlace = tuple[int, int]  # (group index, chunk) of an object of a prompt.
+ObjectPlace = tuple[int, int]
+"""(group index, place) of an object of a prompt: its chunk, or behind the last chunk its tail."""
 
 
 class ShortfallKind(Enum):
@@ -37,7 +39,7 @@ class ShortfallKind(Enum):
         "reading {tokens} tokens would take {read_seconds:.2g} s, "
         "computing them {compute_seconds:.2g} s",
     )
-    NO_ROOM = "promotions_cut", "no_room", "RAM has no room for it"
+    NO_ROOM = "promotions_cut", "no_room", "RAM has room for {fits} of {tokens} tokens"
     FAILED = "promotions_cut", "failed", "{tier}: {error}"
     NOT_FOUND_IN_TIME = "deadlines_missed", "", "no tier had a thread to look for it in time"
     NOT_READ_IN_TIME = "deadlines_missed", "", "it was not read in time"
@@ -52,7 +54,15 @@ class NeededObject(NamedTuple):
 
     tier: TierState
     group_index: int
-    chunk: int
+    at: int  # As in ObjectPlace.
+
+
+class PromptHit(NamedTuple):
+    """A hit: its chunks, the last of which is a tail where `tail` counts one from 1 on."""
+
+    chunks: int
+    tail: int
+    tokens: int
 
 
 class LookupRequest(NamedTuple):
@@ -67,31 +77,48 @@ class LookupRequest(NamedTuple):
     asked_at: float
     deadline: float
     tokens_per_second: int  # How fast the engine computes; 0 = not known.
-    resident: int  # The hit in chunks that RAM alone had at `asked_at`.
+    resident: PromptHit  # The hit that RAM alone had at `asked_at`.
+    tails: bytes = b""  # The names of tails, as in wire.Lookup.
+    tails_from: int = 0
 
     @property
     def chunks(self) -> int:
         """The number of chunks."""
         return len(self.hashes) // HASH_BYTES
 
-    def hash_of(self, chunk: int) -> bytes:
-        """The hash of one chunk; empty before the first one."""
-        return self.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES] if chunk >= 0 else b""
+    def hash_of(self, at: int) -> bytes:
+        """The hash of one chunk, or the name of a tail, by its place; empty before the first."""
+        names, at = (self.hashes, at) if at < self.chunks else (self.tails, at - self.chunks)
+        return names[at * HASH_BYTES : (at + 1) * HASH_BYTES] if at >= 0 else b""
 
-    def name_of(self, group_index: int, chunk: int) -> RecordName:
+    def chunk_of(self, at: int) -> int:
+        """The chunk that a place is, or that its tail ends inside."""
+        is_tail = at >= self.chunks
+        return tail_chunk(self.geometry, self.tails_from, at - self.chunks) if is_tail else at
+
+    def name_of(self, group_index: int, at: int) -> RecordName:
         """The name of one object in tiers."""
         namespace = self.namespace
-        return RecordName(namespace.identity, namespace.gids[group_index], self.hash_of(chunk))
+        return RecordName(namespace.identity, namespace.gids[group_index], self.hash_of(at))
 
-    def resident_slots(self, hits: Iterable[int]) -> Iterable[Slot]:
-        """The objects that RAM has of hits of so many chunks."""
-        places = {
-            (chunk, index): None
-            for chunks in hits
-            for index, group in enumerate(self.geometry.groups)
-            for chunk in needed_chunks(self.geometry, group, chunks)
-        }
-        return filter(None, (self.namespace.get(self.hash_of(at), index) for at, index in places))
+    def hit_of(self, chunks: int, tail: int = 0) -> PromptHit:
+        """The hit of so many chunks, or that which ends with the tail where one is given."""
+        if not tail:
+            return PromptHit(chunks, 0, chunks * self.geometry.chunk_tokens)
+        chunk = tail_chunk(self.geometry, self.tails_from, tail - 1)
+        return PromptHit(chunk + 1, tail, tail_tokens(self.geometry, self.tails_from, tail - 1))
+
+    def needed(self, hit: PromptHit) -> Iterator[ObjectPlace]:
+        """The places of what a hit needs."""
+        for index, group in enumerate(self.geometry.groups):
+            for chunk in needed_chunks(self.geometry, group, hit.chunks):
+                is_tail = hit.tail and chunk == hit.chunks - 1
+                yield index, self.chunks + hit.tail - 1 if is_tail else chunk
+
+    def resident_slots(self, hits: Iterable[PromptHit]) -> Iterable[Slot]:
+        """The objects that RAM has of these hits."""
+        places = {place: None for hit in hits for place in self.needed(hit)}
+        return filter(None, (self.namespace.get(self.hash_of(at), index) for index, at in places))
 
 
 @dataclass(eq=False)
@@ -102,6 +129,9 @@ class WaitingLookup:
     is_over: bool = False
     """Whether it does not wait any more: it is answered, or nobody wants the answer."""
     target: int = 0  # The hit in chunks that the lookup may become, as far as is known.
+    tail: int = 0  # A tail, counted from 1, that a hit may end with; 0 = none was located.
+    hits: list[PromptHit] = field(default_factory=list)
+    """The hits for which is read, ascending: the target, and one that comes earlier."""
     located: dict[ObjectPlace, TierState] = field(default_factory=dict)  # The tier that has it.
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects of which some tier must be asked whether it has them."""
@@ -118,106 +148,210 @@ class WaitingLookup:
     origins: dict[int, str] = field(default_factory=dict)
     """The name of the tier that gave (a part of) a chunk."""
     shortfall: str = ""  # Why it gets less than the tiers have, if it does.
+    short_of: set[ShortfallKind] = field(default_factory=set)  # The reasons that were counted.
 
 
-def plan_reads(lookup: WaitingLookup, now: float) -> Mapping[str, float]:
+def plan_reads(
+    lookup: WaitingLookup, room_bytes: int, now: float
+) -> list[tuple[ShortfallKind, Mapping[str, float]]]:
     """Decide what is read, from what RAM has and where objects are located in tiers.
 
-    Sets `todo`, in the order of reading, and `target`; if RAM alone has that hit nothing is read.
-    Returns the facts of ShortfallKind.SLOWER where tiers could make the hit longer.
+    Sets `todo`, in the order of reading, `hits` and `target`; nothing is read if RAM alone has that
+    hit, and `hits` is empty then.
+    The objects of the hit, with those that RAM alone hits, take at most `room_bytes`. Returns why
+    the hit is shorter than what tiers could make of it, with the facts of each reason.
     """
-    request, geometry = lookup.request, lookup.request.geometry
+    request, resident = lookup.request, lookup.request.resident
     masks = _masks(lookup)
-    reach = lookup.target = largest_hit(geometry, masks, request.chunks)
-    if reach <= request.resident:
-        return {}
-    boundaries = {
-        largest_hit(geometry, masks, -(-reach * part // CUTS)) for part in range(1, CUTS + 1)
-    }
-    costs = _costs(lookup, reach, now)
-
-    def read_seconds(chunks: int) -> float:
-        needs = (needed_chunks(geometry, group, chunks) for group in geometry.groups)
-        return sum(
-            cost[need.stop] - cost[need.start] for cost, need in zip(costs, needs, strict=True)
-        )
-
+    lookup.hits = []
+    longest = _longest(lookup, masks)
+    lookup.target = longest.chunks
+    if longest.tokens <= resident.tokens:
+        return []
+    sizes = HitSizes(request.geometry, longest.chunks)
+    hits = _candidates(lookup, masks, longest, sizes, room_bytes)
+    by_tokens = {hit.tokens: hit for hit in hits if sizes.of((resident, hit)) <= room_bytes}
+    fits = by_tokens[max(by_tokens)] if by_tokens else resident
+    lookup.target = fits.chunks
+    short: list[tuple[ShortfallKind, Mapping[str, float]]] = []
+    if fits.tokens < longest.tokens:
+        short.append((ShortfallKind.NO_ROOM, {"fits": fits.tokens, "tokens": longest.tokens}))
+    if fits.tokens <= resident.tokens:
+        return short
+    read_seconds = _reading(lookup, fits.chunks, now)
     rate = request.tokens_per_second
-    chunk_seconds = geometry.chunk_tokens / rate if rate else 0.0
+    token_seconds = 1 / rate if rate else 0.0
+
+    def seconds(tokens: int) -> float:
+        return read_seconds(by_tokens[tokens])
+
     patience = request.deadline - now
-    chunks = best_load(request.resident, boundaries, read_seconds, chunk_seconds, patience)
-    if chunks > request.resident:
-        lookup.todo.extend(_needs(lookup, masks, chunks))
-    lookup.target = chunks
-    if chunks == reach:
-        return {}
-    return {
-        "tokens": reach * geometry.chunk_tokens,
-        "read_seconds": read_seconds(reach),
-        "compute_seconds": (reach - request.resident) * chunk_seconds,
-    }
+    tokens = best_load(resident.tokens, by_tokens, seconds, token_seconds, patience)
+    best = by_tokens.get(tokens, resident)
+    lookup.target = best.chunks
+    if best != resident:
+        half = request.hit_of(largest_hit(request.geometry, masks, best.chunks // 2))
+        has_room = sizes.of((resident, half, best)) <= room_bytes
+        lookup.hits = [half, best] if half.tokens > resident.tokens and has_room else [best]
+        lookup.todo.extend(_needs(lookup))
+    if best.tokens < fits.tokens:
+        facts = {
+            "tokens": fits.tokens,
+            "read_seconds": read_seconds(fits),
+            "compute_seconds": (fits.tokens - resident.tokens) * token_seconds,
+        }
+        short.append((ShortfallKind.SLOWER, facts))
+    return short
+
+
+def _longest(lookup: WaitingLookup, masks: Sequence[bytes]) -> PromptHit:
+    """The longest hit of what there is, with the located tail if it ends behind all chunks."""
+    request = lookup.request
+    whole = request.hit_of(largest_hit(request.geometry, masks, request.chunks))
+    hit = request.hit_of(whole.chunks, lookup.tail)
+    is_hit = lookup.tail and is_tail_hit(request.geometry, masks, hit.chunks - 1)
+    return hit if is_hit and hit.tokens > whole.tokens else whole
+
+
+def _candidates(
+    lookup: WaitingLookup,
+    masks: Sequence[bytes],
+    longest: PromptHit,
+    sizes: "HitSizes",
+    room_bytes: int,
+) -> set[PromptHit]:
+    """The hits that are compared: the longest one, and some up to the longest that has room."""
+    request = lookup.request
+    whole = largest_hit(request.geometry, masks, longest.chunks - bool(longest.tail))
+    reach = sizes.largest(masks, whole, request.resident, room_bytes)
+    parts = (-(-reach * part // CUTS) for part in range(1, CUTS + 1))
+    return {longest, *(request.hit_of(largest_hit(request.geometry, masks, at)) for at in parts)}
+
+
+class HitSizes:
+    """The bytes of RAM that the objects of hits take."""
+
+    def __init__(self, geometry: Geometry, chunks: int) -> None:
+        """Of hits of at most `chunks` chunks."""
+        self._geometry = geometry
+        periods = _slot_sizes(geometry)
+        self._sums = [[*accumulate(islice(cycle(sizes), chunks), initial=0)] for sizes in periods]
+        """Per group and number of chunks, the bytes of the objects of the first ones."""
+        self._chunk_bytes_max = max(1, sum(map(max, periods)))
+
+    def of(self, hits: Iterable[PromptHit]) -> int:
+        """The bytes of the objects that any of some hits needs; the hits ascend."""
+        size = 0
+        for group, sums in zip(self._geometry.groups, self._sums, strict=True):
+            end = 0
+            for hit in hits:
+                need = needed_chunks(self._geometry, group, hit.chunks)
+                stop = need.stop - bool(hit.tail)
+                # A tail is as large as the object of the chunk that it ends inside.
+                size += max(0, sums[stop] - sums[max(end, need.start)])
+                size += sums[need.stop] - sums[stop]
+                end = max(end, stop)
+        return size
+
+    def largest(
+        self, masks: Sequence[bytes], chunks: int, resident: PromptHit, room_bytes: int
+    ) -> int:
+        """The largest hit of at most `chunks` chunks of which RAM can hold all at once.
+
+        `masks` tell what there is, and the objects of the hit `resident` take room as well. It is
+        not longer than `resident` where no longer one has room.
+        """
+        chunk_tokens = self._geometry.chunk_tokens
+        while chunks * chunk_tokens > resident.tokens:
+            hit = PromptHit(chunks, 0, chunks * chunk_tokens)
+            excess = self.of((resident, hit)) - room_bytes
+            if excess <= 0:
+                break
+            # A chunk less takes at most `_chunk_bytes_max` less: no hit in between has room.
+            fewer = -(-excess // self._chunk_bytes_max)
+            least = resident.tokens // chunk_tokens
+            chunks = largest_hit(self._geometry, masks, max(least, chunks - fewer))
+        return chunks
 
 
 def best_load(
     resident: int,
-    boundaries: Iterable[int],
+    hits: Iterable[int],
     read_seconds: Callable[[int], float],
-    chunk_seconds: float,
+    token_seconds: float,
     patience_seconds: float,
 ) -> int:
-    """The boundary, in chunks, at which a prompt is ready first.
+    """The hit, in tokens, at which a prompt is ready first.
 
-    `resident` is the hit that needs no reading, `boundaries` are other hits. `read_seconds` tells
-    the time of reading up to one of them, `chunk_seconds` that of computing a chunk (0 = not known:
-    the largest hit is best). Reading that would outlast `patience_seconds` is not begun.
+    `resident` is the hit that needs no reading, `hits` are other ones. `read_seconds` tells the
+    time of reading one of them, `token_seconds` that of computing a token (0 = not known: the
+    largest hit is best). Reading that would outlast `patience_seconds` is not begun.
     """
     best, gain = resident, 0.0
-    for chunks in sorted(set(boundaries), reverse=True):
-        if chunks > resident:
-            read, compute = read_seconds(chunks), (chunks - resident) * chunk_seconds
-            saved = compute - read if chunk_seconds else float(chunks)
+    for tokens in sorted(set(hits), reverse=True):
+        if tokens > resident:
+            read, compute = read_seconds(tokens), (tokens - resident) * token_seconds
+            saved = compute - read if token_seconds else float(tokens)
             if read <= patience_seconds and saved > gain:
-                best, gain = chunks, saved
+                best, gain = tokens, saved
     return best
 
 
 def _masks(lookup: WaitingLookup) -> list[bytes]:
-    """Per group the presence mask of what is in RAM or located in a tier."""
-    present = list(map(bytearray, lookup.request.namespace.present(lookup.request.hashes)[0]))
-    for index, chunk in lookup.located:
-        present[index][chunk] = 1
+    """Per group the presence mask of what is in RAM or located in a tier.
+
+    What came into RAM since it was located is not to be read, and is not located any more.
+    """
+    request = lookup.request
+    present = list(map(bytearray, request.namespace.present(request.hashes)[0]))
+    for index, at in list(lookup.located):
+        if request.namespace.get(request.hash_of(at), index) is not None:
+            del lookup.located[index, at]
+        elif at < request.chunks:
+            present[index][at] = 1
     return [bytes(mask) for mask in present]
 
 
-def _costs(lookup: WaitingLookup, reach: int, now: float) -> list[list[float]]:
-    """Per group and number of chunks, the seconds of reading what tiers have of the first ones."""
-    geometry = lookup.request.geometry
-    seconds = [[0.0] * reach for _ in geometry.groups]
-    sizes = [
+def _reading(lookup: WaitingLookup, reach: int, now: float) -> Callable[[PromptHit], float]:
+    """The seconds of reading what a hit of so many chunks, up to `reach`, needs of tiers."""
+    request, geometry = lookup.request, lookup.request.geometry
+    chunks, tail = [[0.0] * reach for _ in geometry.groups], 0.0
+    sizes = _slot_sizes(geometry)
+    for (index, at), tier in lookup.located.items():
+        size = sizes[index][at % len(sizes[index])]
+        if at < reach:
+            chunks[index][at] = tier.speed.seconds(size, now)
+        elif at >= request.chunks:
+            tail += tier.speed.seconds(size, now)
+    costs = [list(accumulate(each, initial=0.0)) for each in chunks]
+
+    def read_seconds(hit: PromptHit) -> float:
+        total = tail if hit.tail else 0.0
+        for group, cost in zip(geometry.groups, costs, strict=True):
+            need = needed_chunks(geometry, group, hit.chunks)
+            total += cost[need.stop - bool(hit.tail)] - cost[need.start]
+        return total
+
+    return read_seconds
+
+
+def _slot_sizes(geometry: Geometry) -> list[list[int]]:
+    """Per group, the bytes of the slot of each chunk's object, in one period of the chunks."""
+    return [
         [
-            slot_bytes(count * group.block_bytes, geometry.parts(group))
+            slot_bytes(count * group.block_bytes, geometry.parts(group)) if count else 0
             for count in stored_counts(geometry, group)
         ]
         for group in geometry.groups
     ]
-    for (index, chunk), tier in lookup.located.items():
-        if chunk < reach:
-            size = sizes[index][chunk % len(sizes[index])]
-            seconds[index][chunk] = tier.speed.seconds(size, now)
-    return [list(accumulate(each, initial=0.0)) for each in seconds]
 
 
-def _needs(lookup: WaitingLookup, masks: Sequence[bytes], chunks: int) -> list[NeededObject]:
-    """The objects that a hit of `chunks` chunks lacks, those of half of the hit first."""
-    geometry = lookup.request.geometry
-    places: dict[tuple[int, int], None] = {}
-    half = largest_hit(geometry, masks, chunks // 2)
-    for boundary in (half, chunks) if half > lookup.request.resident else (chunks,):
-        for chunk, index in sorted(
-            (chunk, index)
-            for index, group in enumerate(geometry.groups)
-            for chunk in needed_chunks(geometry, group, boundary)
-            if (index, chunk) in lookup.located
-        ):
-            places[index, chunk] = None
+def _needs(lookup: WaitingLookup) -> list[NeededObject]:
+    """What the lookup's hits need of tiers, hit by hit, each prefix first and a tail last."""
+    places = {
+        (index, at): None
+        for hit in lookup.hits
+        for at, index in sorted((at, index) for index, at in lookup.request.needed(hit))
+        if (index, at) in lookup.located
+    }
     return [NeededObject(lookup.located[place], *place) for place in places]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hybridkv.core.coverage import part_bytes, stored_counts
 from hybridkv.core.geometry import GroupKind
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
@@ -191,14 +192,33 @@ class Promotion:
     # Read
 
     def _plan(self, lookup: WaitingLookup, now: float) -> None:
+        """Decide what is read, in all that RAM may ever have room for."""
         lookup.is_planned, lookup.started_at = True, now
-        slower = plan_reads(lookup, now)
-        if slower:
-            self._fall_short(lookup, ShortfallKind.SLOWER, **slower)
-        resident = lookup.request.resident
-        if lookup.target > resident:
+        # What is being read becomes objects, of this prompt or of others.
+        reading = sum(self._reading_bytes.values())
+        self._decide(lookup, len(self._store) - self._store.writing_bytes + reading, now)
+
+    def _plan_again(self, lookup: WaitingLookup, now: float) -> None:
+        """Decide for a shorter hit, in the room of what was read: there is no room for more.
+
+        What only the longer hit needs may be evicted from now on.
+        """
+        held, lookup.held = lookup.held, []
+        before = lookup.hits
+        lookup.todo.clear()
+        self._decide(lookup, sum(slot.size_bytes for slot in set(held)), now)
+        self._store.unpin(held)
+        if lookup.hits == before:
+            # It cannot be, because what has no slot counted. The loop would not end.
+            lookup.todo.clear()
+
+    def _decide(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
+        for kind, facts in plan_reads(lookup, room_bytes, now):
+            self._fall_short(lookup, kind, **facts)
+        if lookup.hits:
             # The hit that RAM has already is held as well: room for more must not cost it.
-            for slot in lookup.request.resident_slots((resident, lookup.target)):
+            hits = lookup.request.resident, *lookup.hits
+            for slot in lookup.request.resident_slots(hits):
                 self._hold(lookup, slot)
 
     def _go_on(self, lookup: WaitingLookup, now: float) -> bool:
@@ -207,7 +227,7 @@ class Promotion:
             self._plan(lookup, now)
         while lookup.todo:
             need = lookup.todo[0]
-            name = lookup.request.name_of(need.group_index, need.chunk)
+            name = lookup.request.name_of(need.group_index, need.at)
             slot = lookup.request.namespace.get(name.chunk_hash, need.group_index)
             known = self._reads.get(name.key)
             tier = need.tier if known is None else known.need.tier
@@ -235,8 +255,8 @@ class Promotion:
         while lookup.todo and lookup.todo[0].tier is tier and len(items) < JOB_ITEMS_MAX:
             need = lookup.todo[0]
             group = geometry.groups[need.group_index]
-            name = request.name_of(need.group_index, need.chunk)
-            shape = part_bytes(geometry, group, need.chunk), geometry.parts(group)
+            name = request.name_of(need.group_index, need.at)
+            shape = part_bytes(geometry, group, need.at), geometry.parts(group)
             size, taken = slot_bytes(*shape), self._reading_bytes[tier]
             job_bytes += size
             is_busy = taken and taken + size > len(self._store) // READING_SHARE
@@ -244,9 +264,9 @@ class Promotion:
                 break
             slot = next(iter(self._store.grant(shape, 1)), None)
             if slot is None:
-                if not self._store.is_growing:
-                    self._fall_short(lookup, ShortfallKind.NO_ROOM)
-                    lookup.todo.clear()
+                if not self._store.is_growing and not lookup.reading:
+                    self._plan_again(lookup, now)
+                    return True
                 break
             self._reads[name.key] = ObjectRead(need, slot, [lookup])
             items.append(JobItem(Record(name, *shape, slot.generation), slot))
@@ -264,7 +284,8 @@ class Promotion:
         if not request.namespace.is_current:
             self._store.free(slot)
             return None
-        chunk_hash, parent = request.hash_of(need.chunk), request.hash_of(need.chunk - 1)
+        chunk_hash = request.hash_of(need.at)
+        parent = request.hash_of(request.chunk_of(need.at) - 1)
         place = request.namespace, need.group_index, chunk_hash, parent
         if self._store.commit(slot, *place, tenant=tenant):
             slot.in_tiers |= need.tier.bit
@@ -281,10 +302,10 @@ class Promotion:
         if isinstance(came, Slot):
             self._hold(lookup, came)
             lookup.read_bytes[need.tier] += came.size_bytes
-            lookup.origins.setdefault(need.chunk, need.tier.name)
+            lookup.origins.setdefault(lookup.request.chunk_of(need.at), need.tier.name)
             return
         # Where else it is: only in slower tiers, so that it ends.
-        key = lookup.request.name_of(need.group_index, need.chunk).key
+        key = lookup.request.name_of(need.group_index, need.at).key
         others = self._tiers[need.tier.number + 1 :] if came is not None else ()
         for tier in others:
             if tier.reads(now) and tier.peek(key):
@@ -302,7 +323,8 @@ class Promotion:
         lookup.held.append(slot)
 
     def _fall_short(self, lookup: WaitingLookup, kind: ShortfallKind, **facts: str | float) -> None:
-        self.counters[kind.counter] += 1
+        self.counters[kind.counter] += kind not in lookup.short_of
+        lookup.short_of.add(kind)
         lookup.shortfall = kind.sentence.format(**facts)
 
     def _leave(self, lookup: WaitingLookup) -> None:
@@ -337,6 +359,35 @@ def _locate(lookup: WaitingLookup, masks: Sequence[bytes], tiers: Sequence[TierS
                 reach = chunk
                 break
             chunk = mask.find(0, chunk + 1, reach)
+    _locate_tail(lookup, reach, tiers)
+
+
+def _locate_tail(lookup: WaitingLookup, reach: int, tiers: Sequence[TierState]) -> None:
+    """Find the longest tail up to chunk `reach` of which RAM or tiers have every object.
+
+    Only tiers that know at once what they have are considered: a tail is one of up to
+    TAIL_UNITS_MAX names, and asking a network for each would cost more than computing the tail.
+    """
+    request, resident = lookup.request, lookup.request.resident
+    for number in reversed(range(resident.tail, len(request.tails) // HASH_BYTES)):
+        at = request.chunks + number
+        if request.chunk_of(at) < resident.chunks - bool(resident.tail):
+            break
+        if request.chunk_of(at) > reach:
+            continue
+        there: dict[ObjectPlace, TierState] = {}
+        for index in range(len(request.geometry.groups)):
+            if request.namespace.get(request.hash_of(at), index) is not None:
+                continue
+            key = request.name_of(index, at).key
+            tier = next((tier for tier in tiers if tier.peek(key)), None)
+            if tier is None:
+                break
+            there[index, at] = tier
+        else:
+            lookup.located |= there
+            lookup.tail = number + 1
+            break
 
 
 def _locate_one(lookup: WaitingLookup, place: ObjectPlace, tiers: Sequence[TierState]) -> bool:

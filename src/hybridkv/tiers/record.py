@@ -6,6 +6,12 @@ written with direct I/O::
     0        128                 payload_offset(parts)
     |header  |checksum per part  |payload: part 0, part 1 ...          | zeros to SLOT_ALIGN
 
+An *encoded* record (tiers.coding) has the same header with another version, and a body behind it
+that is compressed, encrypted or both; it ends with zeros to SLOT_ALIGN too::
+
+    0        128
+    |header  |body: nonce?, checksum per part, payload     | zeros to SLOT_ALIGN
+
 A record names its object, and shows whether it is whole. The parts keep the signatures of the
 worker that wrote them, with their seed, so a reader proves the bytes that left the engine.
 """
@@ -28,6 +34,7 @@ from hybridkv.shm.slots import (
 from hybridkv.store.index import Slot
 
 RECORD_VERSION = 2  # The same under the name that the disk tier uses.
+ENCODED_VERSION = 3  # Of records with a body.
 KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's short hash, tenant,
@@ -36,8 +43,10 @@ _HEADER = struct.Struct(f"<QHHHHQ{HASH_BYTES}s{HASH_BYTES}s{SHORT_HASH_BYTES}sQQ
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = HEADER_BYTES - _CRC.size
 _INTERIOR = 1
+# How the body is encoded: its bytes, the codec, the cipher, the key's id.
+_ENCODING = struct.Struct("<IBBxxI")
 
-assert _HEADER.size <= _CRC_OFFSET
+assert _HEADER.size + _ENCODING.size <= _CRC_OFFSET
 
 
 class RecordName(NamedTuple):
@@ -76,6 +85,20 @@ class Record(NamedTuple):
         return layout.slot_bytes(self.part_bytes, self.parts)
 
 
+class Encoding(NamedTuple):
+    """How the body of an encoded record is encoded."""
+
+    body_bytes: int
+    codec: int  # See tiers.coding.
+    cipher: int
+    key_id: int = 0  # Tells keys apart; 0 without a cipher.
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole encoded record."""
+        return -(-(HEADER_BYTES + self.body_bytes) // layout.SLOT_ALIGN) * layout.SLOT_ALIGN
+
+
 def head_bytes(parts: int) -> int:
     """Bytes from the start of a record to the first page without header or checksums."""
     return -(-payload_offset(parts) // layout.SLOT_ALIGN) * layout.SLOT_ALIGN
@@ -93,15 +116,25 @@ def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
         raise ValueError("its bytes are not those that were stored")
     if signed is None:
         sign(slot, digests, record.seed)
-    payload = payload_offset(record.parts)
-    end = payload + record.part_bytes * record.parts
+    end = payload_offset(record.parts) + record.part_bytes * record.parts
     slot[end:] = bytes(len(slot) - end)
     head[:] = slot[: len(head)]
-    name, part_bytes, parts, seed, parent, tenant, interior = record
-    common = (_MAGIC, RECORD_VERSION, parts, name.gid, _INTERIOR * interior, part_bytes)
-    _HEADER.pack_into(head, 0, *common, name.namespace, name.chunk_hash, parent, tenant, seed)
-    head[_HEADER.size : _CRC_OFFSET] = bytes(_CRC_OFFSET - _HEADER.size)
-    _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload))
+    write_header(record, head)
+
+
+def write_header(record: Record, head: memoryview) -> None:
+    """Write the header of a record into the start of `head`, which has its checksums already."""
+    _pack(record, RECORD_VERSION, head)
+    _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload_offset(record.parts)))
+
+
+def encoded_header(record: Record, encoding: Encoding) -> bytes:
+    """The header of an encoded record, HEADER_BYTES."""
+    header = bytearray(HEADER_BYTES)
+    _pack(record, ENCODED_VERSION, header)
+    _ENCODING.pack_into(header, _HEADER.size, *encoding)
+    _CRC.pack_into(header, _CRC_OFFSET, zlib.crc32(header[:_CRC_OFFSET]))
+    return bytes(header)
 
 
 def read_head(head: memoryview) -> Record | None:
@@ -113,10 +146,34 @@ def read_head(head: memoryview) -> Record | None:
     end = payload_offset(parts)
     if not parts or len(head) < end or _CRC.unpack_from(head, _CRC_OFFSET)[0] != _crc(head, end):
         return None
-    header = _HEADER.unpack_from(head)
-    _, _, _, gid, flags, part_bytes, namespace, chunk_hash, parent, tenant, seed = header
-    name = RecordName(namespace, gid, chunk_hash)
-    return Record(name, part_bytes, parts, seed, parent, tenant, bool(flags & _INTERIOR))
+    return _unpack(head)
+
+
+def read_encoded(start: bytes | memoryview) -> tuple[Record, Encoding] | None:
+    """What the header of an encoded record says; None where it is not a sound one.
+
+    `start` has at least HEADER_BYTES.
+    """
+    if not is_encoded(start) or _CRC.unpack_from(start, _CRC_OFFSET)[0] != zlib.crc32(
+        start[:_CRC_OFFSET]
+    ):
+        return None
+    return _unpack(start), Encoding(*_ENCODING.unpack_from(start, _HEADER.size))
+
+
+def stored_bytes(start: memoryview) -> int:
+    """The bytes of a record in its tier by its first HEADER_BYTES, unproven; 0 = no header."""
+    if known := read_encoded(start[:HEADER_BYTES]):
+        return known[1].size_bytes
+    return _unpack(start).size_bytes if parts_of(start) else 0
+
+
+def is_encoded(start: bytes | memoryview) -> bool:
+    """Whether the first HEADER_BYTES are those of an encoded record, unproven."""
+    return len(start) >= HEADER_BYTES and _HEADER.unpack_from(start)[:2] == (
+        _MAGIC,
+        ENCODED_VERSION,
+    )
 
 
 def parts_of(start: bytes | memoryview) -> int:
@@ -137,6 +194,20 @@ def proven_digests(record: Record, memory: memoryview) -> list[bytes] | None:
         return None
     digests = part_digests(memory, *record.shape)
     return digests if is_signed(memory, digests, record.seed) else None
+
+
+def _pack(record: Record, version: int, head: memoryview | bytearray) -> None:
+    name, part_bytes, parts, seed, parent, tenant, interior = record
+    common = (_MAGIC, version, parts, name.gid, _INTERIOR * interior, part_bytes)
+    _HEADER.pack_into(head, 0, *common, name.namespace, name.chunk_hash, parent, tenant, seed)
+    head[_HEADER.size : _CRC_OFFSET] = bytes(_CRC_OFFSET - _HEADER.size)
+
+
+def _unpack(head: bytes | memoryview) -> Record:
+    _, _, parts, gid, flags, part_bytes, *rest = _HEADER.unpack_from(head)
+    namespace, chunk_hash, parent, tenant, seed = rest
+    name = RecordName(namespace, gid, chunk_hash)
+    return Record(name, part_bytes, parts, seed, parent, tenant, bool(flags & _INTERIOR))
 
 
 def _crc(head: memoryview, payload: int) -> int:

@@ -159,8 +159,11 @@ class S3Tier(Tier):
             answers = self._each(requests, deadline)
             for item, answer in zip(some, answers, strict=True):
                 if isinstance(answer, memoryview):
-                    for part, came in copy_steps(item.pieces, answer):
+                    for part, came in copy_steps(
+                        contract.first_bytes(item.pieces, len(answer)), answer
+                    ):
                         part[:] = came
+                    contract.zero_after(item.pieces, len(answer))
             return [answer if isinstance(answer, TierError) else None for answer in answers]
 
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, read)
@@ -221,11 +224,11 @@ class S3Tier(Tier):
 
     async def _fetch(self, item: ReadRequest, size: int) -> memoryview:
         found = await obstore.get_async(self._store, _path(item.key))
-        if found.meta["size"] != size:
+        if not contract.is_length(found.meta["size"], size):
             raise contract.DamagedError(f"it has {found.meta['size']} bytes instead of {size}")
         body = memoryview(await found.bytes_async())
-        if len(body) != size:
-            raise contract.DamagedError(f"{len(body)} bytes came instead of {size}")
+        if len(body) != found.meta["size"]:
+            raise contract.DamagedError(f"{len(body)} bytes came, not {found.meta['size']}")
         return body
 
     def _names(self, wrong: _Meaning) -> Iterator[str]:

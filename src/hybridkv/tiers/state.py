@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
 from hybridkv.core.tier_urls import TierSpec, WritePolicy
-from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FullError,
+    MissingError,
+    Tier,
+    TierError,
+    UndecodableError,
+)
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, WrongBytesError
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -29,6 +36,7 @@ _LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
 ERROR_COUNTERS: dict[type[TierError], str] = {
     MissingError: "objects_missing",
     DamagedError: "objects_damaged",
+    UndecodableError: "objects_undecodable",
     WrongBytesError: "objects_wrong_in_ram",
     FullError: "objects_refused",
 }
@@ -198,12 +206,15 @@ class TierState:
                 self.counters[ERROR_COUNTERS.get(type(error), "failures")] += 1
             if isinstance(error, DamagedError):
                 logger.warning("%s: an object is damaged: %s", self.name, error)
+            if isinstance(error, UndecodableError) and self.counters["objects_undecodable"] == 1:
+                told = "%s: an object cannot be decoded, which is a miss: %s"
+                logger.warning(told, self.name, error)
 
 
 def _is_ill(errors: Sequence[TierError | None], kind: JobKind) -> bool:
     """Whether some errors are the tier's fault, and no item succeeded."""
     excused: tuple[type[TierError], ...] = (WrongBytesError,)
     if kind is JobKind.READ:
-        excused = (MissingError, DamagedError, WrongBytesError)
+        excused = (MissingError, DamagedError, UndecodableError, WrongBytesError)
     faults = [error for error in errors if not isinstance(error, excused)]
     return bool(faults) and None not in faults

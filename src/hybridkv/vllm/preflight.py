@@ -14,13 +14,14 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, Verdict, fail, failure, judge, ok
-from hybridkv.core.geometry import GroupKind
+from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
-from hybridkv.vllm.drafters import speculation_findings, unproven_states
+from hybridkv.core.tails import why_no_tails
+from hybridkv.vllm.drafters import padding_finding, speculation_findings, unproven_states
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry
-from hybridkv.vllm.versions import OLDEST, PROVEN
+from hybridkv.vllm.proven import OLDEST, PROVEN, TAILS_VERSION
 
 CONNECTOR = {
     "kv_connector": "HybridKVConnector",
@@ -29,6 +30,7 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 """The `--kv-transfer-config` that works for every model."""
+NAMED_LATE = ("0.30", "0.31")  # The versions that `_states_named_late` is about.
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
 
 
@@ -92,7 +94,7 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
     """Whether every cacheable group can be restored; `vllm_config` is vLLM's VllmConfig."""
-    speculative = vllm_config.speculative_config
+    speculative, is_drafted = vllm_config.speculative_config, False
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         check, spec = f"group {gid}", kv_cache_config.kv_cache_groups[gid].kv_cache_spec
         try:
@@ -105,6 +107,7 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
         unproven: tuple[str, str] | None = None
         if group.kind is GroupKind.RECURRENT:
             unproven = unproven_states(vllm_config, next(iter(iter_layer_specs(spec))))
+            unproven = unproven or _states_named_late(vllm_config, group.tokens_per_block)
         elif group.kind is GroupKind.CHUNKED_LOCAL and speculative and speculative.use_eagle():
             what = (
                 f"speculative_config: vLLM 0.32 itself cannot look up group {gid} (chunked local "
@@ -112,6 +115,9 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
             )
             unproven = what, "serving without --speculative-config works"
         yield fail(check, *unproven) if unproven else ok(check, good)
+        is_drafted |= group.kind is GroupKind.RECURRENT and not unproven and bool(speculative)
+    if is_drafted:
+        yield padding_finding(vllm_config)
     cached = {*kv_cache_config.prefix_cacheable_group_ids}
     scratch = {*range(len(kv_cache_config.kv_cache_groups))} - cached
     if scratch and speculative is not None:
@@ -121,12 +127,57 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
         yield fail(f"group {min(scratch)}", what, "serving without --speculative-config works")
 
 
+def _states_named_late(vllm_config: Any, block_tokens: int) -> tuple[str, str] | None:
+    """Where vLLM 0.30 and 0.31 cache wrong recurrent states by themselves, and what works.
+
+    A prompt that ends at a multiple of the match unit, inside a block, has its state named when it
+    is computed. With asynchronous scheduling the next step's plan names it again, and that step's
+    copy has the state behind the first generated token.
+    """
+    unit = vllm_config.cache_config.prefix_match_unit
+    is_fine = unit is not None and unit < block_tokens
+    is_late = is_fine and vllm_config.scheduler_config.async_scheduling
+    version = ".".join(vllm.__version__.split(".")[:2])
+    if version not in NAMED_LATE or not is_late:
+        return None
+    what = (
+        f"vLLM {version} itself caches wrong recurrent states with asynchronous scheduling and "
+        f"prefix_match_unit={unit}, which is less than a block"
+    )
+    return what, "--no-async-scheduling works"
+
+
 def state_rule(vllm_config: Any) -> StateRule:
     """The settings that decide where recurrent states stand."""
     scheduler = vllm_config.scheduler_config
     # vLLM's long_prefill_token_threshold does not bound a prompt that is computed alone.
     step = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0
     return StateRule(vllm_config.cache_config.prefix_cache_retention_interval, step)
+
+
+def serves_tails() -> bool:
+    """Whether this vLLM is the one whose hits inside a block were proven."""
+    return ".".join(vllm.__version__.split(".")[:2]) == TAILS_VERSION
+
+
+def tails_finding(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> Finding:
+    """Whether hits may end inside a block; with a WARN the engine is served without such hits."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    why, remedy = why_no_tails(geometry), "leaving sub_block_hits out works"
+    if not serves_tails():
+        why = f"vllm {vllm.__version__} is not {TAILS_VERSION}, the only one they were proven on"
+    elif vllm_config.speculative_config is not None:
+        why = "they are not proven with speculation"
+    elif len(geometry.groups) != groups:
+        why = f"vLLM caches {len(geometry.groups)} of {groups} groups"
+    elif algorithm not in ENGINE_HASHES:
+        why = f"{algorithm} gives other hashes in every process"
+    elif why and geometry.hash_tokens == geometry.chunk_tokens:
+        remedy = f"--prefix-match-unit {max(1, geometry.chunk_tokens // 8)} works"
+    good = f"hits end at multiples of {geometry.hash_tokens} tokens"
+    what = f"sub_block_hits: hits end at whole blocks, because {why}"
+    return judge("sub-block hits", not why, good, what, remedy, Verdict.WARN)
 
 
 def settings_of(vllm_config: Any) -> Settings:

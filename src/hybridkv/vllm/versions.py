@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are served, and what was proven on each."""
+"""What differs between the versions of vLLM that are served."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -9,15 +9,6 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-
-PROVEN = {
-    "0.30": "the engine tests on its CPU build, without LFM2 and n-gram drafts; the simulation",
-    "0.31": "the engine tests on its CPU build, without LFM2; the simulation",
-    "0.32": "all tests on its CPU build",
-    "0.33": "the simulation; there is no CPU build of it yet",
-}
-"""What was run, by the minor version of vLLM; no other is served."""
-OLDEST = min(PROVEN)  # Those before it cannot report a load that failed.
 
 if TYPE_CHECKING:
 

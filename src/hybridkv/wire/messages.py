@@ -17,7 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -184,6 +184,8 @@ class Hello(_Numbered, frozen=True, tag="hello"):
     model: WireModel | None = None
     session: Count = 0
     """The number of the engine's greeting, by which workers tell what their work belongs to."""
+    lock: Count = 0
+    """The byte of the arena's file that the worker locks before it uses the arena."""
 
 
 class Drained(_Message, frozen=True, tag="drained"):
@@ -227,12 +229,17 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     A hit opens `lease`. The answer may take `wait_ms` where tiers below RAM have more (0: only RAM
     is looked at). They are read as far as that is faster than computing `tokens_per_second` (0: not
     weighed).
+
+    `tails` are names of hits that end inside a chunk (core.tails), in prefix order from chunk
+    `tails_from` on: one for each match unit that ends inside a chunk.
     """
 
     lease: Count
     hashes: Hashes
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
     tokens_per_second: Count = 0
+    tails: Hashes = b""
+    tails_from: Count = 0
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -353,6 +360,9 @@ class Found(_Numbered, frozen=True, tag="found"):
     """Chunks of the hit that came up for it, by tier."""
     why: Fact = ""
     """Why tiers were not read further, for people."""
+    tail: Count = 0
+    """The number, counted from 1, of the tail in Lookup that the hit ends with; 0 = none. Its
+    objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):
@@ -384,12 +394,15 @@ class Removed(_Numbered, frozen=True, tag="removed"):
     """Sent unasked, with `id` 0, to a session that subscribed: RAM has these objects no more.
 
     `groups` has the group's index, a byte for each object. An object may be there again when this
-    is read, but none goes without being told. With `everything` any object may be gone.
+    is read, but none goes without being told. With `everything` any object may be gone. `below` has
+    a byte for each object as well, 1 where a tier below RAM has it; when no tier has such an object
+    any more it is told again, with 0.
     """
 
     hashes: Annotated[bytes, Meta(max_length=REMOVED_MAX * HASH_BYTES)]
     groups: Annotated[bytes, Meta(max_length=REMOVED_MAX)]
     everything: bool = False
+    below: Annotated[bytes, Meta(max_length=REMOVED_MAX)] = b""
 
 
 class Report(_Numbered, frozen=True, tag="report"):

@@ -3,6 +3,7 @@
 The arenas of a user are all in one directory, and those of other tests must stay.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -58,11 +60,22 @@ class Node:
         assert status == 0, err
         return json.loads(out)
 
-    def serve(self, socket_path: Path) -> int:
+    def serve(self, socket_path: Path, *more: str) -> int:
         """The pid of a new daemon."""
-        options = ["--ram", RAM, "--metrics-port", "-1", "--log-file", "auto", "--detach"]
+        options = ["--ram", RAM, "--metrics-port", "-1", "--detach", *more]
         assert self.say("serve", "--socket", socket_path, *options) == (0, "", "")
         return peer_pid(str(socket_path))
+
+    def arena_of(self, pid: int) -> str:
+        """The name of the arena that a daemon has open."""
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return next(Path(one).name for one in links if one.startswith("/dev/shm/hybridkv-"))
+
+    def wait_for(self, arena: str) -> None:
+        """Wait for the end of an arena's time, as the process does that a daemon leaves."""
+        command = ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", "--", sys.executable]
+        words = [*command, "-m", "hybridkv.daemon.orphan", arena]
+        subprocess.run(words, check=True, timeout=DEADLINE_SECONDS)
 
     @property
     def shm(self) -> list[str]:
@@ -100,7 +113,8 @@ def test_stop_keeps_the_memory_for_the_next_daemon(node: Node, tmp_path: Path) -
     assert (status, err) == (0, "")
     assert has_ended(pid), "it waits until the daemon has ended"
     assert out.startswith(f"the daemon (pid {pid}) ended; ")
-    assert out.endswith(" of memory are kept for the next one\n")
+    assert " of memory are kept for the next one, for " in out
+    assert out.endswith("min at most\n")
     assert not path.exists()
     assert node.shm == arenas
     node.serve(path)
@@ -212,3 +226,52 @@ def test_arenas_are_listed_and_those_that_no_daemon_has_are_removed(
     assert node.say("ping", "--socket", used)[0] == 0
     assert not has_ended(pid)
     assert notes.exists(), "it is no arena"
+
+
+def waiters(arena: str) -> list[int]:
+    """The processes that wait for the end of an arena's time."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"hybridkv.daemon.orphan" in words and os.fsencode(arena) in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_an_arena_that_nobody_takes_over_goes(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    node.serve(path, "--arena-ttl", "1s")
+    assert node.say("stop", "--socket", path)[0] == 0
+    until(lambda: node.shm == [], "the arena is removed")
+
+
+def test_a_daemon_that_comes_in_time_has_it(node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "daemon.sock"
+    node.serve(path, "--arena-ttl", "30min")
+    assert node.say("stop", "--socket", path)[0] == 0
+    [arena] = node.shm
+    [waiter] = waiters(f"/dev/shm/{arena}")
+    [listed] = cast(list[dict[str, object]], node.json("arenas"))
+    assert 0 < cast(float, listed["kept_seconds"]) <= 1800
+    assert "min" in node.say("arenas")[1]
+    node.serve(path, "--arena-ttl", "never")
+    until(lambda: has_ended(waiter), "nobody waits any more")
+    assert node.shm == [arena]
+    assert node.say("stop", "--socket", path)[0] == 0
+    assert waiters(f"/dev/shm/{arena}") == []
+    assert "no bound" in node.say("arenas")[1]
+
+
+def test_after_a_crash_the_next_daemon_removes_what_is_over(node: Node, tmp_path: Path) -> None:
+    """Nobody is left to wait; a daemon of any socket removes it, and what another one has stays."""
+    stays = tmp_path / "stays.sock"
+    pids = [node.serve(tmp_path / "over.sock", "--arena-ttl", "0s"), node.serve(stays)]
+    over, stay = (node.arena_of(pid) for pid in pids)
+    node.wait_for(f"/dev/shm/{over}")
+    assert set(node.shm) == {over, stay}, "a daemon has it"
+    for pid in pids:
+        killed(pid)
+    assert set(node.shm) == {over, stay}
+    third = node.arena_of(node.serve(tmp_path / "third.sock"))
+    assert set(node.shm) == {stay, third}

@@ -1,6 +1,7 @@
 """Every measurement runs and gives its numbers; none of them is judged here."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +60,33 @@ def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
     assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in rows)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
+def test_prompts_that_ram_cannot_hold_are_measured() -> None:
+    """An eighth of what four prompts need is half of what one needs."""
+    options = "--tokens", "2048", "--ram-share", "0.125", "--load-policy", "always"
+    said = subprocess.run(
+        [sys.executable, "-m", "benchmarks.large_hits", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert said.returncode == 0, said.stderr
+    *rows, total = [json.loads(line) for line in said.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["computed"] > 0 and row["from the cache"] > 0 for row in rows)
+    assert all(0 <= row["hit tokens"] < 1920 for row in rows), "RAM cannot hold a whole one"
+    assert 0 < total["RAM MiB"] < total["prompt MiB"]
+
+
 @pytest.mark.slow
 def test_the_directory_is_measured(tmp_path: Path) -> None:
     rows = bench("disk", "--directory", str(tmp_path), "--bytes", "64MiB")
-    assert len(rows) == 3
+    codecs = [row for row in rows if "codec" in row]
+    assert len(rows) - len(codecs) == 3
+    assert all("of no model" in row["objects"] for row in codecs)
+    assert all(row["ratio"] > 1.1 for row in codecs if "zplanes" in row["codec"])
     assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
 
 

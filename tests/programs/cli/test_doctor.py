@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli import main
-from hybridkv.cli.plan import host_findings
+from hybridkv.cli.plan import _lasting, host_findings
+from hybridkv.core.daemon_settings import DaemonSettings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport, serve_arguments
@@ -21,7 +22,7 @@ def host(settings: Settings) -> dict[str, Finding]:
 
 
 def at(socket_path: Path | str, ram_bytes: int | None = None) -> Settings:
-    return Settings(server=f"unix://{socket_path}", ram_bytes=ram_bytes)
+    return Settings(server=f"unix://{socket_path}", daemon=DaemonSettings(ram_bytes=ram_bytes))
 
 
 @pytest.mark.parametrize(
@@ -106,3 +107,15 @@ def test_the_exit_status_says_whether_anything_failed(
     table = capsys.readouterr().out
     assert ("it is [odd]" in table) is failed
     assert f"{int(failed)} failed, " in table
+
+
+def test_a_socket_that_goes_with_the_last_logout(tmp_path: Path) -> None:
+    """Unless the user lingers, or is a service's."""
+    warned = _lasting("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path)
+    assert warned is not None
+    assert (warned.verdict, warned.check) == (Verdict.WARN, "socket")
+    assert warned.remedy == '"loginctl enable-linger 54301" keeps them'
+    assert _lasting("/run/user/999/hybridkv/daemon.sock", 999, tmp_path) is None
+    assert _lasting("/tmp/hybridkv-54301/daemon.sock", 54301, tmp_path) is None
+    (tmp_path / "54301").touch()
+    assert _lasting("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path) is None

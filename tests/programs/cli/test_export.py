@@ -17,9 +17,13 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import HEADER_BYTES, committed_slots
+from hybridkv.tiers.coding import Codec, Coding
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS
+from hybridkv.tiers.encoded import EncodedTier
+from hybridkv.tiers.encryption import read_key
+from hybridkv.tiers.record import is_encoded
 from tests.invariants import check_disk
 from tests.layouts import LAYOUTS
 from tests.tier_suite import read, sample
@@ -90,6 +94,49 @@ def test_what_was_exported_can_be_imported(
     assert all(has(tmp_path / "to", range(OBJECTS)))
     status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
     assert (status, told["objects"], told["there already"]) == (0, 0, OBJECTS), "once is enough"
+
+
+def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "tier.key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    coding = Coding(Codec.ZPLANES, read_key(str(key), "key"))
+    tier = EncodedTier(opened(tmp_path / "from"), coding)
+    samples = [sample(number) for number in range(OBJECTS)]
+    assert tier.put([one.putting() for one in samples]) == [None] * OBJECTS
+    file, disk, with_key = tmp_path / "all.tar", tmp_path / "from", ("--key", f"file:{key}")
+    why = "it is encrypted, and there is no key="
+    status, told = command(capsys, "export", file, "--disk", disk)
+    assert (status, told["objects"], told[why]) == (1, 0, OBJECTS)
+    status, told = command(capsys, "fsck", "--disk", disk)
+    assert (status, told["writers"][0]["undecodable"]) == (0, OBJECTS)
+    status, told = command(capsys, "fsck", "--disk", disk, *with_key)
+    assert (status, told["writers"][0]["whole"]) == (0, OBJECTS)
+    status, told = command(capsys, "export", file, "--disk", disk, "--force", *with_key)
+    assert (status, told["objects"]) == (0, OBJECTS)
+    # What is exported is as encrypted as it was.
+    assert command(capsys, "import", file, "--disk", tmp_path / "to")[1][why] == OBJECTS
+    status, told = command(capsys, "import", file, "--disk", tmp_path / "to", *with_key)
+    assert (status, told["objects"]) == (0, OBJECTS)
+    reader = EncodedTier(opened(tmp_path / "to", "reader"), coding)
+    assert [read(reader, one) for one in samples] == [None] * OBJECTS
+    assert main(["fsck", "--disk", str(disk), "--key", str(key)]) == 2
+    assert "key=file:/etc/hybridkv/tier.key works" in capsys.readouterr().err
+
+
+def test_an_import_with_a_key_encrypts_what_is_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path / "from")
+    key, file = tmp_path / "tier.key", tmp_path / "all.tar"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    words = ("import", file, "--disk", tmp_path / "to", "--key", f"file:{key}")
+    assert command(capsys, *words)[1]["objects"] == OBJECTS
+    assert all(is_encoded(path.read_bytes()) for path in object_files(tmp_path / "to"))
+    reader = EncodedTier(opened(tmp_path / "to", "r"), Coding(key=read_key(str(key), "key")))
+    assert read(reader, sample(0, namespace=IDENTITY)) is None
 
 
 def test_only_one_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

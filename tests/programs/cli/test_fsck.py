@@ -14,6 +14,7 @@ from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.coding import Coding
 from hybridkv.tiers.contract import MissingError
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
@@ -266,12 +267,12 @@ def test_files_that_vanish_meanwhile_are_nobodys_fault(
 ) -> None:
     filled(tmp_path)
 
-    def gone(path: str, name: FileName | None) -> files.FileProof | None:
+    def gone(path: str, name: FileName | None, coding: Coding) -> files.FileProof | None:
         if name is not None and name.key == sample(3).key:
             os.unlink(path)
             os.unlink(path_of(tmp_path, 4))
             os.unlink(path_of(tmp_path, 5))
-        return prove_file(path, name)
+        return prove_file(path, name, coding)
 
     monkeypatch.setattr("hybridkv.tiers.disk.fsck.prove_file", gone)
     status, report = fsck(tmp_path, capsys, "--repair")

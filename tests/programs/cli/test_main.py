@@ -1,5 +1,6 @@
 """The command itself: whoever reads it may go at any time, and bad words are one sentence."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -11,8 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridkv.cli.main import main
+from hybridkv import __version__
+from hybridkv.cli.main import COMMANDS, add_arguments, main
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.proven import PROVEN
+from hybridkv.wire.messages import PROTOCOL_VERSION
 
 
 @contextlib.contextmanager
@@ -48,6 +52,18 @@ def test_a_disk_that_is_full_is_one_sentence(daemon: DaemonProcess) -> None:
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "run the cache daemon of this node" in capsys.readouterr().out
+
+
+def test_versions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that must agree: of the package, of the protocol, and of vLLM as `doctor` has them."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    served = ", ".join(PROVEN)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split("\n") == [
+        f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {served}",
+        "",
+    ]
 
 
 def test_a_variable_names_the_socket(
@@ -101,3 +117,12 @@ def test_a_group_has_layers(layers: str, capsys: pytest.CaptureFixture[str]) -> 
     assert (
         capsys.readouterr().err == f"hybridkv: --layers {layers} is no number of layers; 32 works\n"
     )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_is(command: str) -> None:
+    """Also --socket, whose default depends on the machine."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, command)
+    silent = {action.dest for action in parser._actions if not action.help}
+    assert silent <= {"what"}

@@ -1,9 +1,11 @@
 """`hybridkv replay`: a trace, the engine of a running daemon, and files that are no trace."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from hybridkv.cli import main
 from hybridkv.client.control import ControlClient
@@ -11,7 +13,7 @@ from hybridkv.core.findings import fail
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, geometry_to_wire
+from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, WireModel, geometry_to_wire
 from tests.layouts import LAYOUTS
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -40,7 +42,7 @@ def test_vllms_arguments_may_come_after_options(
         asked.append(words)
         return ConfigReport([fail("a", "not today")])
 
-    monkeypatch.setattr("hybridkv.cli.plan.inspect_model", inspect)
+    monkeypatch.setattr("hybridkv.cli.replay.inspect_model", inspect)
     path = trace(tmp_path, (600, [1, 2]))
     words = ["replay", path, "--model", "m", "--ram", "1GiB", "--", "--tensor-parallel-size", "2"]
     assert main.main(words) == 2
@@ -76,17 +78,90 @@ def test_what_each_size_hits_next_to_the_ceiling(
     tokens, hits = 6 * (4 * BLOCK + 1), 4 * 4 * BLOCK
     assert (said["model"], said["prompts"], said["tokens"]) == ("the engine", 6, tokens)
     assert (said["everything_bytes"], said["eviction"]) == (8 * OBJECT, "lru")
-    assert said["ceiling"] == {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
+    assert said["known_tokens"] == hits
+    rates = {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
+    assert said["ceiling"] == {**rates, "computed_again": 0.0}
     small, large = said["sizes"]
     assert (small["ram_bytes"], large["ram_bytes"]) == (2 * OBJECT, 8 * OBJECT)
     assert (large["tokens_hit"], large["of_ceiling"], large["evicted"]) == (hits, 1.0, 0)
     assert small["tokens_hit"] < hits
+    assert small["computed_again"] == (hits - small["tokens_hit"]) / tokens
     # Two of the eight objects are kept: half of one prompt, each time it comes again.
     assert small["foresight"]["tokens_hit"] == 2 * 2 * BLOCK
     assert large["foresight"] == said["ceiling"]
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table
+
+
+def test_what_another_retention_interval_would_hit(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that part in the middle hit where a state stands there."""
+    geometry = LAYOUTS["qwen3next"]
+    size = geometry.chunk_tokens
+    path = trace(
+        tmp_path, *[(8 * size + 1, [*range(4), *[at] * 5]) for at in range(90, 94)], (5, [99])
+    )
+    words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
+    words += ["--ram", "64MiB", "--retention"]
+    model = WireModel("m", 8192, "auto", [1] * len(geometry.groups), 0, size)
+    recurrent = structs.replace(HELLO, geometry=geometry_to_wire(geometry), model=model)
+    with ControlClient(daemon.socket_path, hello=recurrent):
+        assert main.main([*words, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert main.main(words) == 0
+        assert "--prefix-cache-retention-interval" in capsys.readouterr().out
+        assert main.main([*words, "--sessions", "6"]) == 2
+        assert "--sessions 6: the trace has 5 requests; 1 works" in capsys.readouterr().err
+    assert said["ceiling"]["tokens_hit"] == 0
+    assert said["known_tokens"] == 3 * 4 * size
+    hits = {one["interval_tokens"]: one["ceiling"]["tokens_hit"] for one in said["retention"]}
+    assert hits == {0: 0, 8 * size: 0, 4 * size: 12 * size, 2 * size: 12 * size, size: 12 * size}
+    assert [one["sizes"][0]["tokens_hit"] for one in said["retention"]] == [*hits.values()]
+    full = structs.replace(HELLO, namespace=b"o" * 32)
+    with ControlClient(daemon.socket_path, hello=full):
+        assert main.main(words) == 2
+        assert "--retention: no group of the engine is recurrent" in capsys.readouterr().err
+
+
+def test_what_hits_inside_a_block_give(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three turns of one session that end inside a block, with a unit of the engine or another."""
+    geometry = LAYOUTS["qwen3next"]
+    size, unit = geometry.chunk_tokens, geometry.chunk_tokens // 8
+    lengths = [size // 2 + 5, size + size // 2 + 5, 2 * size + size // 2 + 5]
+    path = trace(tmp_path, *[(length, [1, 2, 3]) for length in lengths])
+    words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
+    words += ["--ram", "64MiB", "--json"]
+    units = ["--prefix-match-unit", str(unit)]
+    engine = structs.replace(HELLO, geometry=geometry_to_wire(geometry))
+    with ControlClient(daemon.socket_path, hello=engine):
+        assert main.main(words) == 0
+        assert json.loads(capsys.readouterr().out).get("sub_block_hits") is None
+        assert main.main([*words, *units]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert main.main([*words[:-1], *units]) == 0
+        assert f"--prefix-match-unit {unit}" in capsys.readouterr().out
+        assert main.main([*words, "--prefix-match-unit", "7"]) == 2
+        assert f"{size // 8} works" in capsys.readouterr().err
+    fine = replace(geometry, hash_tokens=unit, alignment_tokens=unit)
+    engine = structs.replace(HELLO, geometry=geometry_to_wire(fine), namespace=b"t" * 32)
+    with ControlClient(daemon.socket_path, hello=engine):
+        assert main.main(words) == 0
+        assert json.loads(capsys.readouterr().out)["sub_block_hits"] == said["sub_block_hits"]
+    hits = sum((length - 1) // unit * unit for length in lengths[:2])
+    (of_size,) = said["sub_block_hits"]["sizes"]
+    assert said["sub_block_hits"]["unit_tokens"] == unit
+    assert said["sizes"][0]["tokens_hit"] == size
+    assert of_size["tokens_hit"] == said["sub_block_hits"]["ceiling"]["tokens_hit"] == hits
+    assert of_size["computed_again"] == (said["known_tokens"] - hits) / sum(lengths)
+    assert said["sub_block_hits"]["everything_bytes"] > said["everything_bytes"]
+    full = structs.replace(HELLO, namespace=b"o" * 32)
+    with ControlClient(daemon.socket_path, hello=full):
+        assert main.main([*words, *units]) == 2
+        assert "no group of the engine is recurrent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

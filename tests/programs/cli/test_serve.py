@@ -1,16 +1,23 @@
 """`hybridkv serve`: what it refuses, in one sentence each, and how it is detached."""
 
+import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from hybridkv.cli.logs import JsonFormatter
 from hybridkv.cli.main import main
+from hybridkv.client.control import ControlClient, ensure_daemon
 from hybridkv.client.link import peer_pid
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
+from hybridkv.core.settings import parse_settings
 from hybridkv.daemon import filesystem as place
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import RAM_BYTES_MIN, check_ram
@@ -64,7 +71,7 @@ def test_a_plain_name_is_kept() -> None:
 def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> None:
     """A shell's $(...), or ssh, would wait until the daemon ends."""
     where = ["--socket", str(tmp_path / "daemon.sock")]
-    options = ["--ram", "16MiB", "--metrics-port", "-1", "--log-file", "auto", "--detach"]
+    options = ["--ram", "16MiB", "--metrics-port", "-1", "--detach"]
     said = subprocess.run(
         [sys.executable, "-m", "hybridkv", "serve", *where, *options],
         stdin=subprocess.DEVNULL,
@@ -78,6 +85,71 @@ def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> Non
     streams = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
     assert streams == [os.devnull, os.devnull, str(log)], "a traceback is in the log"
     assert main(["stop", "--free", *where]) == 0
+
+
+def settings_shown(socket_path: str) -> Mapping[str, str]:
+    """What the daemon says of its settings."""
+    with ControlClient(socket_path) as control:
+        report = control.stats(status=True)
+    assert report.status is not None
+    return report.status.setup.settings
+
+
+def test_settings_of_a_file_of_variables_and_of_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option wins over a variable, and that over the file; commands find the socket there."""
+    path, file = str(tmp_path / "daemon.sock"), tmp_path / "hybridkv.toml"
+    file.write_text(
+        f'socket = "{path}"\nram = "24MiB"\nsalt_quota = "3MiB"\nnode = "file"\n'
+        f'metrics_port = -1\ntiers = ["disk://{tmp_path}/disk?bytes=10MiB"]\n'
+    )
+    monkeypatch.setenv("HYBRIDKV_CONFIG", str(file))
+    monkeypatch.setenv("HYBRIDKV_NODE", "variable")
+    monkeypatch.setenv("HYBRIDKV_SALT_QUOTA", "2MiB")
+    command = [sys.executable, "-m", "hybridkv", "serve", "--salt-quota", "1MiB", "--detach"]
+    subprocess.run(command, check=True, timeout=DEADLINE_SECONDS)
+    try:
+        shown = settings_shown(path)
+        assert (shown["ram"], shown["node"], shown["salt-quota"]) == ("24MiB", "variable", "1MiB")
+        assert shown["tier 1"].startswith(f"disk://{tmp_path}/disk")
+        assert main(["ping"]) == 0
+    finally:
+        assert main(["stop", "--free"]) == 0
+
+
+def test_a_daemon_that_auto_starts_has_the_settings_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = str(tmp_path / "daemon.sock"), tmp_path / "hybridkv.toml"
+    file.write_text('ram = "24MiB"\nnode = "file"\nmetrics_port = -1\n')
+    monkeypatch.setenv("HYBRIDKV_SALT_QUOTA", "2MiB")
+    extra = {"config": str(file), "node": "key", "log_file": str(tmp_path / "own.log")}
+    ensure_daemon(path, parse_settings(extra).daemon_options)
+    try:
+        shown = settings_shown(path)
+        assert (shown["ram"], shown["node"], shown["salt-quota"]) == ("24MiB", "key", "2MiB")
+        assert "serving" in (tmp_path / "own.log").read_text()
+    finally:
+        assert main(["stop", "--free", "--socket", path]) == 0
+
+
+def test_a_settings_file_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hybridkv.toml"
+    said = refused(capsys, "--config", str(file))
+    assert said.startswith(f"hybridkv: config: {file} cannot be read (No such file or directory); ")
+    file.write_text("ram = 8GiB")
+    assert refused(capsys, "--config", str(file)).startswith(f"hybridkv: config: {file} is no TOML")
+    file.write_text('rum = "8GiB"')
+    says = f"hybridkv: {file}: unknown key 'rum'; did you mean 'ram'?\n"
+    assert main(["serve", "--config", str(file)]) == 2
+    assert capsys.readouterr().err == says
+    with pytest.raises(ConfigError, match=r"unknown key 'rum'; did you mean 'ram'\?$"):
+        ensure_daemon(str(tmp_path / "d.sock"), ["--config", str(file)])
+    monkeypatch.setenv("HYBRIDKV_CONFIG", "hybridkv.toml")
+    assert refused(capsys).startswith("hybridkv: HYBRIDKV_CONFIG='hybridkv.toml' must be")
 
 
 @pytest.mark.parametrize("port", ["65536", "99999", "-2"])
@@ -145,3 +217,32 @@ def test_a_unit_that_was_forgotten(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="a unit forgotten"):
             check_ram(too_little, "ram")
     check_ram(RAM_BYTES_MIN, "ram")
+
+
+def test_a_log_of_json_from_a_level_on(tmp_path: Path) -> None:
+    """Every line is one object; below the level there is nothing."""
+    path, times = tmp_path / "daemon.sock", []
+    options = ["--log-format", "json", "--shm-dir", str(tmp_path)]
+    for level in ("info", "warning"):
+        path.with_suffix(".log").unlink(missing_ok=True)
+        with DaemonProcess(str(path), "1MiB", options=[*options, "--log-level", level]):
+            pass
+        lines = [json.loads(line) for line in path.with_suffix(".log").read_text().splitlines()]
+        levels = {line["level"] for line in lines}
+        assert levels == ({"info", "warning"} if level == "info" else {"warning"})
+        assert {line["logger"] for line in lines} == {"hybridkv.daemon"}
+        assert all(line["message"] and "exception" not in line for line in lines)
+        times += [datetime.fromisoformat(line["time"]) for line in lines]
+    assert all(time.tzinfo is not None for time in times)
+
+
+def test_a_traceback_in_json_is_in_its_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        facts = ("x.py", 1, "failed: %s", (1,), sys.exc_info())
+        said = JsonFormatter().format(logging.LogRecord("x", logging.ERROR, *facts))
+    assert "\n" not in said
+    told = json.loads(said)
+    assert (told["level"], told["message"]) == ("error", "failed: 1")
+    assert told["exception"].endswith("ValueError: two\nlines")

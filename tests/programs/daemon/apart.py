@@ -1,8 +1,9 @@
 """An engine in a mount namespace of its own: it has the daemon's socket, and another /dev/shm.
 
-`python -m tests.programs.daemon.apart SOCKET`, as the first program of `unshare --mount`. For each
-line that it reads it prints a line of JSON: "apart" hides the daemon's /dev/shm and begins, "step"
-does one step, and "together" shows /dev/shm again.
+`python -m tests.programs.daemon.apart SOCKET [DIRECTORY HERE]`, as the first program of `unshare
+--mount`, hides the daemon's /dev/shm. A DIRECTORY below it is at HERE instead, as the volume of a
+container. For each line that it reads it does one step and prints a line of JSON; "together" shows
+/dev/shm again before.
 """
 
 import json
@@ -18,8 +19,10 @@ from tests.unit.connector.test_hooks import IDLE, make_roles
 BUSY = {"num_scheduled_tokens": {"r": 8}, "total_num_scheduled_tokens": 8}
 
 
-def main(socket_path: str) -> None:
+def main(socket_path: str, *volume: str) -> None:
     """Obey until the end of standard input."""
+    if volume:
+        subprocess.run(["mount", "--bind", *volume], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     roles = make_roles(socket_path)
     report = ConfigReport(settings=Settings(server=f"unix://{socket_path}"))
@@ -39,4 +42,4 @@ def main(socket_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

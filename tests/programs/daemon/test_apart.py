@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +27,73 @@ def status(daemon: DaemonProcess) -> Status:
     return found
 
 
+class Apart:
+    """An engine of tests.programs.daemon.apart, whose log is `log`."""
+
+    def __init__(self, directory: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        command = ["unshare", "--mount", "--propagation=private"]
+        if subprocess.run(
+            [*command, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False
+        ).returncode:
+            pytest.skip("needs the right to mount")
+        self.log = directory / "engine.log"
+        self.told: dict[str, Any] = {}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, sys.executable, "-m", "tests.programs.daemon.apart", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **variables},
+            )
+
+    def __enter__(self) -> "Apart":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def step(self, word: str = "step") -> dict[str, Any]:
+        """What it says after a step."""
+        assert self._process.stdout is not None
+        print(word, file=self._process.stdin, flush=True)
+        self.told.update(json.loads(self._process.stdout.readline()))
+        return self.told
+
+
 def test_a_shared_memory_that_is_not_shared_is_told_by_everybody(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    command = ["unshare", "--mount", "--propagation=private"]
-    if subprocess.run(
-        [*command, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False
-    ).returncode:
-        pytest.skip("needs the right to mount")
-    log = (tmp_path / "engine.log").open("wb")
-    engine = subprocess.Popen(
-        [*command, sys.executable, "-m", "tests.programs.daemon.apart", daemon.socket_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
-    )
-    with log, engine:
-        assert engine.stdin is not None
-        assert engine.stdout is not None
-        told: dict[str, Any] = {}
+    with Apart(tmp_path, [daemon.socket_path], {}) as engine:
+        engine.step()  # When vLLM is imported.
+        until(lambda: engine.step()["failed"] >= 3, "it is tried again and again")
+        said = engine.log.read_text().splitlines()
+        (line,) = [line for line in said if "nothing is loaded or stored" in line]
+        assert line.endswith("engine and daemon need one /dev/shm")
+        assert engine.told["shed"] >= 3
+        assert engine.told["doctor"]["arena"] == "FAIL"
+        shown = status(daemon)
+        assert shown.values["workers_unmapped"] == 1
+        assert shown.values["mappings_failed"] >= 2
+        assert [one.level for one in shown.health if "cannot map the arena" in one.text] == ["bad"]
+        assert engine.step("together")["doctor"]["arena"] == "ok"
+        until(lambda: bool(engine.step()["attached"]), "it is mapped")
+        until(lambda: status(daemon).values["workers_unmapped"] == 0, "the daemon knows")
 
-        def step(word: str = "step") -> dict[str, Any]:
-            print(word, file=engine.stdin, flush=True)
-            said = engine.stdout.readline() if engine.stdout is not None else ""
-            told.update(json.loads(said))
-            return told
 
-        try:
-            step()  # When vLLM is imported.
-            until(lambda: step()["failed"] >= 3, "it is tried again and again")
-            said = (tmp_path / "engine.log").read_text().splitlines()
-            (line,) = [line for line in said if "nothing is loaded or stored" in line]
-            assert line.endswith("engine and daemon need one /dev/shm")
-            assert told["shed"] >= 3
-            assert told["doctor"]["arena"] == "FAIL"
-            shown = status(daemon)
-            assert shown.values["workers_unmapped"] == 1
-            assert shown.values["mappings_failed"] >= 2
-            assert [one.level for one in shown.health if "cannot map the arena" in one.text] == [
-                "bad"
-            ]
-            assert step("together")["doctor"]["arena"] == "ok"
-            until(lambda: bool(step()["attached"]), "it is mapped")
-            until(lambda: status(daemon).values["workers_unmapped"] == 0, "the daemon knows")
-        finally:
-            engine.stdin.close()
+def test_a_volume_may_be_at_another_path_for_the_engine(tmp_path: Path) -> None:
+    """HYBRIDKV_SHM_DIR says where."""
+    (here := tmp_path / "here").mkdir()
+    with tempfile.TemporaryDirectory(prefix="hybridkv-test-", dir="/dev/shm") as volume:
+        options = ["--shm-dir", volume]
+        with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon:
+            words = [daemon.socket_path, volume, str(here)]
+            with Apart(tmp_path, words, {"HYBRIDKV_SHM_DIR": str(here)}) as engine:
+                until(lambda: bool(engine.step()["attached"]), "it is mapped")
+                assert engine.told["doctor"]["arena"] == "ok"
+                assert not engine.told["failed"]
+            assert not status(daemon).values.get("mappings_failed")
+        assert not list(Path(volume).iterdir())

@@ -274,6 +274,19 @@ def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
         assert not Path(old.arena_path).exists()
 
 
+def test_another_size_than_before_is_told_and_begins_empty(daemon: DaemonProcess) -> None:
+    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
+        store(engine, 3)
+        old = Path(engine.welcome.arena_path)
+    daemon.stop()
+    with DaemonProcess(daemon.socket_path, "32MiB"), ControlClient(daemon.socket_path) as control:
+        assert control.stats().values["objects"] == 0
+        assert not old.exists()
+    why = "it has 64MiB, and --ram asks for 32MiB; what tiers have stays"
+    log = Path(daemon.socket_path).with_suffix(".log").read_text()
+    assert f"{old.name} is not taken over: {why}\n" in log
+
+
 @pytest.mark.parametrize("at", ["superblock", "size"])
 def test_an_arena_of_another_size_or_version_is_not_taken_over(
     daemon: DaemonProcess, at: str

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.client.control import ControlClient, ensure_daemon
+from hybridkv.shm.trailer import ARENA_VERSION
 from tests.unit.daemon.tierclient import Client, until
 from tests.waiting import DEADLINE_SECONDS, has_ended
 
@@ -22,7 +23,7 @@ import sys
 from hybridkv.shm import trailer
 from hybridkv.wire import messages
 messages.PROTOCOL_VERSION += int(sys.argv[2])
-trailer._VERSION += int(sys.argv[3])
+trailer.ARENA_VERSION += int(sys.argv[3])
 from hybridkv.cli.main import main
 words = ["serve", "--socket", sys.argv[1], "--ram", sys.argv[4], "--metrics-port", "-1"]
 while main(words) == 3:
@@ -101,6 +102,9 @@ def test_the_cache_goes_on_where_the_arena_is_of_one_version(
         ours(socket_path)
     with Client(str(socket_path)) as client:
         assert client.answer(client.ask(1, 3)).chunks == kept
+    log = socket_path.with_suffix(".log").read_text()
+    why = f"it is of version {ARENA_VERSION + arena} of the arena, and this hybridkv has"
+    assert (f"{why} {ARENA_VERSION}\n" in log) == (kept == 0)
 
 
 @pytest.mark.engine

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -343,3 +344,65 @@ def test_a_client_that_drips_has_no_more_time_than_another(
             except ConnectionError:
                 ended = True
     until(lambda: _is_answered(served), "its place is free")
+
+
+TOKEN = "0123456789abcdef0123"
+
+
+def status_of(url: str, **headers: str) -> int:
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as answer:
+            assert answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+def test_with_a_token_every_page_asks_for_it(host: str, tmp_path: Path) -> None:
+    """Whatever the Host header names. Nobody sees the token in a command line or a log."""
+    file, path = tmp_path / "token", tmp_path / "run" / "daemon.sock"
+    file.write_text(f"{TOKEN}\n")
+    options = ["--metrics-host", host, "--metrics-token", f"file:{file}"]
+    with DaemonProcess(str(path), "16MiB", metrics_port=0, options=options) as daemon:
+        with ControlClient(str(path)) as control:
+            url = control.stats().metrics_url.removesuffix("/metrics")
+        assert urlsplit(url).hostname == host
+        for page in ALL:
+            assert status_of(f"{url}{page}") == 401
+            assert status_of(f"{url}{page}", Authorization=f"Bearer {TOKEN[1:]}") == 401
+            assert status_of(f"{url}{page}", Authorization=f"Bearer \xff{TOKEN}") == 401
+            assert status_of(f"{url}{page}", Authorization=f"Bearer {TOKEN}") == 200
+            asked = {"Authorization": f"Bearer {TOKEN}", "Host": "gpu7.example:9477"}
+            assert status_of(f"{url}{page}", **asked) == 200
+        assert daemon.process is not None
+        words = Path(f"/proc/{daemon.process.pid}/cmdline").read_bytes()
+        assert TOKEN.encode() not in words
+        assert TOKEN not in path.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, r"cannot be read \(No such file or directory\)"),
+        ("short", "has no word of 16 characters or more"),
+        (f"{TOKEN} {TOKEN}", "has no word of 16 characters or more"),
+        (f"{TOKEN}\xff", r"cannot be read \(it is not ASCII\)"),
+    ],
+)
+def test_a_token_that_cannot_be_used(text: str | None, says: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "token").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^metrics-token: {tmp_path}/token {says}; .* works$"):
+        web.serve_web(answered, 0, token_file=str(tmp_path / "token"))
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    """Nothing is bound: an address for documentation is no interface's."""
+    (tmp_path / "token").write_text(TOKEN)
+    with pytest.raises(ConfigError, match=r'^metrics-host=192.0.2.7 is no .*; "127.0.0.1" works$'):
+        web.serve_web(answered, 0, "192.0.2.7", str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="is not on the loopback and needs a token"):
+        web.serve_web(answered, 0, "192.0.2.7")

@@ -17,7 +17,9 @@ from obstore.store import S3Store
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers import s3 as module
+from hybridkv.tiers.coding import coding_of
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.s3 import S3Tier
 from tests.programs.tiers.outages import (
@@ -34,6 +36,7 @@ from tests.programs.tiers.records import (
     each_opened,
 )
 from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
+from tests.programs.tiers.test_encoded import key_file
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import DEADLINE_SECONDS, until
 
@@ -153,6 +156,21 @@ class TestWithoutPrefix(TestS3):
     @pytest.fixture(autouse=True)
     def storage(self, own_server: S3Server) -> None:
         self.url = own_server.url("")
+
+
+class TestEncoded(TestS3):
+    """Every record is compressed and encrypted on its way."""
+
+    encoded = True
+
+    @pytest.fixture(autouse=True)
+    def storage(self, server: S3Server, prefix: str, tmp_path: Path) -> None:
+        key, url = key_file(tmp_path / "tier.key", 1), server.url(prefix)
+        self.url = f"{url}{'&' if '?' in url else '?'}codec=zplanes&key=file:{key}"
+
+    def make(self) -> Tier:
+        spec = parse_tier(self.url, "tier")
+        return EncodedTier(PatientTier(spec), coding_of(spec))
 
 
 # What is in the bucket

@@ -29,6 +29,7 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
+from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.valkey import tier as module
 from hybridkv.tiers.valkey.resp import RespConnection
 from hybridkv.tiers.valkey.tier import ValkeyTier
@@ -46,6 +47,7 @@ from tests.programs.tiers.records import (
     each_opened,
 )
 from tests.programs.tiers.servers import ValkeyServer, free_port
+from tests.programs.tiers.test_encoded import key_file
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import DEADLINE_SECONDS
 
@@ -101,6 +103,20 @@ class TestOverTls(TestOverTcp):
         self.url = (
             f"rediss://localhost:{tls.port}/2?prefix=test{next(_numbers)}:&ca={tls.certificate}"
         )
+
+
+class TestEncoded(TestOverTcp):
+    """Every record is compressed and encrypted on its way."""
+
+    encoded = True
+
+    @pytest.fixture(autouse=True)
+    def storage(self, server: ValkeyServer, tmp_path: Path) -> None:
+        key = key_file(tmp_path / "tier.key", 1)
+        self.url = f"{server.url}?prefix=test{next(_numbers)}:&codec=zplanes&key=file:{key}"
+
+    def make(self) -> Tier:
+        return make_tier(parse_tier(self.url, "tier"), "here")
 
 
 # What is in the server

@@ -5,7 +5,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,81 +27,76 @@ from tests.waiting import DEADLINE_SECONDS
 
 OLD = Hello(1, PROTOCOL_VERSION, "engine", "e", b"o" * 32)
 NEW = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32)
+WELCOME = Welcome(1, PROTOCOL_VERSION, "boot", "/nowhere", 1, 1, 1)
 
 
-def greeting(listener: socket.socket, opened: list[socket.socket]) -> Hello:
-    opened.append(listener.accept()[0])
-    (body,) = Frames().feed(opened[-1].recv(1 << 16))
-    hello = decode_request(body)
-    assert isinstance(hello, Hello)
-    return hello
+@contextlib.contextmanager
+def daemon_end(
+    tmp_path: Path, on_loss: Callable[[str], None] = lambda why: None
+) -> Iterator[tuple[Link, Callable[[], tuple[Hello, socket.socket]]]]:
+    """A link, and a function that accepts its next connection and reads the greeting of it."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        listener.settimeout(DEADLINE_SECONDS)
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+
+        def accept() -> tuple[Hello, socket.socket]:
+            far = opened.enter_context(listener.accept()[0])
+            far.settimeout(DEADLINE_SECONDS)
+            (body,) = Frames().feed(far.recv(1 << 16))
+            hello = decode_request(body)
+            assert isinstance(hello, Hello)
+            return hello, far
+
+        link = Link(str(tmp_path / "s"), OLD, on_loss)
+        opened.callback(link.close)
+        yield link, accept
 
 
 def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_with(
     tmp_path: Path,
 ) -> None:
     """Else the daemon would take lookups and stores of new weights for those of the old ones."""
-    opened: list[socket.socket] = []
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(5)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+    with daemon_end(tmp_path) as (link, accept):
         link.poll(0.0)
-        assert greeting(listener, opened).namespace == OLD.namespace
+        assert accept()[0].namespace == OLD.namespace
         link.greet_with(NEW)
         link.poll(0.0)
-        assert greeting(listener, opened).namespace == NEW.namespace
-        link.close()
-    for sock in opened:
-        sock.close()
+        assert accept()[0].namespace == NEW.namespace
 
 
 def test_what_a_lost_connection_said_last_comes_before_its_loss(tmp_path: Path) -> None:
     """Slots that a killed daemon granted must not be written after its engine lost them."""
     events: list[object] = []
-    opened: list[socket.socket] = []
     granted = Reserved(2, 1, 1, b"o" * 8, b"g" * 8, 1)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(DEADLINE_SECONDS)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        link = Link(str(tmp_path / "s"), OLD, events.append)
+    with daemon_end(tmp_path, events.append) as (link, accept):
         link.poll(0.0)
-        greeting(listener, opened)
-        opened[0].sendall(
-            encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)) + encode(granted)
-        )
-        opened[0].close()
+        _, far = accept()
+        far.sendall(encode(WELCOME) + encode(granted))
+        far.close()
         for _ in range(3):
             events += link.poll(0.0)
-        link.close()
     assert events == [granted, "connection closed by the daemon"]
 
 
 def test_what_is_queued_leaves_in_one_go_and_in_order(tmp_path: Path) -> None:
-    opened: list[socket.socket] = []
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(DEADLINE_SECONDS)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        link = Link(str(tmp_path / "s"), OLD, lambda why: None)
+    with daemon_end(tmp_path) as (link, accept):
         assert not link.queue(Release(1), 0.0)
         link.poll(0.0)
-        greeting(listener, opened)
-        opened[0].send(encode(Welcome(1, PROTOCOL_VERSION, "boot", "arena", 0, 0, 1)))
+        _, far = accept()
+        far.sendall(encode(WELCOME))
         link.poll(0.0)
         for lease in (1, 2, 3):
             assert link.queue(Release(lease), 0.0)
-        opened[0].setblocking(False)
+        far.setblocking(False)
         with pytest.raises(BlockingIOError):
-            opened[0].recv(1)
+            far.recv(1)
         assert link.flush(0.0)
-        bodies = Frames().feed(opened[0].recv(1 << 16))
+        bodies = Frames().feed(far.recv(1 << 16))
         assert [decode_request(body) for body in bodies] == [Release(1), Release(2), Release(3)]
         link.close()
         assert not link.flush(0.0)
-    opened[0].close()
 
 
 def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Path) -> None:
@@ -118,29 +113,15 @@ def test_a_command_that_is_not_greeted_leaves_no_connection_behind(tmp_path: Pat
                 pass
 
 
-@contextlib.contextmanager
-def daemon_end(tmp_path: Path, lost: list[str]) -> Iterator[tuple[Link, socket.socket]]:
-    """A link, and the other end of its connection, which has read the greeting only."""
-    opened: list[socket.socket] = []
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(DEADLINE_SECONDS)
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        link = Link(str(tmp_path / "s"), OLD, lost.append)
-        link.poll(0.0)
-        greeting(listener, opened)
-        with opened[0]:
-            yield link, opened[0]
-        link.close()
-
-
 def test_much_that_is_queued_in_one_go_is_no_sign_of_a_daemon_that_does_not_read(
     tmp_path: Path,
 ) -> None:
     """Thousands of requests may be aborted in one call."""
     lost: list[str] = []
-    with daemon_end(tmp_path, lost) as (link, far):
-        far.sendall(encode(Welcome(1, PROTOCOL_VERSION, "boot", "/arena", 1, 1, 1)))
+    with daemon_end(tmp_path, lost.append) as (link, accept):
+        link.poll(0.0)
+        _, far = accept()
+        far.sendall(encode(WELCOME))
         link.poll(0.0)
         far.setblocking(False)
         tell = ReportRequest(
@@ -156,7 +137,9 @@ def test_much_that_is_queued_in_one_go_is_no_sign_of_a_daemon_that_does_not_read
 
 def test_a_refusal_with_nonsense_behind_it_is_one_loss(tmp_path: Path) -> None:
     lost: list[str] = []
-    with daemon_end(tmp_path, lost) as (link, far):
+    with daemon_end(tmp_path, lost.append) as (link, accept):
+        link.poll(0.0)
+        _, far = accept()
         far.sendall(
             encode(Error(1, "version", "another version")) + struct.pack("<I", 3) + b"\xc1" * 3
         )
@@ -180,3 +163,21 @@ def test_no_descriptor_for_a_moment_is_no_fault(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_connection_is_seen_before_what_it_said_last_is_read(tmp_path: Path) -> None:
+    """A worker looks once it has locked the arena, since the daemon looks for the lock then."""
+    with daemon_end(tmp_path) as (link, accept):
+        assert not link.is_open
+        link.poll(0.0)
+        _, far = accept()
+        far.sendall(encode(WELCOME))
+        link.poll(0.0)
+        assert link.welcome is not None
+        assert link.is_open
+        far.sendall(encode(Error(2, "internal", "")))
+        far.close()
+        assert not link.is_open
+        assert link.poll(0.0) == [Error(2, "internal", "")]
+        link.close()
+        assert not link.is_open

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.requests import TrackedRequest
@@ -31,8 +32,25 @@ class Engine:
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
 
-    def add(self, name: str, tokens: Sequence[int], table: list[int], tracked: bool = True) -> None:
-        request = SimpleNamespace(request_id=name, all_token_ids=[], num_preemptions=0)
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        table: list[int],
+        tracked: bool = True,
+        image: tuple[str, int, int] | None = None,
+    ) -> None:
+        """`image`: its hash, its first place and how many places it has."""
+        request = SimpleNamespace(
+            **dict.fromkeys(("lora_request", "cache_salt", "prompt_embeds")),
+            request_id=name,
+            all_token_ids=[],
+            num_preemptions=0,
+            mm_features=[],
+        )
+        if image is not None:
+            place = PlaceholderRange(offset=image[1], length=image[2])
+            request.mm_features = [MultiModalFeatureSpec(None, "image", image[0], place)]
         self.requests[name], self.tables[name] = request, table
         self.grow(name, tokens)
         if tracked:
@@ -69,7 +87,6 @@ def test_names_cover_the_token_behind_a_chunk(lookahead: int) -> None:
     names = []
     for number, more in enumerate(([4, 5], [4, 6], [9, 9])):
         engine.add(f"r{number}", [*range(4), *more], [])
-        engine.requests[f"r{number}"].mm_features = []
         names.append(engine.tracked[f"r{number}"].chunk_hashes(geometry, 0, 1))
     assert names[0] == names[1]
     assert (names[0] == names[2]) == (lookahead == 0)
@@ -162,6 +179,30 @@ def test_the_end_of_a_step_inside_a_prompt_is_stale_with_the_v1_runner() -> None
     assert engine.step(a=(16, 5)) == {"a": 7}
     engine.add("b", range(21), [1, 2, 3, 14, 15, 16])
     assert engine.step(b=(12, 9)) == {"b": 4}, "nor may others store it"
+
+
+@pytest.mark.parametrize("other", ["cat", "dog"])
+def test_a_hit_is_stored_only_where_the_same_image_followed(other: str) -> None:
+    """Every image has the same token in its places."""
+    engine = Engine()
+    tokens = [*range(8), 9, 9, 9, 9, 10]
+    engine.add("a", tokens, [1, 2, 3, 4], image=("cat", 8, 4))
+    assert engine.step(a=(0, 13)) == {"a": 12}
+    engine.add("b", tokens, [1, 2, 5, 6], image=(other, 8, 4))
+    assert engine.step(b=(8, 5)) == {"b": 12 if other == "cat" else 4}
+
+
+@pytest.mark.parametrize("drafter", [EAGLE, DRAFT_MODEL])
+def test_the_end_of_a_step_before_an_image_is_stale(drafter: Drafter) -> None:
+    """vLLM may not have encoded it yet, and then drafts from the token in its place."""
+    engine = Engine(drafter)
+    engine.add("a", [*range(8), 9, 9, 9, 9, 10], [1, 2, 3, 4], image=("cat", 8, 4))
+    stale = drafter is EAGLE
+    assert engine.step(a=(0, 8)) == {"a": 7 if stale else 8}
+    assert engine.step(a=(8, 5)) == {"a": 7 if stale else 13}
+    engine.add("b", [*range(8), 9, 9, 9, 9, 10], [5, 6, 7, 8], image=("cat", 8, 4))
+    assert engine.step(b=(0, 6)) == {"b": 6}
+    assert engine.step(b=(6, 7)) == {"b": 12 if stale else 13}
 
 
 def test_a_step_without_the_drafter_leaves_gaps_in_all_of_its_requests() -> None:

@@ -8,6 +8,8 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,9 +121,32 @@ def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Rol
     assert not [view for view in views if view() is not None]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["one_step", "planned_ahead"])
+def test_a_worker_locks_the_arena_while_it_maps_it(roles: Roles) -> None:
+    """A daemon of another pid namespace knows from it that the worker may copy."""
+    role = roles.worker._worker
+    (inode,) = [arena.inode[1] for arena, _ in role._copiers.values()]
+    # The kernel's list: kind, mode, access, process, device:inode, first byte, last byte.
+    lock = ["OFDLCK", "ADVISORY", "READ"]
+    place = [str(role._link.lock)] * 2
+
+    def locks() -> list[list[str]]:
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return [row[1:4] + row[-2:] for row in rows if row[5].endswith(f":{inode}")]
+
+    assert lock + place in locks()
+    roles.worker.shutdown()
+    gc.collect()
+    assert lock + place not in locks()
+
+
 @pytest.mark.parametrize(
-    "name", ["gemma3_small", "llama4_small", "deepseekv4_small", "ngram_recurrent"]
+    ("name", "is_async"),
+    [
+        *product(
+            ["gemma3_small", "llama4_small", "deepseekv4_small", "ngram_recurrent"], [False, True]
+        ),
+        ("eagle_recurrent", False),
+    ],
 )
 def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     daemon: DaemonProcess, name: str, is_async: bool, monkeypatch: pytest.MonkeyPatch

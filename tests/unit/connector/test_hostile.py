@@ -239,5 +239,10 @@ def test_no_request_is_a_fault(served: Served, adapters: Path, drawn: dict[str, 
     assert not served.side._requests.by_id
     assert not served.side._requests.by_lease
     hits = served.connector.counters.get("loads", 0)
-    served.serve(request_of({**PLAIN, "request_id": "again"}, adapters, served))
-    assert served.connector.counters["loads"] > hits, "who asks for what is there is served"
+
+    def is_served() -> bool:
+        served.serve(request_of({**PLAIN, "request_id": "again"}, adapters, served))
+        return served.connector.counters.get("loads", 0) > hits
+
+    # A busy machine's daemon may be too late for one lookup or several.
+    until(is_served, "who asks for what is there is served")

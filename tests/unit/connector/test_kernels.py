@@ -21,6 +21,7 @@ def run(module: str) -> str:
     return said.stdout
 
 
+@pytest.mark.slow
 def test_triton_torch_and_xxhash_agree_for_every_layout() -> None:
     assert "are equal" in run("kernels_check")
 

@@ -154,6 +154,80 @@ def test_what_a_lookup_saw_is_announced() -> None:
     assert gone.block_hashes == seen.block_hashes
 
 
+def below(tracked: Any, *places: tuple[int, int], in_tier: bool = True) -> Removed:
+    """RAM has these objects, (chunk, group index) each, no more."""
+    hashes = b"".join(key(tracked, chunk) for chunk, _ in places)
+    return Removed(
+        0, hashes, bytes(group for _, group in places), below=bytes([in_tier] * len(places))
+    )
+
+
+def test_what_only_a_tier_has_is_announced_as_storage() -> None:
+    events, _ = make_events()
+    tokens = [*range(100, 100 + 3 * CHUNK)]
+    tracked = make_request("r", tokens, salt="s", adapter="tuned")
+    (stored,) = store(events, tracked, 0, 1, 2)
+    events.removed(below(tracked, (2, 0), (2, 1), (1, 1)))
+    told = [(type(one).__name__, one.medium, one.block_hashes) for one in events.take()]
+    second, third = names_of(tracked, BLOCKS, 2 * BLOCKS), names_of(tracked, 2 * BLOCKS, 3 * BLOCKS)
+    assert told == [
+        ("BlockStored", "STORAGE", third),
+        ("BlockRemoved", "CPU", third),
+        ("BlockStored", "STORAGE", second),
+        ("BlockRemoved", "CPU", second),
+    ]
+    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
+    events.found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
+    stored, removed = events.take()
+    assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
+    assert (removed.medium, removed.block_hashes) == ("STORAGE", second)
+    events.removed(below(tracked, (2, 0), in_tier=False))
+    (gone,) = events.take()
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", third), "the tier evicted it"
+    events.removed(below(tracked, (0, 1), in_tier=False))
+    (gone,) = events.take()
+    assert gone.medium == "CPU"
+    assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
+    assert not events._blocks
+    assert not events._kept_tokens
+
+
+def test_storage_events_say_what_those_of_ram_said() -> None:
+    from hybridkv.connector.scheduler.kv_events import EventGroup
+
+    events, _ = make_events()
+    events._group = EventGroup(1, "full_attention")
+    tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
+    (in_ram,) = store(events, tracked, 0, 1)
+    assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
+    events.removed(below(tracked, (0, 1)))
+    storage, removed = events.take()
+    assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
+    storage.medium = "CPU"
+    assert storage == in_ram
+    events.lost()
+    (gone,) = events.take()
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", in_ram.block_hashes)
+
+
+def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridkv.connector.scheduler.kv_events.TOKENS_MAX", CHUNK)
+    events, counters = make_events()
+    tracked = make_request("r", [*range(2 * CHUNK)])
+    (stored,) = store(events, tracked, 0, 1)
+    assert len(stored.token_ids) == 2 * CHUNK
+    assert counters["chunks_not_kept"] == 1
+    events.removed(below(tracked, (1, 0), (0, 0)))
+    assert [(one.medium, type(one).__name__) for one in events.take()] == [
+        ("CPU", "BlockRemoved"),
+        ("STORAGE", "BlockStored"),
+        ("CPU", "BlockRemoved"),
+    ]
+    assert len(events._blocks) == 1
+
+
 def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
     from hybridkv.connector.scheduler.role import SchedulerRole

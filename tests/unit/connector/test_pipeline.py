@@ -245,6 +245,22 @@ def test_paranoid_compares_the_engines_blocks(arena: Arena, checksum: str) -> No
     assert isinstance(error, BadSlotError) == (checksum == "paranoid")
 
 
+@pytest.mark.parametrize("digests", [True, False])
+def test_what_is_proven_is_what_was_copied(arena: Arena, digests: bool) -> None:
+    """A slot that is damaged while its copy waits is found, whoever hashes."""
+    rig = Rig(arena, Habits(digests=digests))
+    ops = rig.ops(1)
+    assert rig.stores(ops) == [True]
+    rig.device.frozen |= set(range(1, len(rig.device._streams)))
+    rig.load(ops)
+    rig.device.settle()
+    arena.memory[rig.copier._slots.part.payload(ops[0], PART) + 100] ^= 1
+    rig.device.frozen.clear()
+    rig.device.settle()
+    (error,) = rig.loaded
+    assert isinstance(error, BadSlotError)
+
+
 def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)

@@ -289,6 +289,17 @@ def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> 
     assert rig.counters["lookups"] == 2
 
 
+def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
+    """It was loaded, preempted before it ran, and hits blocks of another prompt of that length."""
+    request = loading(rig)
+    rig.step({}, finished=("r",))
+    tracked = rig.side._requests.by_id["r"]
+    assert tracked.load.restored == (0, STORED * CHUNK)
+    request.num_preemptions = 1
+    assert not rig.offered(request, STORED * CHUNK)
+    assert tracked.load.restored == (0, 0)
+
+
 def test_a_request_that_nobody_knows_is_a_miss(rig: Rig) -> None:
     """And where the engine waits for its load all the same, the load fails (C38)."""
     unknown = rig.request(1, STORED * CHUNK + 1, "unknown")

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from hybridkv.connector.messages import StepReport
-from hybridkv.connector.scheduler.requests import TrackedRequest, block_tables
+from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest, block_tables
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
@@ -143,15 +144,23 @@ def test_a_commit_has_parents_tenants_and_interior_marks(name: str, prompt_chunk
 class Step:
     """A request of one layout in one step, with all the write slots that it could take."""
 
-    def __init__(self, name: str, chunks: int) -> None:
+    def __init__(self, name: str, chunks: int, unit: int = 0, lookahead: int = 0) -> None:
+        """`unit` is the engine's match unit, where tails are stored; 0 = they are not."""
         self.geometry = LAYOUTS[name]
+        self.geometry = replace(self.geometry, lookahead_tokens=lookahead)
+        if unit:
+            self.geometry = replace(self.geometry, hash_tokens=unit, alignment_tokens=unit)
         self.tokens = chunks * self.geometry.chunk_tokens
         self.counters: Counter[str] = Counter()
-        self.stores = StorePlanner(self.geometry, self.tokens, True, self.counters)
+        planned = self.geometry, self.tokens, True, self.counters
+        self.stores = StorePlanner(*planned, with_tails=bool(unit))
         self.request = SimpleNamespace(
+            request_id="r",
             num_tokens=self.tokens,
             num_prompt_tokens=self.tokens,
             num_computed_tokens=0,
+            mm_features=[],
+            all_token_ids=[*range(self.tokens)],
             block_hashes=[
                 number.to_bytes(32, "little")
                 for number in range(self.tokens // self.geometry.hash_tokens)
@@ -239,6 +248,57 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
     step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"", b"")
     assert step.stored(3 * chunk, [(1, 7, 3 * chunk)])[1] == set(), "the lookup found it"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_state_is_named_when_the_token_behind_it_is_sampled(is_sampled: bool) -> None:
+    """A drafter's names look ahead, and the engine offers a state in the step that computes it."""
+    step = Step("qwen3next", 4, lookahead=1)
+    chunk, request = step.geometry.chunk_tokens, step.request
+    tokens = request.all_token_ids
+    request.all_token_ids, request.num_tokens = tokens[: 2 * chunk], 2 * chunk
+    step.tracked.drafted = DraftedTokens(0, proven=4 * chunk, storable=2 * chunk - 1)
+    assert step.stored(2 * chunk, [(0, 5, 2 * chunk)]) == {0: {1}, 1: set(), 2: {0}}
+    if is_sampled:
+        request.all_token_ids, request.num_tokens = tokens, len(tokens)
+    named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
+    ranks = set(range(step.geometry.ranks))
+    report = StepReport(done=dict.fromkeys([*step.stores._storing], ranks))
+    messages = step.stores.reported(report, 0.0)
+    states = [one for one in messages if isinstance(one, Commit) and one.groups == pack_u64([0])]
+    assert [one.parents + one.hashes for one in states] == ([named] if is_sampled else [])
+    freed = [one for one in messages if isinstance(one, Free)]
+    assert len(freed) == (not is_sampled), "without a name it is given back"
+
+
+def test_a_state_behind_what_the_drafter_computed_is_not_stored() -> None:
+    """Nothing could be hit there."""
+    step = Step("qwen3next", 4, lookahead=1)
+    chunk = step.geometry.chunk_tokens
+    step.tracked.drafted = DraftedTokens(0, proven=2 * chunk - 1, storable=2 * chunk - 1)
+    assert step.stored(2 * chunk, [(0, 5, 2 * chunk)])[0] == set()
+
+
+def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
+    """Once, with the attention block that its end is in, under the name of its end."""
+    step = Step("qwen3next", 4, unit=64)
+    end = 2 * step.geometry.chunk_tokens + 128
+    offers = [(0, 50, end), (1, 60, end)]
+    step.stored(end - 64, offers)
+    assert step.counters["tails_stored"] == 0, "the step does not reach its end"
+    step.stored(end, offers[:1])
+    assert step.counters["tails_stored"] == 0, "a group has no state there"
+    assert step.stored(end, offers) == {0: {2}, 1: {2}, 2: {2}}
+    tails = [one for one in step.stores._storing.values() if one.tail_tokens]
+    assert [[*one.run.span.blocks] for one in tails] == [[50], [60], [3]]
+    hashes = step.request.block_hashes
+    assert {one.hashes for one in tails} == {hashes[2 * 4 - 1] + hashes[2 * 4 + 1]}
+    assert not any(step.stored(end, offers).values()), "offered again"
+    found = Step("qwen3next", 4, unit=64)
+    found.tracked.lookup.tails = hashes[2 * 4] + hashes[2 * 4 + 1]
+    found.tracked.lookup.found = Found(1, 1, 3, [b""] * 3, b"", b"", tail=2)
+    found.stored(end, offers)
+    assert found.counters["tails_stored"] == 0, "the lookup found it"
 
 
 def test_without_slots_a_store_waits_with_its_prefix_first() -> None:

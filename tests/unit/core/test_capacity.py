@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 from hypothesis import example, given
@@ -72,9 +73,16 @@ def test_stored_bytes_per_token_are_those_of_a_long_prompt(name: str) -> None:
         assert expected <= Fraction(group.block_bytes, group.tokens_per_block)
 
 
-def states_by_steps(group_block: int, alignment: int, rule: StateRule, prompt: int) -> set[int]:
-    """Where states stand, by computing a prompt step by step as vLLM's scheduler cuts it."""
+def states_by_steps(
+    group_block: int, alignment: int, rule: StateRule, prompt: int, is_dropped: bool
+) -> set[int]:
+    """Where states stand, by computing a prompt step by step as vLLM's scheduler cuts it.
+
+    `is_dropped`: its own hits drop a block, because of a drafter.
+    """
     last = (prompt - 1) // alignment * alignment
+    if is_dropped:
+        last = prompt // alignment * alignment - alignment
     stood, at = set(), 0
     while at < prompt:
         end = min(prompt, at + (rule.step_tokens or prompt))
@@ -100,17 +108,21 @@ lengths = (
 )
 
 
-@given(st.sampled_from(["qwen3next", "falconh1"]), rules, lengths)
-@example("qwen3next", StateRule(None, 512), 256)
-@example("qwen3next", StateRule(0, 512), 1024)
-def test_states_stand_where_steps_end(name: str, rule: StateRule, prompt: int) -> None:
-    geometry = LAYOUTS[name]
+@given(st.sampled_from(["qwen3next", "falconh1"]), rules, lengths, st.booleans())
+@example("qwen3next", StateRule(None, 512), 256, False)
+@example("qwen3next", StateRule(0, 512), 1024, False)
+@example("qwen3next", StateRule(0, 512), 1500, True)
+@example("qwen3next", StateRule(None, 256), 1500, True)
+def test_states_stand_where_steps_end(
+    name: str, rule: StateRule, prompt: int, is_dropped: bool
+) -> None:
+    geometry = replace(LAYOUTS[name], lookahead_tokens=int(is_dropped))
     (group, *_) = [group for group in geometry.groups if group.kind is GroupKind.RECURRENT]
     block = group.tokens_per_block
     if rule.retention_tokens:
         # vLLM takes multiples of the scheduler block only.
         rule = StateRule(max(1, rule.retention_tokens // block) * block, rule.step_tokens)
-    stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt)
+    stood = states_by_steps(block, geometry.alignment_tokens, rule, prompt, is_dropped)
     expected = {boundary for boundary in stood if boundary % geometry.chunk_tokens == 0}
     assert state_ends(geometry, group, rule, prompt) == sorted(expected)
 

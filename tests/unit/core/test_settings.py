@@ -1,7 +1,10 @@
 """Settings, sizes and paths: every error names the setting and a value that works."""
 
+import math
+
 import pytest
 
+from hybridkv.core.durations import format_duration, parse_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket, socket_of_server
 from hybridkv.core.policies import EvictionPolicy, LoadPolicy
@@ -11,7 +14,7 @@ from hybridkv.core.tier_urls import parse_tier
 
 
 def test_defaults() -> None:
-    assert parse_settings({}) == Settings()
+    assert parse_settings({}) == Settings() == parse_settings({"sub_block_hits": "auto"})
 
 
 def test_every_key_is_read() -> None:
@@ -32,7 +35,7 @@ def test_every_key_is_read() -> None:
         "salt_quota": 4096,
     }
     settings = parse_settings(extra)
-    assert settings.ram_bytes == 2 << 30
+    assert settings.daemon.ram_bytes == 2 << 30
     assert (
         settings.hybrid_chunk_size,
         settings.load_timeout_seconds,
@@ -44,17 +47,20 @@ def test_every_key_is_read() -> None:
         "paranoid",
         "v1",
     )
-    assert (settings.load_policy, settings.eviction) == (LoadPolicy.ALWAYS, EvictionPolicy.LRU)
-    assert settings.tiers == (
-        "disk:///var/cache/kv?bytes=200GiB",
+    assert (settings.load_policy, settings.daemon.eviction) == (
+        LoadPolicy.ALWAYS,
+        EvictionPolicy.LRU,
+    )
+    assert tuple(settings.daemon.tier_urls()) == (
+        "disk:///var/cache/kv?bytes=214748364800",
         "valkey://127.0.0.1:6379?write=back",
         "disk:///mnt/shared",
     )
-    assert settings.daemon_options() == [
+    assert settings.daemon_options == (
         *("--ram", str(2 << 30), "--eviction", "lru", "--salt-quota", "4096"),
-        *("--tier", "disk:///var/cache/kv?bytes=200GiB"),
+        *("--disk", "/var/cache/kv", "--disk-bytes", str(200 << 30)),
         *("--tier", "valkey://127.0.0.1:6379?write=back", "--tier", "disk:///mnt/shared"),
-    ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,8 +68,8 @@ def test_every_key_is_read() -> None:
     [
         ({"disk": "/a"}, ("disk:///a",)),
         ({"disk": "/a", "disk_bytes": 4096}, ("disk:///a?bytes=4096",)),
-        ({"disk_bytes": "1MiB", "disk": "/a"}, ("disk:///a?bytes=1MiB",)),
-        ({"disk": "/with space", "disk_bytes": "1 MiB"}, ("disk:///with space?bytes=1MiB",)),
+        ({"disk_bytes": "1MiB", "disk": "/a"}, ("disk:///a?bytes=1048576",)),
+        ({"disk": "/with space", "disk_bytes": "1 MiB"}, ("disk:///with space?bytes=1048576",)),
         ({"disk": None}, ()),
         ({"tiers": []}, ()),
         ({"tiers": ["disk:///b"], "disk": "/a"}, ("disk:///a", "disk:///b")),
@@ -71,7 +77,7 @@ def test_every_key_is_read() -> None:
 )
 def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
     settings = parse_settings(extra)
-    assert settings.tiers == tiers
+    assert tuple(settings.daemon.tier_urls()) == tiers
     assert [parse_tier(url, "tier").kind for url in tiers] == ["disk"] * len(tiers)
 
 
@@ -103,8 +109,8 @@ def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
         ({"disk": 5}, "disk=5 must be an absolute path"),
         ({"disk": "/a?b"}, r"disk='/a\?b' must be an absolute path without '\?'"),
         ({"disk": "/a", "disk_bytes": "lots"}, "disk_bytes='lots' is not a size"),
-        ({"disk": "/a", "disk_bytes": 0}, "disk_bytes='0' must be larger than zero"),
-        ({"disk_bytes": "1GiB"}, "disk_bytes='1GiB' needs a directory: .* works"),
+        ({"disk": "/a", "disk_bytes": 0}, "disk_bytes=0 must be larger than zero"),
+        ({"disk_bytes": "1GiB"}, "disk_bytes='1GiB' needs a directory; .* works"),
         ({"tiers": "disk:///a"}, "tiers='disk:///a' must be a list of URLs; .* works"),
         ({"tiers": [5]}, r"tiers=\[5\] must be a list of URLs"),
         ({"tiers": ["disk://["]}, r"tiers: that is not the URL of a tier; .* works"),
@@ -147,6 +153,28 @@ def test_sizes_as_people_read_them() -> None:
         "5MiB",
         "1.5GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "shown"),
+    [
+        ("90s", 90, "1.5min"),
+        ("30 min", 1800, "30min"),
+        (3600, 3600, "1h"),
+        ("1.5d", 129600, "1.5d"),
+        (0, 0, "0s"),
+        ("never", math.inf, "never"),
+    ],
+)
+def test_durations(given: object, seconds: float, shown: str) -> None:
+    assert parse_duration(given, "arena-ttl") == seconds
+    assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize("given", ["", "soon", "1 fortnight", "-1s", True, "400d", math.nan])
+def test_what_is_no_duration(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"^arena-ttl=.* works?$"):
+        parse_duration(given, "arena-ttl")
 
 
 def test_sockets() -> None:

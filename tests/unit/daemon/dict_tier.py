@@ -53,9 +53,9 @@ class DictTier(Tier):
         image = self.records.get(item.key)
         if image is None:
             return MissingError("it is not there")
+        image = image.ljust(sum(map(len, item.pieces)), b"\0")
         for piece in item.pieces:
-            taken, image = image[: len(piece)], image[len(piece) :]
-            piece[: len(taken)] = taken
+            piece[:], image = image[: len(piece)], image[len(piece) :]
             if self.ill is not None:
                 return self.ill("Input/output error")
         return None

@@ -1,14 +1,17 @@
 """What a subscriber is told of removed objects; tests/model/test_daemon.py checks completeness."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.sessions import UNHEARD_MAX
+from hybridkv.daemon.sessions import LOOK_SECONDS, UNHEARD_MAX
 from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Reply, Stats, Subscribe
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.tier_node import FULL, Node
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
@@ -130,3 +133,56 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     assert turn(daemon) == [(1, Removed(0, b"", b"", everything=True))]
     come_and_go(52)
     assert told == [Removed(0, hashes(52), b"\0")]
+
+
+def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.daemon.sessions.LOOKS_MAX", 3)
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.daemon.handle(1, Subscribe())
+
+    def said() -> set[tuple[bytes, int, int]]:
+        node.tick(LOOK_SECONDS)
+        replies = [reply for _, reply in node.daemon.later]
+        node.daemon.later.clear()
+        node.daemon.handle(1, Stats(5))
+        return {
+            (reply.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES], group, reply.below[at])
+            for reply in replies
+            if isinstance(reply, Removed)
+            for at, group in enumerate(reply.groups)
+        }
+
+    node.store(FULL, [1, 2])
+    node.work()
+    node.daemon.handle(1, Clear(7))
+    node.jobs.clear()
+    every = {(hashes(name), group) for name in (1, 2) for group in range(len(FULL.groups))}
+    told = said()
+    assert {one[:2] for one in told if one[2]} == every
+    assert said() == set(), "once"
+    node.store(FULL, [1])
+    tier = node.daemon.tiers[0].tier
+    tier.discard([*tier.keys()])
+    seen = [said() for _ in range(len(every))]
+    lost = {one for one in every if one[0] == hashes(2)}
+    assert set().union(*seen) == {(*one, 0) for one in lost}, "what came back is in RAM"
+    assert max(map(len, seen)) <= 3, "some at a time"
+
+
+def test_of_more_than_a_session_is_told_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.daemon.sessions.BELOW_MAX", 1)
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.daemon.handle(1, Subscribe())
+    node.store(FULL, [1])
+    node.work()
+    node.daemon.handle(1, Clear(7))
+    node.tick()
+    (told,) = [reply for _, reply in node.daemon.later if isinstance(reply, Removed)]
+    assert sorted(told.below) == [*bytes(len(told.below) - 1), 1]
+    assert node.daemon.view.values().named()["below_untold"] == len(told.below) - 1 > 0

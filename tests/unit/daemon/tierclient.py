@@ -32,6 +32,7 @@ from hybridkv.wire.messages import (
     Stats,
     geometry_to_wire,
 )
+from tests.tier_suite import FEW_VALUES
 from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = Geometry(
@@ -69,8 +70,9 @@ def hashes(prompt: int, chunks: int) -> list[bytes]:
 
 
 def content(chunk_hash: bytes, group_index: int, size: int) -> bytes:
-    """What the object of a name holds."""
-    return hashlib.shake_128(chunk_hash + bytes([group_index])).digest(size)
+    """What the object of a name holds, half bytes, so that a codec finds something in it."""
+    digest = hashlib.shake_128(chunk_hash + bytes([group_index])).digest(size)
+    return digest.translate(FEW_VALUES)
 
 
 class Client:

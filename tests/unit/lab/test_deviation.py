@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.lab.judging import Measured, ReferenceAnswers, deviation, judge_repeated
+from hybridkv.lab.judging import Measured, ReferenceAnswers, deviation, judge_repeated, judge_turns
 
 ORACLE = {
     "tokens": [5, 6, 7],
@@ -56,3 +56,14 @@ def test_one_that_is_wrong_is_counted_and_fails_the_arm(
     arm = judge_repeated(measured, ReferenceAnswers({}, {}, {}, [], 0.0, [ORACLE] * 3))
     assert arm.name == f"arm: {right} of 3"
     assert arm.ok == (right == 3 and loaded == 300 and not failed)
+
+
+@pytest.mark.parametrize(("own", "ok"), [(100, True), (96, False)])
+def test_the_engines_own_hits_on_second_turns_are_as_long(own: int, ok: bool) -> None:
+    seconds = {"ttft_seconds": 0.1, "slowest_decode_step_seconds": 0.0}
+    result = {**ORACLE, **seconds, "cached_tokens": 100}
+    delta = {"tokens_loaded": 300, "loads_failed": 0}
+    measured = Measured("second turns", 330, [result] * 3, delta, 300)
+    turns = [{**result, "cached_tokens": own}] * 3
+    arm = judge_turns(measured, ReferenceAnswers({}, {}, {}, [], 0.0, [], turns))
+    assert arm.ok is ok

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.core.geometry import GroupKind
+from hybridkv.core.errors import ConfigError
+from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import stored_shapes
@@ -18,6 +19,8 @@ from hybridkv.lab.replay import (
     TraceReplay,
     UnlimitedCache,
     all_reads,
+    as_sessions,
+    known_tokens,
 )
 from hybridkv.shm.slots import slot_bytes
 from tests.invariants import check_store
@@ -98,6 +101,49 @@ def test_with_plenty_of_room_nothing_is_lost_and_with_little_nothing_is_won(
         assert last(cache, prompts) == ceiling
     with TraceReplay(model, 3 * model.smallest_bytes, policy) as cache:
         assert last(cache, prompts).tokens_hit <= ceiling.tokens_hit
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["qwen3next", "falconh1"]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([64, 512, 1000]),
+    st.data(),
+)
+def test_tails_lose_nothing_and_the_store_has_them_as_a_cache_without_bound_does(
+    name: str, units: int, block_tokens: int, data: st.DataObject
+) -> None:
+    prompts = data.draw(traces(block_tokens))
+    fine = fine_geometry(name, units)
+    whole, model = (
+        ReplayModel(geometry, RULE, block_tokens, geometry is fine)
+        for geometry in (LAYOUTS[name], fine)
+    )
+    ceiling = last(UnlimitedCache(model), prompts)
+    assert ceiling.tokens_hit >= last(UnlimitedCache(whole), prompts).tokens_hit
+    with TraceReplay(model, PLENTY) as cache:
+        assert last(cache, prompts) == ceiling
+    with TraceReplay(model, 3 * model.smallest_bytes) as cache:
+        assert last(cache, prompts).tokens_hit <= ceiling.tokens_hit
+
+
+def fine_geometry(name: str, units: int) -> Geometry:
+    """The layout with a match unit, so many of them in a chunk."""
+    unit = LAYOUTS[name].chunk_tokens // units
+    return replace(LAYOUTS[name], hash_tokens=unit, alignment_tokens=unit)
+
+
+def test_a_turn_hits_all_but_the_last_match_unit_of_the_one_before() -> None:
+    """Also where that ends with a chunk, or inside the first one."""
+    geometry = fine_geometry("qwen3next", 8)
+    chunk, unit = geometry.chunk_tokens, geometry.hash_tokens
+    model = ReplayModel(geometry, StateRule(), chunk, with_tails=True)
+    lengths = [chunk // 2, 3 * chunk // 2, 3 * chunk, 5 * chunk + 1, 5 * chunk + unit + 1]
+    prompts = [TracePrompt(length, range(7)) for length in lengths]
+    prompts.append(TracePrompt(7 * chunk, range(7)))
+    with TraceReplay(model, PLENTY) as cache:
+        hits = [cache.serve(prompt).tokens_hit for prompt in prompts]
+    assert hits == [0, *((length - 1) // unit * unit for length in lengths)]
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -206,3 +252,48 @@ def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -
             hit += chunks * geometry.chunk_tokens
             assert sum(one in policy.cached for one in {*range(1000)}) <= max(1, objects)
         assert not objects or hit <= best.tokens_hit
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([1, 7, 512]), st.data())
+def test_what_is_known_is_the_longest_beginning_of_an_earlier_prompt(
+    block_tokens: int, data: st.DataObject
+) -> None:
+    prompts = data.draw(traces(block_tokens))
+    for number, known in enumerate(known_tokens(prompts, block_tokens)):
+        prompt, best = prompts[number], 0
+        for earlier in prompts[:number]:
+            shared = 0
+            for one, other in zip(prompt.blocks, earlier.blocks, strict=False):
+                if one != other:
+                    break
+                shared += block_tokens
+            best = max(best, min(shared, prompt.tokens - 1, earlier.tokens))
+        assert known == best
+
+
+def test_sessions_add_what_was_new_and_each_answer() -> None:
+    """Two sessions of two turns: 600 and 90 tokens are new in the first one's requests."""
+    lengths = [(600, [1, 2], 10), (500, [3], 20), (602, [1, 4], 30), (700, [5, 6], 40), (9, [7], 1)]
+    prompts = as_sessions([TracePrompt(*one) for one in lengths], 2, 512)
+    assert [(one.tokens, list(one.blocks)) for one in prompts] == [
+        (600, [0, 1]),
+        (500, [1 << 32]),
+        (600 + 10 + 90, [0, 1]),
+        (500 + 20 + 700, [1 << 32, (1 << 32) + 1, (1 << 32) + 2]),
+    ]
+    assert known_tokens(prompts, 512) == [0, 0, 600, 500]
+    for turns in (0, 6):
+        with pytest.raises(ConfigError, match=f"--sessions {turns}: the trace has 5 requests"):
+            as_sessions(prompts[:1] * 5, turns, 512)
+
+
+def test_denser_states_hit_more_of_prompts_that_part_early() -> None:
+    geometry = LAYOUTS["qwen3next"]
+    size = geometry.chunk_tokens
+    hits = []
+    for retention in (0, 4 * size, size):
+        cache = UnlimitedCache(ReplayModel(geometry, StateRule(retention, size), size))
+        cache.serve(TracePrompt(8 * size + 1, range(9)))
+        hits.append(cache.serve(TracePrompt(9 * size, [*range(6), 90, 91, 92])).tokens_hit)
+    assert hits == [0, 4 * size, 6 * size]

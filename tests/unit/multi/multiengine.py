@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import random
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.unit.multi.scripted import SCRIPTS, Script
 BLOCK = 16
 HERE = "tests.unit.multi.scripted"
 ENGINE_ID = "the-engine"
+HIT = 96
 
 
 def child(script: Script, connector: str = "Scripted", **extra: Any) -> dict[str, Any]:
@@ -212,3 +214,15 @@ class MultiEngine:
         )
         worker.clear_connector_metadata()
         return done
+
+
+def upto(end: int) -> Any:
+    """A child that has the prompt up to `end`."""
+    return lambda request, local: max(
+        0, min(end, (request.num_tokens - 1) // BLOCK * BLOCK) - local
+    )
+
+
+def prompt(rng: random.Random, length: int = 200) -> list[int]:
+    """A prompt of that many random tokens."""
+    return rng.choices(range(2, 2000), k=length)

@@ -6,60 +6,36 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client import Counter as PromCounter
-from prometheus_client import Gauge as PromGauge
-from prometheus_client import Histogram as PromHistogram
 
 pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm")
 
-from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import child_specs  # noqa: E402
-from hybridkv.multi.messages import MultiReport  # noqa: E402
-from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
 from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX  # noqa: E402
-from tests.unit.multi import scripted  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
     ENGINE_ID,
+    HIT,
     MultiEngine,
     child,
     connector,
     hybrid,
     multi_config,
+    prompt,
     single,
+    upto,
 )
-from tests.unit.multi.scripted import Note, Plan, Script, ScriptedError, ScriptedStats  # noqa: E402
+from tests.unit.multi.scripted import Plan, Script, ScriptedError  # noqa: E402
 
-HIT = 96
 MOST = 512
-
-
-@pytest.fixture(autouse=True)
-def forget_scripts() -> None:
-    scripted.SCRIPTS.clear()
-
-
-def upto(end: int) -> Any:
-    """A child that has the prompt up to `end`."""
-    return lambda request, local: max(
-        0, min(end, (request.num_tokens - 1) // BLOCK * BLOCK) - local
-    )
-
-
-def prompt(rng: random.Random, length: int = 200) -> list[int]:
-    return rng.choices(range(2, 2000), k=length)
 
 
 def told(script: Script, hook: str) -> list[tuple[Any, ...]]:
@@ -605,9 +581,10 @@ def test_children_see_their_own_configuration(rng: random.Random) -> None:
         child(scripts[1], name="fast", load_weight="auto", mine=2),
         {**child(scripts[2], mine=3), "engine_id": "another", "kv_port": 99},
     ]
+    keys = [entry["kv_connector_extra_config"]["script"] for entry in entries]
     engine = MultiEngine(entries, hybrid(), ranks=2)
     assert [script.extra for script in scripts] == [
-        {"script": str(n), "mine": n + 1} for n in range(3)
+        {"script": key, "mine": n + 1} for n, key in enumerate(keys)
     ]
     assert [script.engine_ids for script in scripts] == [
         {ENGINE_ID},
@@ -624,12 +601,9 @@ def test_children_see_their_own_configuration(rng: random.Random) -> None:
     assert {spec.config.kv_transfer_config.kv_load_failure_policy for spec in specs} == {
         "recompute"
     }
-    for number, script in enumerate(scripts):
+    for key, script in zip(keys, scripts, strict=True):
         ((handshakes,),) = told(script, "set_xfer_handshake_metadata")
-        assert [(rank, shake.script) for rank, shake in handshakes] == [
-            (0, str(number)),
-            (1, str(number)),
-        ]
+        assert [(rank, shake.script) for rank, shake in handshakes] == [(0, key), (1, key)]
 
 
 def test_engine_ids_differ_between_engines_and_children() -> None:
@@ -651,6 +625,8 @@ def test_engine_ids_differ_between_engines_and_children() -> None:
         ({"load_weight": True}, "load_weight=True must be a number"),
         ({"load_weight": "much"}, 'or "auto"; 1.0 works'),
         ({"name": "__selection__"}, "name='__selection__'"),
+        ({"sub_block_hits": True}, "sub_block_hits is not proven with several connectors"),
+        ({"sub_block_hits": "auto"}, "sub_block_hits is not proven with several connectors"),
     ],
 )
 def test_what_a_child_cannot_have(extra: dict[str, Any], says: str) -> None:
@@ -696,201 +672,6 @@ def test_children_without_hma_are_named() -> None:
     assert connector(config, single(), KVConnectorRole.SCHEDULER).sub_connectors[1].script
 
 
-# Statistics
-
-
-def metrics_of(config: Any, registry: CollectorRegistry, engines: int = 1) -> Any:
-    """MultiConnector's metrics in a registry of their own."""
-    from hybridkv.connector import MultiConnector
-
-    def kind(metric: Any) -> Any:
-        return lambda *args, multiprocess_mode=None, **kwargs: metric(
-            *args, registry=registry, **kwargs
-        )
-
-    types = {
-        PromCounter: kind(PromCounter),
-        PromGauge: kind(PromGauge),
-        PromHistogram: kind(PromHistogram),
-    }
-    labels: dict[int, list[object]] = {engine: ["model", str(engine)] for engine in range(engines)}
-    return MultiConnector.build_prom_metrics(config, types, ["model_name", "engine"], labels)
-
-
-def test_statistics_reach_prometheus(rng: random.Random) -> None:
-    """Through msgpack, as between processes; two children of one class, and one without metrics."""
-    from hybridkv.connector import MultiConnector
-
-    scripts = [Script(tokens=upto(HIT), load_steps=2), Script(tokens=upto(48)), Script()]
-    entries = [
-        child(scripts[0], name="a"),
-        child(scripts[1], name="b"),
-        child(scripts[2], "Unmeasured"),
-    ]
-    engine = MultiEngine(entries, hybrid())
-    registry = CollectorRegistry()
-    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
-    for _ in range(3):
-        engine.add(prompt(rng))
-    pending = []
-    while engine.scheduler.has_requests():
-        engine.payloads.clear()
-        engine.step()
-        for payload in engine.payloads:
-            travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(payload))
-            metrics.observe(travelled, 1)
-            stats = MultiConnector.build_kv_connector_stats(travelled)
-            assert not stats.is_empty()
-            assert stats.aggregate(MultiConnector.build_kv_connector_stats(travelled)).reduce()
-        pending.append(
-            registry.get_sample_value("vllm:kv_connector_mc_pending_loads", labels_of("a"))
-        )
-    assert {3.0, 0.0} <= set(pending)
-
-    def value(name: str, connector: str) -> float | None:
-        return registry.get_sample_value(f"vllm:{name}", labels_of(connector))
-
-    assert [value("kv_connector_mc_queries_total", name) for name in ("a", "b", "Unmeasured")] == [
-        3,
-        3,
-        3,
-    ]
-    assert [value("kv_connector_mc_hits_total", name) for name in ("a", "b", "Unmeasured")] == [
-        3,
-        0,
-        0,
-    ]
-    assert [value("kv_connector_mc_hit_tokens_total", name) for name in ("a", "b")] == [3 * HIT, 0]
-    assert [value("kv_connector_mc_misses_total", name) for name in ("a", "b", "Unmeasured")] == [
-        0,
-        0,
-        3,
-    ]
-    assert [value("scripted_asked_total", name) for name in ("a", "b", "Unmeasured")] == [
-        3,
-        3,
-        None,
-    ]
-    assert engine.totals["hits"] == 3 * HIT
-    assert 'engine="0"' in generate_latest(registry).decode(), "the other engine has its own, at 0"
-
-
-def labels_of(connector: str) -> dict[str, str]:
-    return {"model_name": "model", "engine": "1", "connector": connector}
-
-
-def test_what_else_was_counted_reaches_prometheus() -> None:
-    from hybridkv.connector import MultiConnector
-
-    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
-    registry = CollectorRegistry()
-    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
-    payload = {
-        "__events__": {
-            "a": {"quarantined": 1, "down": -3},
-            "": {"loads_given_up": 2},
-            "nobody": {"x": 1},
-        }
-    }
-    stats = MultiConnector.build_kv_connector_stats(payload)
-    both = stats.aggregate(MultiConnector.build_kv_connector_stats(payload))
-    assert both.reduce() == {"events": {"a quarantined": 2, "loads_given_up": 4, "nobody x": 2}}
-    metrics.observe(both.to_dict(), 1)
-    metrics.observe(payload, 7)
-    shown = {
-        (sample.labels["connector"], sample.labels["event"]): sample.value
-        for family in registry.collect()
-        for sample in family.samples
-        if sample.name == "vllm:kv_connector_mc_events_total"
-    }
-    assert shown == {("a", "quarantined"): 2, ("", "loads_given_up"): 4}
-
-
-def test_statistics_never_raise(rng: random.Random) -> None:
-    from hybridkv.connector import MultiConnector
-
-    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
-    metrics = metrics_of(engine.scheduler.vllm_config, CollectorRegistry())
-    for payload in (
-        {"__selection__": {"a": {"hits": -5, "pending_loads": -2}, "nobody": {"hits": 1}}},
-        {"__selection__": 3, "a": {"asked": -1}, "b": {}, "c": 7},
-        {"a": {"asked": 1}, "__classes__": {"a": "os:path"}},
-        {"a": {"asked": 1}, "__classes__": {"a": "no.such:Thing"}},
-    ):
-        metrics.observe(payload, 0)
-        MultiConnector.build_kv_connector_stats(payload).aggregate(
-            MultiConnector.build_kv_connector_stats({})
-        ).reduce()
-    assert MultiConnector.build_kv_connector_stats(None).is_empty()
-    registry = CollectorRegistry()
-    PromCounter("vllm:scripted_asked", "Another's.", registry=registry)
-    metrics_of(engine.scheduler.vllm_config, registry).observe({"a": {"asked": 1}}, 0)
-
-
-class FaultyStats(ScriptedStats):
-    """A child's statistics of which one method raises."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__({"asked": 1})
-        setattr(self, method, self._raise)
-
-    def aggregate(self, other: Any) -> "FaultyStats":
-        return self
-
-    def _raise(self, *arguments: Any) -> Any:
-        raise ScriptedError("statistics")
-
-
-@pytest.mark.parametrize("method", ["to_dict", "aggregate"])
-def test_a_fault_of_a_childs_statistics_travels_with_the_others(method: str) -> None:
-    """In the engine's process: it is counted among the child's events."""
-    stats = MultiKVConnectorStats({"bad": FaultyStats(method), "good": ScriptedStats({"asked": 2})})
-    more = MultiKVConnectorStats({name: ScriptedStats({"asked": 3}) for name in ("bad", "good")})
-    payload = stats.aggregate(more).to_dict()
-    assert payload["__events__"] == {"bad": {"fault_stats": 1}}
-    assert payload["good"] == {"asked": 5}
-    assert payload.get("bad") == ({"asked": 1} if method == "aggregate" else None)
-    assert stats.reduce()["events"]["bad fault_stats"] == 1
-
-
-def test_a_fault_of_a_childs_statistics_in_the_server_is_counted_at_once() -> None:
-    """While the metrics are made it counts for every engine, later for the one observed."""
-    engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
-    registry = CollectorRegistry()
-    metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
-
-    def faults(connector: str, engine: int) -> float | None:
-        labels = {"model_name": "model", "engine": str(engine), "connector": connector}
-        name = "vllm:kv_connector_mc_events_total"
-        return registry.get_sample_value(name, {**labels, "event": "fault_stats"})
-
-    payloads: list[Any] = [{"a": {}}, {"__events__": 3}, {"__selection__": {"a": 7}}]
-    for payload in (*payloads, {"b": {"asked": 1}}):
-        metrics.observe(payload, 1)
-    metrics.observe({"a": {}}, 7)
-    assert [faults("a", 1), faults("", 1), faults("b", 1), faults("a", 0)] == [1, 2, None, None]
-    registry = CollectorRegistry()
-    PromCounter("vllm:scripted_asked", "Another's.", registry=registry)
-    metrics_of(engine.scheduler.vllm_config, registry, engines=2)
-    assert [faults(name, number) for name in ("a", "b") for number in (0, 1)] == [1] * 4
-    stats = MultiKVConnectorStats.restored(
-        {"a": {"asked": 1}, "__events__": {"a": {"fault_stats": 2}}}
-    )
-    assert stats.reduce()["events"] == {"a fault_stats": 3}, "its class is not named"
-
-
-@pytest.mark.parametrize(
-    "sources", [{"host": 90, "disk": 7}, {"host": 100, "disk": -4}, {"moon": HIT}, {1: 2}]
-)
-def test_sources_that_do_not_add_up_are_unknown(
-    sources: dict[Any, int], rng: random.Random
-) -> None:
-    engine = MultiEngine([child(Script(tokens=upto(HIT), sources=sources))], hybrid())
-    engine.add(prompt(rng))
-    engine.run()
-    assert engine.totals["CacheHitSource.EXTERNAL_UNSPECIFIED"] == HIT
-
-
 def test_shutdown_reaches_all(rng: random.Random) -> None:
     scripts = [Script(raises={"shutdown"}), Script()]
     engine = MultiEngine([child(script) for script in scripts], hybrid())
@@ -898,135 +679,3 @@ def test_shutdown_reaches_all(rng: random.Random) -> None:
     assert [script.calls["shutdown"] for script in scripts] == [1, 1]
     with pytest.raises(ScriptedError):
         engine.connector.sub_connectors[0].shutdown()
-
-
-# KV events
-
-
-def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Random) -> None:
-    """Once, and it may raise; a child that knows nothing of it is left alone."""
-    engine = MultiEngine([child(Script()), child(Script()), child(Script())], hybrid())
-    first, second, third = engine.connector._children.all
-    asked: list[str] = []
-
-    def withdraw() -> list[Any]:
-        asked.append("first")
-        return ["gone"]
-
-    def raising() -> list[Any]:
-        asked.append("second")
-        raise ScriptedError("withdraw")
-
-    first.connector.withdraw = withdraw
-    second.connector.withdraw = raising
-    assert engine.connector.take_events() == []
-    for dead in (first, second, third):
-        dead.supervisor.end("the test says so")
-    assert engine.connector.take_events() == ["gone"]
-    assert engine.connector.take_events() == []
-    assert asked == ["first", "second"]
-    events = engine.connector.get_kv_connector_stats().to_dict()["__events__"]
-    assert events["Scripted-2"]["fault_withdraw"] == 1
-    assert "fault_withdraw" not in events["Scripted"]
-
-
-class OtherNote(Note):
-    """A message that nothing can be added to."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def aggregate(self, other: Any) -> Note:
-        raise ScriptedError("aggregate")
-
-
-class WorkerEvents(KVConnectorKVEvents):
-    """Of one child in one worker."""
-
-    def __init__(self, names: list[str], raises: str = "") -> None:
-        self.names, self.raises, self.workers = names, raises, 1
-
-    def _do(self, hook: str) -> None:
-        if hook == self.raises:
-            raise ScriptedError(hook)
-
-    def add_events(self, events: list[Any]) -> None:
-        """Of another worker."""
-        self._do("add_events")
-        self.names += events
-
-    def aggregate(self) -> "WorkerEvents":
-        """As it is."""
-        self._do("aggregate")
-        return self
-
-    def increment_workers(self, count: int = 1) -> None:
-        """One more."""
-        self._do("increment_workers")
-        self.workers += count
-
-    def get_all_events(self) -> list[Any]:
-        """Names."""
-        self._do("get_all_events")
-        return self.names
-
-    def get_number_of_workers(self) -> int:
-        """So many were put together."""
-        self._do("get_number_of_workers")
-        return self.workers
-
-    def clear_events(self) -> None:
-        """None are left."""
-        self._do("clear_events")
-        self.names = []
-
-
-def of_two_ranks(output_of: Any) -> KVConnectorOutput:
-    """vLLM adds up the outputs of several ranks where nobody supervises a child's code."""
-    outputs = [
-        ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output_of(rank))
-        for rank in range(2)
-    ]
-    return KVOutputAggregator(2).aggregate(outputs, 0).kv_connector_output
-
-
-@pytest.mark.parametrize("hook", ["", "add_events", "get_all_events", "increment_workers"])
-def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> None:
-    bad, good = Script(), Script()
-    engine = MultiEngine([child(bad, name="bad"), child(good, name="good")], hybrid())
-    output = of_two_ranks(
-        lambda rank: KVConnectorOutput(
-            kv_connector_worker_meta=MultiReport(
-                events=[(0, WorkerEvents([f"bad{rank}"], hook)), (1, WorkerEvents([f"good{rank}"]))]
-            )
-        )
-    )
-    engine.connector.update_connector_output(output)
-    assert [events.names for events in good.events] == [["good0", "good1"]]
-    assert [events.workers for events in good.events] == [2]
-    assert [events and events.names for events in bad.events] == [
-        None if hook else ["bad0", "bad1"]
-    ]
-    assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
-    assert "good: fault_kv_events" not in engine.connector.counters
-    assert engine.connector._children.all[0].alive
-
-
-def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
-    """The scheduler hears of the other connector's, and of what both ranks counted."""
-    bad, good = Script(), Script()
-    engine = MultiEngine([child(bad, name="bad"), child(good, name="good")], hybrid())
-    output = of_two_ranks(
-        lambda rank: KVConnectorOutput(
-            kv_connector_worker_meta=MultiReport(
-                [(0, Note(1) if rank else OtherNote()), (1, Note(1))],
-                counters=Counter({"reports_absorbed": 2, f"only{rank}": 1}),
-            )
-        )
-    )
-    engine.connector.update_connector_output(output)
-    assert [note and note.steps for note in (*bad.notes, *good.notes)] == [None, 2]
-    counters = engine.connector.counters
-    assert counters["bad: fault_aggregate"] == counters["only0"] == counters["only1"] == 1
-    assert counters["reports_absorbed"] == 4
-    assert "good: fault_aggregate" not in counters

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.shm.arena import SHM_DIR, ArenaGoneError, attach_arena, create_arena
+from hybridkv.shm.arena import SHM_DIR, ArenaGoneError, attach_arena, create_arena, new_lock
 
 
 def test_an_arena_removed_meanwhile_is_not_taken_over(
@@ -24,3 +24,23 @@ def test_an_arena_removed_meanwhile_is_not_taken_over(
     monkeypatch.setattr("hybridkv.shm.arena.fcntl.flock", late)
     with pytest.raises(ArenaGoneError, match="was removed meanwhile"):
         attach_arena(path, 1 << 20, owner=True)
+
+
+def test_a_lock_is_held_until_no_mapping_with_it_is_left(tmp_path: Path) -> None:
+    path = SHM_DIR / f"hybridkv-test-{os.getpid()}-{tmp_path.name}"
+    arena, lock, other = create_arena(path, 1 << 20), new_lock(), new_lock()
+    try:
+        first, second = (attach_arena(path, 1 << 20, lock=lock) for _ in range(2))
+        assert arena.is_locked(lock)
+        assert not arena.is_locked(other)
+        attach_arena(path, 1 << 20).close()
+        first.close()
+        assert arena.is_locked(lock), "closing another descriptor of the file ends no lock"
+        view = second.memory[:1]
+        second.close()
+        assert arena.is_locked(lock), "somebody may still write"
+        del second, view
+        assert not arena.is_locked(lock)
+    finally:
+        arena.unlink()
+        arena.close()

@@ -80,6 +80,25 @@ class TestInjected(TestDisk):
         )
 
 
+class TestCompressed(TestDisk):
+    encoded = True
+
+    def make(self) -> Tier:
+        url = f"disk://{self._root}?bytes=64MiB&codec=zplanes"
+        return make_tier(parse_tier(url, "disk"), "here")
+
+
+class TestEncrypted(TestDisk):
+    encoded = True
+
+    def make(self) -> Tier:
+        key = self._root.with_name("tier.key")
+        key.write_bytes(bytes(range(32)))
+        key.chmod(0o600)
+        url = f"disk://{self._root}?bytes=64MiB&codec=zplanes&key=file:{key}"
+        return make_tier(parse_tier(url, "disk"), "here")
+
+
 def test_a_file_system_without_direct_io_is_told_of_at_the_first_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""Load or compute, against a search over all boundaries."""
+"""Load or compute, against a search over all hits, here of as many tokens as chunks."""
 
 import math
 

@@ -10,7 +10,11 @@ from hybridkv.tiers.lookups import ShortfallKind
     [
         (ShortfallKind.SILENT, {"tier": "disk"}, "disk does not answer"),
         (ShortfallKind.FAILED, {"tier": "disk", "error": "{no} answer"}, "disk: {no} answer"),
-        (ShortfallKind.NO_ROOM, {}, "RAM has no room for it"),
+        (
+            ShortfallKind.NO_ROOM,
+            {"fits": 2048, "tokens": 4096},
+            "RAM has room for 2048 of 4096 tokens",
+        ),
         (
             ShortfallKind.SLOWER,
             {"tokens": 4096, "read_seconds": 1.234, "compute_seconds": 0.0567},

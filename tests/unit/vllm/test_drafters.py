@@ -13,6 +13,8 @@ from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.preflight import group_findings
 from tests.simulation.layouts import _m
 
+NO_MATCH_UNIT = {"cache_config": SimpleNamespace(prefix_match_unit=None)}
+
 
 def config(method: str, **changes: Any) -> Any:
     """The parts of a VllmConfig with speculation that are read."""
@@ -25,29 +27,40 @@ def config(method: str, **changes: Any) -> Any:
         "modules": 1,
         "v2": False,
         "architecture": "Qwen3NextForCausalLM",
+        "is_async": False,
     } | changes
     is_eagle = method in ("eagle", "eagle3", "mtp")
     speculative = SimpleNamespace(
         method=method,
         draft_model_config=SimpleNamespace(max_model_len=values["draft_max_model_len"]),
         use_eagle=lambda: is_eagle,
+        use_eagle_block_drop=lambda: is_eagle,
         use_multi_module_mtp=lambda: values["modules"] > 1,
         **values,
     )
     return SimpleNamespace(
         speculative_config=speculative,
         model_config=SimpleNamespace(max_model_len=8192, architecture=values["architecture"]),
+        scheduler_config=SimpleNamespace(async_scheduling=values["is_async"]),
         num_speculative_tokens=3,
         num_prefill_lookahead_tokens=int(is_eagle),
         use_v2_model_runner=values["v2"],
+        **NO_MATCH_UNIT,
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "v2"), [("0.32.0", False), ("0.32.0", True), ("0.33.0", False)]
+)
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "ngram"])
-def test_proven_methods_are_served(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.32.0")
-    (found,) = speculation_findings(config(method))
+def test_proven_methods_are_served(
+    method: str, version: str, v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    (found,) = speculation_findings(config(method, v2=v2))
     assert found.verdict is Verdict.OK
+    is_simulated = method != "ngram" and version == "0.33.0"
+    assert ("no CPU build of it yet" in found.sentence) == is_simulated
 
 
 @pytest.mark.parametrize(
@@ -56,10 +69,10 @@ def test_proven_methods_are_served(method: str, monkeypatch: pytest.MonkeyPatch)
         ("medusa", {}, "0.32.0", "'medusa' drafter is not proven"),
         ("dflash", {}, "0.32.0", "'dflash' drafter is not proven"),
         ("suffix", {}, "0.32.0", "'suffix' drafter is not proven"),
-        ("eagle", {}, "0.33.0", "never restored on vllm 0.33"),
+        ("eagle", {}, "0.34.0", "never restored on vllm 0.34"),
         ("draft_model", {}, "0.31.2", "never restored on vllm 0.31"),
         ("mtp", {"modules": 2}, "0.32.0", "several MTP modules"),
-        ("mtp", {"v2": True}, "0.32.0", "V2 model runner"),
+        ("mtp", {"v2": True}, "0.33.0", "V2 model runner of vllm 0.33"),
         ("eagle3", {"parallel_drafting": True}, "0.32.0", "parallel_drafting"),
         (
             "eagle",
@@ -86,18 +99,24 @@ def test_what_is_known_of_a_drafter() -> None:
     unpadded = config("mtp", disable_padded_drafter_batch=True, draft_max_model_len=None)
     assert drafter_of(unpadded) == Drafter(1, 3, 8192, is_stale_at_ends=False)
     assert drafter_of(config("draft_model")) == Drafter(0, 3, 4096, is_stale_at_ends=False)
+    assert drafter_of(config("eagle", v2=True)) == Drafter(1, 3, 8195, is_stale_at_ends=False)
 
 
 def refused(
-    method: str | None, *specs: Any, cached: list[int] | None = None, **changes: Any
+    method: str | None,
+    *specs: Any,
+    cached: list[int] | None = None,
+    verdict: Verdict = Verdict.FAIL,
+    **changes: Any,
 ) -> list[str]:
     """What is said against groups of these specs, of which `cached` are those vLLM caches."""
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     gids = [*range(len(groups))] if cached is None else cached
     kv_config = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=gids)
-    engine = config(method, **changes) if method else SimpleNamespace(speculative_config=None)
+    plain = SimpleNamespace(speculative_config=None, **NO_MATCH_UNIT)
+    engine = config(method, **changes) if method else plain
     found = group_findings(kv_config, engine)
-    return [one.sentence for one in found if one.verdict is Verdict.FAIL]
+    return [one.sentence for one in found if one.verdict is verdict]
 
 
 def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
@@ -113,7 +132,7 @@ def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
     assert "vLLM 0.32 itself cannot look up group 0" in said
     (said,) = refused("draft_model", full, scratch, cached=[0])
     assert "vLLM does not cache group 1" in said
-    (said,) = refused("eagle", full, recurrent)
+    (said,) = refused("draft_model", full, recurrent)
     assert "recurrent states under speculation is not proven yet with a drafter" in said
 
 
@@ -136,7 +155,9 @@ def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
         ({}, "0.32.0", 3, False, "CPU build itself computes wrong recurrent states"),
     ],
 )
+@pytest.mark.parametrize("method", ["ngram", "mtp", "eagle"])
 def test_recurrent_states_are_served_where_they_were_proven(
+    method: str,
     changes: dict[str, Any],
     version: str,
     blocks: int,
@@ -144,12 +165,35 @@ def test_recurrent_states_are_served_where_they_were_proven(
     what: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under n-gram speculation; vLLM's CPU build fails with it by itself."""
+    """With and without a drafter's layers; vLLM's CPU build fails with drafts by itself."""
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setattr(drafters, "is_cpu_mended", is_mended)
     recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=blocks)
-    said = refused("ngram", _m("full", 16).spec(1, 1), recurrent, **changes)
+    said = refused(method, _m("full", 16).spec(1, 1), recurrent, **changes)
     assert len(said) == bool(what)
     for sentence in said:
         assert what in sentence
         assert sentence.endswith("works")
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_a_drafter_over_recurrent_states_is_served_without_padding_alone(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pads for asynchronous scheduling, and then no prompt of several steps is stored."""
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setattr(drafters, "is_cpu_mended", True)
+    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=3)
+    groups = _m("full", 16).spec(1, 1), recurrent
+    (said,) = refused(method, *groups, is_async=True)
+    assert "asynchronous scheduling" in said
+    assert said.endswith('"disable_padded_drafter_batch":true works')
+    (said,) = refused(method, *groups, verdict=Verdict.WARN)
+    assert "nothing of such a prompt is restored" in said
+    assert said.endswith('"disable_padded_drafter_batch":true works')
+    unpadded: dict[str, Any] = {"disable_padded_drafter_batch": True}
+    assert not refused(method, *groups, verdict=Verdict.WARN, **unpadded)
+    told = refused(method, *groups, verdict=Verdict.OK, **unpadded)
+    assert "hits end one block lower" in told[-1]
+    assert not refused("ngram", *groups, verdict=Verdict.WARN)
+    assert not refused(method, groups[0], verdict=Verdict.WARN)

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connector.connector import HybridKVConnector
 from hybridkv.multi.connector import MultiConnector
-from hybridkv.vllm.versions import PROVEN
+from hybridkv.vllm.proven import PROVEN
 
 SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
 LEFT = {

@@ -49,6 +49,9 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "QUEUE_MAX": "objects that wait to be told to a session that subscribed; beyond, `removed` "
         "says everything",
         "UNHEARD_MAX": "`removed` to a session since it sent a message; the next ones wait for one",
+        "BELOW_MAX": "objects of which a session was told that a tier has them, at most",
+        "LOOKS_MAX": "of these, objects that are looked at again in each LOOK_SECONDS",
+        "LOOK_SECONDS": "seconds between two looks at what tiers had",
     },
     handlers: {
         "LEASES_MAX": "open leases of a session",

@@ -210,18 +210,18 @@ REQUESTS: list[tuple[Request, str]] = [
             model=MODEL,
             session=3,
         ),
-        "8b00000099a568656c6c6f0101a6656e67696e65a8656e67696e652d30c420000102030405060708090a"
+        "8c0000009aa568656c6c6f0101a6656e67696e65a8656e67696e652d30c420000102030405060708090a"
         "0b0c0d0e0f101112131415161718191a1b1c1d1e1f95929700a466756c6c10cd10000000c39701a7736c"
         "6964696e6720cf0000000200000000cd040007c2cc8020100296a56d6f64656ccd1000af6175746f2028"
-        "62666c6f617431362992041cc0cd080003",
+        "62666c6f617431362992041cc0cd08000300",
     ),
     (
-        Hello(id=1, version=1, role="worker", engine_id="engine-0"),
-        "1d00000099a568656c6c6f0101a6776f726b6572a8656e67696e652d30c0c0c000",
+        Hello(id=1, version=1, role="worker", engine_id="engine-0", lock=(1 << 61) + 5),
+        "260000009aa568656c6c6f0101a6776f726b6572a8656e67696e652d30c0c0c000cf2000000000000005",
     ),
     (
         Hello(id=1, version=1, role="control"),
-        "1600000099a568656c6c6f0101a7636f6e74726f6ca0c0c0c000",
+        "170000009aa568656c6c6f0101a7636f6e74726f6ca0c0c0c00000",
     ),
     (Drained(session=3), "0a00000092a7647261696e656403"),
     (ReportMapping(is_mapped=False), "1100000092ae7265706f72745f6d617070696e67c2"),
@@ -232,10 +232,18 @@ REQUESTS: list[tuple[Request, str]] = [
     ),
     (Subscribe(), "0b00000091a9737562736372696265"),
     (
-        Lookup(id=3, lease=9, hashes=NAME + NAME, wait_ms=2000, tokens_per_second=10_000),
-        "5200000096a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        Lookup(
+            id=3,
+            lease=9,
+            hashes=NAME + NAME,
+            wait_ms=2000,
+            tokens_per_second=10_000,
+            tails=NAME,
+            tails_from=2,
+        ),
+        "7500000098a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
-        "2710",
+        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f02",
     ),
     (
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
@@ -311,9 +319,10 @@ REPLIES: list[tuple[Reply, str]] = [
             generations=GENERATIONS,
             tiers={"disk": 1},
             why="w",
+            tail=5,
         ),
-        "4000000099a5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
-        "10101112131415161718191a1b1c1d1e1f81a46469736b01a177",
+        "410000009aa5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
+        "10101112131415161718191a1b1c1d1e1f81a46469736b01a17705",
     ),
     (
         Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
@@ -333,9 +342,9 @@ REPLIES: list[tuple[Reply, str]] = [
     ),
     (
         Removed(id=0, hashes=NAME + NAME, groups=b"\0\1", everything=True),
-        "5100000095a772656d6f76656400c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "5300000096a772656d6f76656400c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020001"
-        "c3",
+        "c3c400",
     ),
     (
         Report(id=6, values={"objects": 3.0}, tiers=[TIER], metrics_url="http://m", status=STATUS),
@@ -418,7 +427,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 7, "another version has other examples"
+    assert PROTOCOL_VERSION == 8, "another version has other examples"
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,10 @@ class HostCopier:
     def _load_one(self, op: CopyOp) -> None:
         """Copy and prove at once: if the proof fails the load fails, and no block of it is read."""
         part_bytes = op.count * self._block_bytes[op.group_index]
-        if len(op.blocks) < op.count:
-            self._part.prove(self._arena, op, part_bytes)
         self._part.recheck(self._arena, op)
         digests = self._copy(op, part_bytes, into_slot=False)
+        if len(op.blocks) < op.count:
+            self._part.prove(self._arena, op, part_bytes)
         if digests is not None:
             self._part.check_signature(self._arena, op, digests)
         self._part.recheck(self._arena, op)

@@ -8,12 +8,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from hybridkv.connector.copy.device import DeviceError, Jobs, Lane, Result, Waitable, over
+from hybridkv.connector.copy.device import DeviceError, Jobs, Lane, Waitable, over
 from hybridkv.connector.copy.part import BadSlotError
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.staging import Descriptors, Flight, Shared, Slots, Staging
@@ -56,7 +56,6 @@ class LoadFlight(Flight):
     """An object that is being loaded."""
 
     load: LoadJob | None = None
-    hashes: list[Result] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +113,16 @@ class CopyLane(ABC, Generic[Job]):
             logger.debug("hybridkv: the device does not answer", exc_info=True)
         self._fail_flying()
 
-    def _hash(self, flight: Flight) -> list[Result]:
-        """Begin to hash a part in the slot on threads."""
+    def _digests(self, flight: Flight, digests: list[bytes]) -> Lane:
+        """Append the digests of a part that is copied: the device's, or those that threads make."""
+        if self._shared.digests_on_device:
+            digests.append(self.staging.digests(flight))
+            return
         size = max(HASH_BYTES_MIN, flight.size // HASH_SHARES) // PIECE_BYTES * PIECE_BYTES
         memory = flight.memory
         shares = [memory[at : at + size] for at in range(0, flight.size, size)]
         call = self._shared.device.call
-        return [call(partial(piece_digests, share)) for share in shares]
-
-    def _hashed(self, results: Sequence[Result], digests: list[bytes]) -> Lane:
-        for result in results:
+        for result in [call(partial(piece_digests, share)) for share in shares]:
             yield from over(result)
             digests.append(result.result())
 
@@ -184,10 +183,7 @@ class StoreLane(CopyLane[StoreJob]):
             yield from self.staging.matches(job, compared)
         if part.checksum != "off":
             digests: list[bytes] = []
-            if self._shared.digests_on_device:
-                digests.append(self.staging.digests(job))
-            else:
-                yield from self._hashed(self._hash(job), digests)
+            yield from self._digests(job, digests)
             part.write_signature(job.slots.arena, job.op, b"".join(digests))
         self._flying.popleft()
         self._give_back(job)
@@ -266,8 +262,6 @@ class LoadLane(CopyLane[LoadJob]):
         self._enter(flight)
         self._flying.append(flight)
         load.flying += 1
-        if checksum != "off" and not self._shared.digests_on_device:
-            flight.hashes = self._hash(flight)
         yield from staging.copy(flight, into_slot=False)
         device.wait_event(staging.programs, flight.events[-1])
         if checksum != "off" and self._shared.digests_on_device:
@@ -284,15 +278,15 @@ class LoadLane(CopyLane[LoadJob]):
         load, part, arena = flight.load, flight.slots.part, flight.slots.arena
         assert load is not None
         yield from self.staging.settle(flight)
-        digests: list[bytes] = []
-        yield from self._hashed(flight.hashes, digests)
         compared: list[bool] = []
         if part.checksum == "paranoid":
             yield from self.staging.matches(flight, compared)
+        digests: list[bytes] = []
+        if part.checksum != "off":
+            # After the copy: a slot that is damaged before its bytes are read stays damaged.
+            yield from self._digests(flight, digests)
         try:
             if part.checksum != "off":
-                if self._shared.digests_on_device:
-                    digests.append(self.staging.digests(flight))
                 part.check_signature(arena, flight.op, b"".join(digests))
             if False in compared:
                 raise BadSlotError(flight.op, "the engine's blocks are not what was copied")

@@ -8,10 +8,10 @@ gives such blocks to other prompts, which costs them accepted drafts. Nothing of
     blocks     | own or marked blocks  | not the drafter's for these tokens          |
     stored     | whole chunks       |  - - - never - - -
 
-Every block has a *mark*: what its tokens and the token behind it were when a request computed or
-loaded it. A request whose prompt begins with blocks of the engine's cache compares their marks with
-its own tokens. From the first block that differs on, nothing of the request is stored: a drafter of
-several layers reads what it has written before.
+Every block has a *mark*: what its tokens and the token behind it, or the image there, were when a
+request computed or loaded it. A request whose prompt begins with blocks of the engine's cache
+compares their marks with its own tokens. From the first block that differs on, nothing of the
+request is stored: a drafter of several layers reads what it has written before.
 """
 
 from array import array
@@ -21,8 +21,9 @@ from typing import Any
 
 from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest
 from hybridkv.core.copies import NULL_BLOCK
-from hybridkv.core.geometry import Geometry, Group
+from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.vllm.drafters import Drafter
+from hybridkv.vllm.hashing import extra_keys_at
 
 Tables = Callable[[str], Sequence[Sequence[int]]]
 _MARK_BYTES = 8
@@ -36,6 +37,8 @@ class DraftedBlocks:
         """`blocks`: the engine's block ids are 0 to `blocks` - 1."""
         self._drafter = drafter
         self._geometry = geometry
+        self._groups = [one for one in geometry.groups if one.kind is not GroupKind.RECURRENT]
+        """Those in which a drafter can have layers. A state is what its tokens say in any case."""
         self._marks = array("q", bytes(_MARK_BYTES * blocks))
         """A mark for each block id, of whatever group has the block now; 0 = none."""
 
@@ -73,7 +76,7 @@ class DraftedBlocks:
         if not is_drafted:
             # With asynchronous scheduling `start` counts drafts that may be rejected yet.
             drafted.proven = min(drafted.proven, start, known - 1)
-        elif self._drafter.is_stale_at_ends and end < known:
+        elif end < known and self._is_stale(request, end):
             drafted.proven = min(drafted.proven, end - 1)
         computed = min(end, known)
         drafted.storable = min(computed, known - self._drafter.lookahead_tokens, drafted.proven)
@@ -84,6 +87,16 @@ class DraftedBlocks:
             drafted.marked = max(drafted.marked, drafted.storable)
             drafted.begun = -(-computed // unit) * unit
 
+    def _is_stale(self, request: Any, end: int) -> bool:
+        """Whether a step that ends inside a prompt takes another token for the one behind it.
+
+        An image that begins there may not be encoded yet. vLLM then takes the token in its places,
+        which is the same for all images.
+        """
+        if self._drafter.is_stale_at_ends or not self._drafter.lookahead_tokens:
+            return self._drafter.is_stale_at_ends
+        return any(feature.mm_position.offset == end for feature in request.mm_features)
+
     def _begun(
         self, tracked: TrackedRequest, start: int, tables: Sequence[Sequence[int]]
     ) -> DraftedTokens:
@@ -92,7 +105,7 @@ class DraftedBlocks:
         first, end = tracked.load.restored
         tracked.load.restored = 0, 0
         local = first if end == start else start
-        for group in self._geometry.groups:
+        for group in self._groups:
             size = group.tokens_per_block
             marks = self._marks_of(request, group, range(local // size))
             blocks = [*tables[group.gid][: len(marks)]]
@@ -110,7 +123,7 @@ class DraftedBlocks:
         self, request: Any, tables: Sequence[Sequence[int]], start: int, end: int, storable: int
     ) -> None:
         """Mark the blocks of tokens [start, end) that end within `storable`, and no others."""
-        for group in self._geometry.groups:
+        for group in self._groups:
             size = group.tokens_per_block
             numbers = range(start // size, -(-end // size))
             whole = range(numbers.start, max(numbers.start, storable // size))
@@ -127,7 +140,11 @@ class DraftedBlocks:
         size, unit = group.tokens_per_block, self._geometry.hash_tokens
         end, stop = (numbers.start + 1) * size, numbers.stop * size
         names = request.block_hashes[end // unit - 1 : stop // unit : size // unit]
-        ahead: Iterable[int] = repeat(0)
+        ahead: Iterable[object] = repeat(0)
         if self._drafter.lookahead_tokens:
             ahead = request.all_token_ids[end : stop + 1 : size]
+            if request.mm_features:
+                # All images have one token in their places.
+                extras = extra_keys_at(request, range(end, stop + 1, size))
+                ahead = zip(ahead, map(repr, extras), strict=False)
         return [hash(mark) or 1 for mark in zip(repeat(group.gid), names, ahead, strict=False)]

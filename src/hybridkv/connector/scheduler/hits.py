@@ -24,6 +24,7 @@ from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.core.speed import PrefillSpeed
+from hybridkv.core.tails import first_tail_chunk, tail_names
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
 
@@ -64,8 +65,11 @@ class Lookups:
         requests: RequestRegistry,
         events: KVEventPublisher,
         weights: WeightsWatch,
+        with_tails: bool = False,
     ) -> None:
+        """`with_tails`: hits may end inside a chunk (core.tails)."""
         self._weights = weights
+        self._with_tails = with_tails
         self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
         self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
@@ -89,7 +93,7 @@ class Lookups:
         found, request = tracked.lookup.found, tracked.request
         if found is None:
             return self._unanswered(tracked, local_tokens, now)
-        tokens = found.chunks * self._geometry.chunk_tokens
+        tokens = tracked.lookup.hit_tokens(self._geometry)
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
         if not self._weights.is_current:
@@ -128,7 +132,7 @@ class Lookups:
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
-        if found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
+        if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)
 
     def _count_limits(self, found: Found) -> None:
@@ -152,8 +156,9 @@ class Lookups:
         """Send the lookup, settle the request, or do neither while its adapter is being read."""
         request, adapter, session = tracked.request, tracked.adapter, self._session
         chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
+        with_tails = self._with_tails and request.num_tokens > self._geometry.hash_tokens
         declined = detail = ""
-        if not chunks:
+        if not chunks and not with_tails:
             declined = "lookups_too_short"
         elif getattr(request, "skip_reading_prefix_cache", False):
             declined = "lookups_unwanted"
@@ -171,9 +176,15 @@ class Lookups:
         lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
         session.breaker = session.breaker.asked(now)
         lookup.hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        if with_tails:
+            tokens, known = request.num_tokens, request.block_hashes
+            first = lookup.tails_from = first_tail_chunk(self._geometry, tokens)
+            names = tail_names(self._geometry, known, first, tokens)
+            lookup.tails = tracked.tail_hashes(names)
         lookup.sent_at = now
         seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
-        message = Lookup(lease, lease, lookup.hashes, round(seconds * 1e3), rate)
+        waits = round(seconds * 1e3), rate
+        message = Lookup(lease, lease, lookup.hashes, *waits, lookup.tails, lookup.tails_from)
         lookup.sent = session.send(message, now)
         self.queued.append(tracked)
         self._counters["lookups"] += 1
@@ -233,7 +244,7 @@ class LoadPlanner:
             return
         geometry, found, local = self.requests.geometry, tracked.lookup.found, load.local_tokens
         try:
-            if found is None or local + tokens != found.chunks * geometry.chunk_tokens:
+            if found is None or local + tokens != tracked.lookup.hit_tokens(geometry):
                 raise PlanError(f"the engine took {local + tokens} tokens of another offer")
             served = [tables[group.gid] for group in geometry.groups]
             slots = found.offsets, found.generations
@@ -319,6 +330,7 @@ class LoadPlanner:
             group = geometry.groups[run.span.group_index]
             loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)
         counters["loads"] += 1
+        counters["tails_loaded"] += bool(tracked.lookup.tail_found())
         counters["tokens_loaded"] += load.tokens
         counters["bytes_loaded"] += loaded_bytes
         for tier, tokens in self.tiers_of(tracked).items():

@@ -22,6 +22,7 @@ from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
+from hybridkv.core.tails import tail_tokens
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
@@ -80,6 +81,8 @@ class RequestLookup:
     """A request's last lookup. Times are monotonic seconds."""
 
     hashes: bytes = b""  # The chunk hashes that were looked up; empty until a lookup was sent.
+    tails: bytes = b""  # The names of tails that were looked up (core.tails),
+    tails_from: int = 0  # and the chunk that the first of them ends inside.
     sent: bool = False
     sent_at: float = 0.0
     deadline: float = 0.0
@@ -87,6 +90,19 @@ class RequestLookup:
     pending: wire.Pending | None = None  # The daemon's first reply where its answer takes longer.
     found: wire.Found | None = None  # The answer, until it is found out to be wrong.
     answer: wire.Found | None = None  # The last answer of all, for `hybridkv explain`.
+
+    def hit_tokens(self, geometry: Geometry) -> int:
+        """The tokens of the hit that was found; 0 = none."""
+        if self.found is None:
+            return 0
+        if self.found.tail:
+            return tail_tokens(geometry, self.tails_from, self.found.tail - 1)
+        return self.found.chunks * geometry.chunk_tokens
+
+    def tail_found(self) -> bytes:
+        """The name of the tail that the hit ends with; empty = it ends with a chunk."""
+        tail = self.found.tail if self.found is not None else 0
+        return self.tails[(tail - 1) * HASH_BYTES : tail * HASH_BYTES] if tail else b""
 
 
 @dataclass(eq=False, slots=True)
@@ -137,6 +153,7 @@ class TrackedRequest:
     """For each group, the first chunk whose store is not settled; unused for recurrent groups."""
     stored_states: set[tuple[int, int]] = field(default_factory=set)
     """(group index, chunk) of recurrent states whose store has begun."""
+    stored_tail: int = 0  # The tokens of the tail whose store has begun last; 0 = none has.
     stored: int = 0  # Objects whose store has begun.
     drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
 
@@ -152,6 +169,11 @@ class TrackedRequest:
         identity = self.adapter.identity
         self.adapter_hash = self.adapter_hash or identity or b""
         return identity is not None
+
+    def tail_hashes(self, names: Sequence[bytes]) -> bytes:
+        """HASH_BYTES for each of some fine hashes of the engine; only where `has_hashes`."""
+        hashes = pack_hashes(names)
+        return adapter_hashes(hashes, self.adapter_hash) if self.adapter_hash else hashes
 
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
         """HASH_BYTES for each of `count` chunks from `first` on; only where `has_hashes`.
@@ -251,9 +273,10 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
     asked, answer = tracked.lookup.hashes, tracked.lookup.answer
     chunks = len(asked) // HASH_BYTES
     found = answer or wire.Found(0, 0, 0, [], b"", b"")
+    whole = found.chunks - bool(found.tail)
     lacks: dict[int, int] = {}
-    if answer is not None and found.chunks < chunks:
-        missing = lacking(geometry, found.masks, found.chunks + 1)
+    if answer is not None and whole < chunks:
+        missing = lacking(geometry, found.masks, whole + 1)
         lacks = {group.gid: chunk for group, chunk in missing}
     declined, detail = tracked.why
     return wire.RequestExplanation(
@@ -262,7 +285,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         geometry.chunk_tokens,
         chunks,
         asked[:HASH_BYTES],
-        None if answer is None else found.chunks,
+        None if answer is None else whole,
         len(found.masks[0]) if found.masks else 0,
         [
             wire.GroupPresence(group.gid, group.kind, mask.count(1), lacks.get(group.gid))

@@ -27,6 +27,7 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint, tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.settings import Settings
+from hybridkv.shm.access import group_id
 from hybridkv.vllm.adapters import Adapter, Adapters
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
 from hybridkv.vllm.drafters import Drafter
@@ -63,6 +64,7 @@ class SchedulerRole:
         weights: WeightsWatch | None = None,
         drafter: Drafter | None = None,
         keeps: Sequence[Retention] | None = None,
+        with_tails: bool = False,
     ) -> None:
         """`events` publishes what RAM has, where routers are to hear of it.
 
@@ -73,7 +75,8 @@ class SchedulerRole:
         the role that was switched off: its requests are not tracked any more, but what workers may
         still report of it and what the engine keeps goes on. `drafter` is the one whose layers have
         a KV cache; None = there is none. `keeps` is what the engine keeps of a request in each
-        group; None = what the groups say, without drafts.
+        group; None = what the groups say, without drafts. `with_tails`: hits may end inside a
+        chunk, which needs the engine's own hashes (core.tails).
         """
         self._geometry = geometry
         self._own_hashes = own_hashes
@@ -91,20 +94,22 @@ class SchedulerRole:
         # Workers say that they are done with every greeting up to the number of `quit`.
         greeted = before._session.link.greetings + 1 if before else 0
         hello = wire.Hello(1, version, "engine", engine_id, namespace, groups, model, greeted)
-        options = settings.daemon_options() if settings.server == "auto" else None
+        options = settings.daemon_options if settings.server == "auto" else None
         self._session: DaemonSession = DaemonSession(
-            socket_path, hello, facts or {}, options, bool(events), counters, self._connection_lost
+            *(socket_path, hello, facts or {}, options, bool(events), counters),
+            *(self._connection_lost, group_id(settings.daemon.group)),
         )
         self._requests = requests.RequestRegistry(
             geometry, self._session, self._room, self._meter, counters
         )
         self._weights = weights or WeightsWatch()
-        self._lookups = Lookups(settings, self._requests, self._events, self._weights)
+        self._lookups = Lookups(settings, self._requests, self._events, self._weights, with_tails)
         self._loads = LoadPlanner(self._requests)
         # A late report of what `before` planned must not be taken for one of this role's plans.
         numbers = before._stores.numbers if before else None
         self._stores: StorePlanner = StorePlanner(
-            geometry, tokens_per_step, settings.store_generated, counters, staging_bytes, numbers
+            *(geometry, tokens_per_step, settings.store_generated, counters),
+            *(staging_bytes, numbers, with_tails),
         )
         self._drafted = DraftedBlocks(drafter, geometry, pool_blocks + 1) if drafter else None
         if before:
@@ -165,6 +170,8 @@ class SchedulerRole:
         if tracked is None:
             return 0
         tracked.local_seen = local_tokens
+        # The engine asks while a request has no blocks: what a load left for it is not its own now.
+        tracked.load.restored = 0, 0
         is_resumed = request.num_preemptions > tracked.preemptions
         if is_resumed and tracked.state is requests.RequestState.READY:
             tracked.preemptions = request.num_preemptions

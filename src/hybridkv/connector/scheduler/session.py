@@ -32,6 +32,7 @@ class DaemonSession:
     subscribes: bool  # Whether the daemon is asked to tell which objects RAM has no more.
     counters: Counter[str]
     on_loss: Callable[[], None]  # Called whenever the connection is lost.
+    group: int | None = None  # The daemon may be another user's, of this group.
     boot: str = ""  # The daemon's life that was greeted last; empty before the first greeting.
     reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as far as that life has said.
     attached_ranks: dict[str, int] | None = None
@@ -43,7 +44,7 @@ class DaemonSession:
     is_told: bool = False  # Whether the log has the loss; a daemon may be greeted in vain for long.
 
     def __post_init__(self) -> None:
-        self.link = Link(self.socket_path, self.hello, self._lost)
+        self.link = Link(self.socket_path, self.hello, self._lost, self.group)
 
     @property
     def is_connected(self) -> bool:

@@ -29,7 +29,8 @@ class _StoreRun:
 
     run: CopyRun
     hashes: bytes
-    """The hash of the chunk before the run (zeros: there is none), then those of its chunks."""
+    """The hash of the chunk before the run (zeros: there is none), then those of its chunks. Empty
+    until the commit where the token behind them was not sampled yet."""
     tracked: TrackedRequest
     ranks_done: frozenset[int] = frozenset()
     unstored: frozenset[int] = frozenset()
@@ -37,6 +38,12 @@ class _StoreRun:
     is_lost: bool = False
     """Whether the slots are gone with the daemon. The ranks still report the run."""
     done_at: float = 0.0  # When the last rank had reported it.
+    tail_tokens: int = 0
+    """Where the tail ends that the run has an object of (core.tails); 0 = it has whole chunks."""
+
+
+Offer = tuple[int, int, int]
+"""A state that the engine offers: its gid, its block, and the tokens before its boundary."""
 
 
 class StoredObjects(NamedTuple):
@@ -58,11 +65,14 @@ class StorePlanner:
         counters: Counter[str],
         staging_bytes: int | None = None,
         numbers: Iterator[int] | None = None,
+        with_tails: bool = False,
     ) -> None:
         """`step_tokens`: the most tokens of a step; `staging_bytes`: see StagingCredits.
 
-        `numbers` go on from an earlier planner.
+        `numbers` go on from an earlier planner. `with_tails`: what the engine offers inside a chunk
+        is stored too (core.tails).
         """
+        self._with_tails = with_tails
         self._geometry = geometry
         self._store_generated = store_generated
         self._counters = counters
@@ -148,16 +158,24 @@ class StorePlanner:
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            state_tokens = tokens
             if tracked.drafted is not None:
+                # A state needs no later token, and its name can wait for that until the commit.
+                state_tokens = min(tokens, tracked.drafted.proven)
                 tokens = min(tokens, tracked.drafted.storable)
             if not self._store_generated:
                 tokens = min(tokens, request.num_prompt_tokens)
+                state_tokens = min(state_tokens, request.num_prompt_tokens)
             chunks = self._geometry.whole_chunks(tokens)
             completed: list[CopyRun] = []
             if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
                 completed += self._attention(tracked, attention, chunks, tables(request_id))
-            for gid, block, boundary in offers.get(request_id, ()):
-                completed += self._state(tracked, gid, block, boundary, tokens)
+            offered = offers.get(request_id, ())
+            if self._with_tails and offered:
+                offered, inside = self._divided(offered)
+                runs.update(self._tail(tracked, inside, tables, tokens))
+            for gid, block, boundary in offered:
+                completed += self._state(tracked, gid, block, boundary, state_tokens)
             if completed:
                 runs.update(self._begin(tracked, completed))
         return runs
@@ -182,6 +200,9 @@ class StorePlanner:
                 if not adapter.refused:
                     self._unproven.append(storing)
                     continue
+                storing.unstored = frozenset(range(storing.run.objects))
+            storing.hashes = storing.hashes or self._hashes(storing.tracked, storing.run)
+            if not storing.hashes:
                 storing.unstored = frozenset(range(storing.run.objects))
             run, bad = storing.run, sorted(storing.unstored)
             good: Iterable[range] = (range(run.objects),)
@@ -220,7 +241,8 @@ class StorePlanner:
         run, tracked, hashes = storing.run, storing.tracked, storing.hashes
         span, geometry = run.span, self._geometry
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
-        self.committed.append(StoredObjects(tracked, span.group_index, chunks))
+        if not storing.tail_tokens:
+            self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters["objects_stored"] += stop - start
         part_bytes, parts = self._shape(span)
         self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
@@ -232,7 +254,11 @@ class StorePlanner:
         interior = b"\1" * inner + bytes(run.objects - inner)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
         counted = self._full_groups[0] if self._full_groups else 0
-        tokens = geometry.chunk_tokens if span.group_index == counted else 0
+        tokens = geometry.chunk_tokens
+        if storing.tail_tokens:
+            tokens = storing.tail_tokens % tokens
+        if span.group_index != counted:
+            tokens = 0
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
@@ -300,6 +326,53 @@ class StorePlanner:
             tracked.stored_states.add((index, chunk))
             yield run
 
+    def _divided(self, offered: Iterable[Offer]) -> tuple[list[Offer], dict[int, Offer]]:
+        """The offers of states at the ends of chunks, and those inside one by group index."""
+        at_ends, inside = [], {}
+        for offer in offered:
+            index = self._recurrent_groups.get(offer[0])
+            if index is not None and offer[2] % self._geometry.chunk_tokens:
+                inside[index] = offer
+            else:
+                at_ends.append(offer)
+        return at_ends, inside
+
+    def _tail(
+        self,
+        tracked: TrackedRequest,
+        offered: Mapping[int, Offer],
+        tables: Callable[[str], Sequence[Sequence[int]]],
+        tokens: int,
+    ) -> Iterator[tuple[int, CopyRun]]:
+        """The tail at which the engine offers a state of every recurrent group, by group index.
+
+        vLLM offers it in the step behind its end, before which it copied the state to a block of
+        its own (MambaManager.allocate_new_blocks). The attention blocks are the request's.
+        """
+        boundaries = {boundary for _, _, boundary in offered.values()}
+        if len(offered) != len(self._recurrent_groups) or len(boundaries) != 1:
+            return
+        boundary, geometry = boundaries.pop(), self._geometry
+        chunk, unit = boundary // geometry.chunk_tokens, geometry.hash_tokens
+        if boundary > tokens or boundary == tracked.stored_tail or boundary % unit:
+            return
+        name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]])
+        blocks = {index: block for index, (_, block, _) in offered.items()}
+        present = tables(tracked.request.request_id)
+        for index in self._full_groups:
+            blocks[index] = present[geometry.groups[index].gid][chunk]
+        if NULL_BLOCK in blocks.values() or name == tracked.lookup.tail_found():
+            return
+        before = tracked.chunk_hashes(geometry, chunk - 1, 1) if chunk else bytes(HASH_BYTES)
+        tracked.stored_tail = boundary
+        self._counters["tails_stored"] += 1
+        for index in sorted(blocks):
+            span = ObjectSpan(index, chunk, 1, (blocks[index],))
+            if self._staging.is_too_small(span):
+                self._counters["stores_too_large"] += 1
+            elif (run := self._begun(span)).objects:
+                yield self._numbered(_StoreRun(run, before + name, tracked, tail_tokens=boundary))
+
     def _begun(self, span: ObjectSpan) -> CopyRun:
         """The span's first objects, as many as have slots and room in the staging."""
         room = self._staging.room(span)
@@ -320,13 +393,25 @@ class StorePlanner:
         for run in completed:
             if first != run.span.first_chunk or objects != run.objects:
                 first, objects = run.span.first_chunk, run.objects
-                start = max(0, first - 1)
-                hashes = tracked.chunk_hashes(self._geometry, start, first + objects - start)
-                hashes = hashes if first else bytes(HASH_BYTES) + hashes
-            number = next(self.numbers)
-            self._storing[number] = _StoreRun(run, hashes, tracked)
-            tracked.stored += objects
-            yield number, run
+                hashes = self._hashes(tracked, run)
+            yield self._numbered(_StoreRun(run, hashes, tracked))
+
+    def _hashes(self, tracked: TrackedRequest, run: CopyRun) -> bytes:
+        """As `_StoreRun.hashes`; empty while the token that the last one covers is not known."""
+        geometry, first = self._geometry, run.span.first_chunk
+        start, stop = max(0, first - 1), first + run.objects
+        known_tokens = tracked.request.num_tokens - geometry.lookahead_tokens
+        if stop > geometry.whole_chunks(known_tokens):
+            return b""
+        hashes = tracked.chunk_hashes(geometry, start, stop - start)
+        return hashes if first else bytes(HASH_BYTES) + hashes
+
+    def _numbered(self, storing: _StoreRun) -> tuple[int, CopyRun]:
+        """A run that begins now, with its number."""
+        number = next(self.numbers)
+        self._storing[number] = storing
+        storing.tracked.stored += storing.run.objects
+        return number, storing.run
 
     def _shape(self, span: ObjectSpan) -> SlotShape:
         return span.count * self._block_bytes[span.group_index], self._parts[span.group_index]

@@ -17,7 +17,7 @@ from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.worker.copiers import Copiers, open_pipeline
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
-from hybridkv.shm.arena import SHM_DIR, Arena, attach_arena
+from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
 from hybridkv.vllm.weights import EngineWeights
@@ -43,14 +43,19 @@ class WorkerRole:
         checksum: str,
         chunk_tokens: int | None = None,
         step_tokens: int = 0,
+        shm_dir: str | None = None,
+        group: int | None = None,
     ) -> None:
-        """`chunk_tokens`: as configured; `step_tokens`: the most that one step computes."""
-        self._model = config, chunk_tokens, step_tokens
+        """`chunk_tokens` and `shm_dir` are as configured.
+
+        `step_tokens`: the most that one step computes. `group`: the daemon may be another user's.
+        """
+        self._configured = config, (chunk_tokens, step_tokens), shm_dir
         specs = enumerate(group.kv_cache_spec for group in _served(config))
         shared = frozenset(index for index, spec in specs if is_replicated(spec))
         self._part = PartLayout(rank, ranks, checksum, shared)
-        hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id)
-        self._link = Link(socket_path, hello, lambda why: None)
+        hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id, lock=new_lock())
+        self._link = Link(socket_path, hello, lambda why: None, group)
         self._making: Copiers | None = None  # Once the engine's tensors are registered.
         self.layout: WorkerLayout | None = None
         self._weights: EngineWeights | None = None  # None until the tensors are registered.
@@ -77,7 +82,7 @@ class WorkerRole:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors; raises GeometryError where a layout is not understood."""
-        config, *tokens = self._model
+        config, tokens, _ = self._configured
         views = block_views(config, kv_caches)
         self._weights = EngineWeights.of_caller()
         weights = self._weights.read().digest
@@ -292,16 +297,22 @@ class WorkerRole:
 
     def _mapped(self, welcome: Welcome, now: float) -> Arena | None:
         """The daemon's arena; None where it cannot be mapped, which the daemon is told."""
-        path, sizes = Path(welcome.arena_path), (welcome.arena_bytes, welcome.slots_bytes)
+        sizes = welcome.arena_bytes, welcome.slots_bytes
         try:
-            arena = attach_arena(path, *sizes, pid=welcome.pid)
+            path = arena_seen(welcome.arena_path, self._configured[-1])
+            pid, group = welcome.pid, self._link.group
+            arena = attach_arena(path, *sizes, pid=pid, group=group, lock=self._link.lock)
         except HybridKVError as error:
             self._report.counters["attach_failed"] += 1
             if not self._attach_at:
                 text = "hybridkv: nothing is loaded or stored: %s; engine and daemon need one %s"
-                logger.warning(text, error, SHM_DIR)
+                logger.warning(text, error, Path(welcome.arena_path).parent)
             self._link.send(ReportMapping(False), now)
             self._attach_at = now + ATTACH_SECONDS
+            return None
+        if not self._link.is_open:
+            # The daemon may have looked for the lock before it was there.
+            arena.close()
             return None
         if self._attach_at:
             self._link.send(ReportMapping(True), now)

@@ -116,7 +116,7 @@ function areas(points, floor) {
 function chart(id, ages, stepSeconds, lines, format, options = {}) {
   const figure = byId(id);
   const width = figure.clientWidth;
-  const height = figure.clientHeight - 19;
+  const height = figure.clientHeight - parseFloat(getComputedStyle(figure).getPropertyValue("--legend"));
   if (width < 80 || height < 40) return;
   const left = 58, right = 6, above = 10, below = 20;
   const oldest = ages.length ? ages[0] + stepSeconds : 60;

@@ -12,7 +12,18 @@ from typing import IO, NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
-from hybridkv.tiers.record import KEY_BYTES, Record, head_bytes, parts_of, proven_digests, read_head
+from hybridkv.tiers.coding import BODY_BYTES_MAX, PLAIN, Coding
+from hybridkv.tiers.contract import DamagedError, UndecodableError
+from hybridkv.tiers.record import (
+    KEY_BYTES,
+    Record,
+    head_bytes,
+    is_encoded,
+    parts_of,
+    proven_digests,
+    read_encoded,
+    read_head,
+)
 
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
@@ -107,16 +118,20 @@ class FileProof(NamedTuple):
     record: Record | None = None  # What the file's header says, if that is sound.
     memory: memoryview = memoryview(b"")
     """The file's bytes, on pages of their own, if they are a whole record."""
+    undecodable: str = ""  # Why nothing can be said of the bytes behind a sound header.
 
 
-def prove(file: IO[bytes], size: int, name: FileName | None) -> FileProof:
+def prove(file: IO[bytes], size: int, name: FileName | None, coding: Coding = PLAIN) -> FileProof:
     """Read the next `size` bytes of `file` and prove that they are the record `name`.
 
-    It takes no more memory than a sound header says. Raises OSError.
+    `coding` decodes an encoded record. It takes no more memory than a sound header says. Raises
+    OSError.
     """
     if not size or size % SLOT_ALIGN:
         return FileProof(FileDamage.LENGTH if size else FileDamage.EMPTY)
     start = file.read(HEADER_BYTES)
+    if is_encoded(start):
+        return _prove_encoded(file, start, size, name, coding)
     wanted = min(size, head_bytes(parts_of(start)))
     start += file.read(wanted - len(start))
     record = read_head(memoryview(start))
@@ -124,26 +139,55 @@ def prove(file: IO[bytes], size: int, name: FileName | None) -> FileProof:
         return FileProof(FileDamage.HEADER)
     if record.size_bytes != size or len(start) < wanted:
         return FileProof(FileDamage.LENGTH, record)
-    memory = memoryview(mmap.mmap(-1, size))
-    memory[: len(start)] = start
-    done = len(start)
-    while done < size and (got := file.readinto(memory[done:])):  # type: ignore[attr-defined]
-        done += got
-    if done < size:
+    memory = _whole(file, start, size)
+    if memory is None:
         return FileProof(FileDamage.LENGTH, record)
     if proven_digests(record, memory) is None:
         return FileProof(FileDamage.BYTES, record)
     return FileProof(FileDamage.MISNAMED if name_of(record) != name else None, record, memory)
 
 
-def prove_file(path: str, name: FileName | None) -> FileProof | None:
+def _prove_encoded(
+    file: IO[bytes], start: bytes, size: int, name: FileName | None, coding: Coding
+) -> FileProof:
+    header = read_encoded(start)
+    if header is None:
+        return FileProof(FileDamage.HEADER)
+    record, encoding = header
+    memory = _whole(file, start, size) if encoding.size_bytes == size else None
+    if memory is None or record.size_bytes > BODY_BYTES_MAX:
+        return FileProof(FileDamage.LENGTH, record)
+    plain = memoryview(mmap.mmap(-1, record.size_bytes))
+    damage = FileDamage.MISNAMED if name_of(record) != name else None
+    try:
+        coding.decode([memory], [plain])
+    except DamagedError:
+        return FileProof(FileDamage.BYTES, record)
+    except UndecodableError as error:
+        return FileProof(damage, record, memory, str(error))
+    if proven_digests(record, plain) is None:
+        return FileProof(FileDamage.BYTES, record)
+    return FileProof(damage, record, memory)
+
+
+def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
+    """`start` and what follows it in `file`, `size` bytes together; None where it ends earlier."""
+    memory = memoryview(mmap.mmap(-1, size))
+    memory[: len(start)] = start
+    done = len(start)
+    while done < size and (got := file.readinto(memory[done:])):  # type: ignore[attr-defined]
+        done += got
+    return memory if done == size else None
+
+
+def prove_file(path: str, name: FileName | None, coding: Coding = PLAIN) -> FileProof | None:
     """Prove the file at `path`, as `prove` does; None where it is gone, or is no regular file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(fd, "rb", buffering=0) as file:
             # The disk's bytes are proved, not those of the page cache, which daemons do not use.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            proof = prove(file, os.fstat(fd).st_size, name)
+            proof = prove(file, os.fstat(fd).st_size, name, coding)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return proof
     except (FileNotFoundError, NotADirectoryError):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridkv.tiers.coding import PLAIN, Coding
 from hybridkv.tiers.disk import files
-from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
+from hybridkv.tiers.disk.files import FileDamage, FileName, FileProof, prove_file
 from hybridkv.tiers.disk.writers import QUIET_SECONDS, TMP, clock, homes, silent_seconds
 
 FINDINGS_MAX = 1000  # Damaged files that the report names.
@@ -36,12 +37,21 @@ class WriterReport:
     is_alive: bool
     whole: int = 0
     whole_bytes: int = 0  # Bytes that the whole records take.
+    undecodable: int = 0  # With a sound header; nothing can be said of the bytes behind it.
     damaged: Counter[FileDamage] = field(default_factory=Counter)
     damaged_bytes: int = 0
     repaired: int = 0  # How many of the damaged files were repaired.
     foreign: int = 0  # Files that are not the tier's.
     leftovers: int = 0  # Files in tmp; a writer that lives is writing them.
     leftovers_removed: int = 0
+
+    def count_sound(self, proof: FileProof, taken: int) -> None:
+        """Count a file in which no damage was found."""
+        if proof.undecodable:
+            self.undecodable += 1
+        else:
+            self.whole += 1
+            self.whole_bytes += taken
 
 
 @dataclass
@@ -74,11 +84,15 @@ def list_files(root: Path) -> dict[Path, list[str]]:
 
 
 def fsck(
-    root: Path, paths: dict[Path, list[str]], repair: bool, step: Callable[[], None]
+    root: Path,
+    paths: dict[Path, list[str]],
+    repair: bool,
+    step: Callable[[], None],
+    coding: Coding = PLAIN,
 ) -> FsckReport:
     """Prove the files of `list_files`; `step` is called after each. Raises OSError.
 
-    A file that is gone meanwhile is no damage.
+    `coding` has the key of encrypted ones. A file that is gone meanwhile is no damage.
     """
     report = FsckReport()
     now = clock(root) if repair else time.time()
@@ -87,7 +101,7 @@ def fsck(
         if silent is not None:
             writer = WriterReport(home.name, silent < QUIET_SECONDS)
             report.writers.append(writer)
-            _WriterCheck(root, home, writer, report, repair).check(some, step)
+            _WriterCheck(root, home, writer, report, repair, coding).check(some, step)
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(root / "quarantine"):
             with contextlib.suppress(FileNotFoundError):
@@ -105,6 +119,7 @@ class _WriterCheck:
     writer: WriterReport
     report: FsckReport
     repair: bool
+    coding: Coding
     misnamed: list[tuple[str, FileName, str]] = field(default_factory=list)
     """Whole records of another name: the path, their own name, and where they are for now."""
 
@@ -131,15 +146,14 @@ class _WriterCheck:
         if name is None or len(folder) != 2 or os.path.islink(path):
             writer.foreign += 1
             return
-        proof = prove_file(path, name)
+        proof = prove_file(path, name, self.coding)
         if proof is None:
             return
         damage = proof.damage
         if damage is None and os.path.join(folder, base) != name.path:
             damage = FileDamage.MISNAMED
         if damage is None:
-            writer.whole += 1
-            writer.whole_bytes += taken
+            writer.count_sound(proof, taken)
             return
         writer.damaged[damage] += 1
         writer.damaged_bytes += taken

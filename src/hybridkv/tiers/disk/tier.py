@@ -29,7 +29,14 @@ from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers import contract
-from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import (
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+    bytes_after,
+    zero_after,
+)
 from hybridkv.tiers.disk.files import BLOCK_BYTES, FileName, set_aside
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
@@ -177,10 +184,11 @@ class DiskTier(Tier):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
         try:
             size, done = os.fstat(fd).st_size, 0
-            if size != wanted:
+            if not contract.is_length(size, wanted):
                 return contract.DamagedError(f"{path} has {size} bytes instead of {wanted}")
+            zero_after(pieces, size)
             while done < size:
-                got = os.preadv(fd, _after(pieces, done), done)
+                got = os.preadv(fd, bytes_after(pieces, done), done)
                 if not got:
                     return contract.DamagedError(f"{path} ends after {done} of {size} bytes")
                 done += got
@@ -236,7 +244,7 @@ class DiskTier(Tier):
         try:
             done = 0
             while done < size:
-                done += os.pwritev(fd, _after(pieces, done), done)
+                done += os.pwritev(fd, bytes_after(pieces, done), done)
             return max(size, os.fstat(fd).st_blocks * BLOCK_BYTES)
         finally:
             os.close(fd)
@@ -259,16 +267,6 @@ class DiskTier(Tier):
                     raise
             finally:
                 path.unlink(missing_ok=True)
-
-
-def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the pieces after `done` bytes."""
-    left = []
-    for piece in pieces:
-        if done < len(piece):
-            left.append(piece[done:] if done else piece)
-        done = max(0, done - len(piece))
-    return left
 
 
 def _translated(error: OSError) -> TierError:

@@ -318,22 +318,25 @@ class MooncakeTier(Tier):
         offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         names = [_name(item.key) for item in items]
         with self._lane(deadline) as lane:
-            copies = [
-                copy_steps(item.pieces, lane.memory, offset)
-                for item, offset in zip(items, offsets, strict=True)
-            ]
             if method == "put":
-                for part, shared in itertools.chain.from_iterable(copies):
-                    shared[:] = part
+                for item, offset in zip(items, offsets, strict=True):
+                    for part, shared in copy_steps(item.pieces, lane.memory, offset):
+                        shared[:] = part
             starts = [lane.start + offset for offset in offsets]
             codes = self._call(lane, deadline, method, names, starts, sizes)
-            for copy, size, code in zip(copies, sizes, codes, strict=True):
-                if method == "get" and code == size:
-                    for part, shared in copy:
+            is_done = [
+                code == size or (method == "get" and contract.is_length(code, size))
+                for size, code in zip(sizes, codes, strict=True)
+            ]
+            for at, item in enumerate(items if method == "get" else ()):
+                if is_done[at]:
+                    record = contract.first_bytes(item.pieces, codes[at])
+                    for part, shared in copy_steps(record, lane.memory, offsets[at]):
                         part[:] = shared
+                    contract.zero_after(item.pieces, codes[at])
         return [
-            None if code == size else self._error(code, size)
-            for size, code in zip(sizes, codes, strict=True)
+            None if done else self._error(code, size)
+            for done, size, code in zip(is_done, sizes, codes, strict=True)
         ]
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> None:

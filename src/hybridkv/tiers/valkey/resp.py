@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from hybridkv.tiers.contract import first_bytes
 from hybridkv.tiers.remote import Deadline
 
 BUFFER_BYTES = 64 << 10
@@ -73,8 +74,8 @@ class RespConnection(io.RawIOBase):
     def reply(self, into: Sequence[memoryview] | None = None, depth: int = 0) -> Reply:
         """The next answer; raises OSError and ProtocolError.
 
-        With `into` it is of GET. The value's bytes go there if that is as long, else nowhere, and
-        its length is returned.
+        With `into` it is of GET. The value's bytes go there if they fit, else nowhere, and its
+        length is returned.
         """
         line = self._buffered.readline(LINE_BYTES_MAX)
         if not line.endswith(_END):
@@ -108,8 +109,8 @@ class RespConnection(io.RawIOBase):
             if length > BULK_BYTES_MAX:
                 raise ProtocolError("a bulk string that is too long")
             answer = self._buffered.read(length)
-        elif length == sum(map(len, into)):
-            for piece in into:
+        elif length <= sum(map(len, into)):
+            for piece in first_bytes(into, length):
                 self._buffered.readinto(piece)
         else:
             rest = length

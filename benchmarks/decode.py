@@ -1,0 +1,114 @@
+"""What an attached connector costs a decode step: `python -m benchmarks.decode [--models NAMES]`.
+
+Two real engines on the CPU build decode the same new prompts in turns, one with the connector and a
+daemon and one without. Nothing is hit, and what is generated is stored. Each round's times are
+compared with the other engine's of the same round.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import print_rows
+from hybridkv.client.control import ControlClient
+from hybridkv.core.errors import HybridKVError
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineProcess
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.vllm.preflight import CONNECTOR
+
+MODELS = ("qwen3", "qwen3_ngram", "qwen3_draft", "llama_eagle")
+"""One that does not draft, n-gram speculation, a draft model, and EAGLE."""
+PROMPT_TOKENS = 200
+VOCABULARY = 2000
+MEASURES = {"decode_step_seconds": "wall", "decode_processor_seconds": "processor"}
+
+
+def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path) -> dict[str, Any]:
+    """Milliseconds of a decode step of both engines, and ratios: median, least and most."""
+    socket_path = str(directory / f"{model}.sock")
+    transfer = {**CONNECTOR, "kv_connector_extra_config": {"server": f"unix://{socket_path}"}}
+    plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model)]
+    attached = [*plain, f"--kv-transfer-config={json.dumps(transfer)}"]
+    rng = random.Random(model)
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in MEASURES}
+    with ExitStack() as stack:
+        stack.enter_context(DaemonProcess(socket_path, "1GiB"))
+        engines = [
+            stack.enter_context(
+                EngineProcess(
+                    arguments,
+                    directory / f"{model}.{number}.log",
+                    lambda text: None,
+                    bundled_environment(model),
+                )
+            )
+            for number, arguments in enumerate((plain, attached))
+        ]
+        accepted = []
+        # The first round makes both warm.
+        for number in range(rounds + 1):
+            prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
+            for arm in (0, 1) if number % 2 else (1, 0):
+                first, *more = engines[arm].run(*prompts, max_tokens=tokens)
+                if number:
+                    for name, of_arms in seconds.items():
+                        of_arms[arm].append(_step_seconds(first[name]))
+                    steps = [len(one["step_tokens"]) - 1 for one in (first, *more)]
+                    accepted.append((tokens - 1) * requests / sum(steps))
+        with ControlClient(socket_path) as control:
+            stored = int(control.stats().values["objects_stored"])
+    if not stored:
+        raise HybridKVError(f"{model}: the connector stored nothing")
+    row: dict[str, Any] = {"model": model, "tokens/step": round(statistics.mean(accepted), 2)}
+    for name, what in MEASURES.items():
+        without, with_it = seconds[name]
+        ratios = [one / other for one, other in zip(with_it, without, strict=True)]
+        row[f"{what} ms"] = round(statistics.median(without) * 1e3, 2)
+        row[f"{what} ms, attached"] = round(statistics.median(with_it) * 1e3, 2)
+        row[f"{what} ratio"] = _spread(ratios)
+    return {**row, "objects stored": stored}
+
+
+def _step_seconds(steps: Sequence[float]) -> float:
+    """Of a step on average, so that those which store count."""
+    return sum(steps) / len(steps)
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def main() -> int:
+    """Measure each model, and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="bundled models, with commas")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default: 9)")
+    parser.add_argument("--requests", type=int, default=4, help="prompts at once (default: 4)")
+    parser.add_argument("--tokens", type=int, default=128, help="to generate (default: 128)")
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",")
+    if unknown := sorted({*models} - {*bundled_models()}):
+        parser.error(f"--models {','.join(unknown)}: {','.join(MODELS)} works")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
+        for model in models:
+            sizes = arguments.rounds, arguments.requests, arguments.tokens
+            rows.append(measure(model, *sizes, Path(directory)))
+            print(f"decode of {model} done", file=sys.stderr)
+    print_rows(rows, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Prompts that RAM cannot hold together, from a directory: `python -m benchmarks.large_hits`.
+
+A real engine computes and stores some prompts one after the other, and gets all of them again. RAM
+holds a share of what their hits need, and a directory holds all of it. The engine's own cache is
+emptied in between. A share below that of one prompt leaves RAM too small for any of them: the
+longest prefix that fits is hit then.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hybridkv.client.control import ControlClient
+from hybridkv.core.coverage import needed_chunks, part_bytes
+from hybridkv.core.geometry import Geometry
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import CONNECTOR, EngineProcess
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import geometry_from_wire
+
+MIB = 1 << 20
+VOCABULARY = range(2, 2048)
+STEP_TOKENS = 1024
+FIRST_RAM = 64 * MIB  # Of the daemon that only hears of the engine's layers.
+ENGINE_BYTES_PER_TOKEN = 12 << 10
+"""More than the layers of any bundled model keep of a token."""
+ANSWER_TOKENS = 16  # Of each prompt: a store waits for slots until the request ends.
+TURN_TOKENS = 16  # What the engine is asked while others are awaited.
+WAIT_SECONDS, POLL_SECONDS = 120.0, 0.1
+
+
+def measured(
+    model: str,
+    tokens: int,
+    prompts: int,
+    ram_share: float,
+    policy: str,
+    directory: Path,
+    overrides: dict[str, Any] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """What each prompt took, and at last all of them. Times are seconds to the first token."""
+    socket_path = str(directory / "daemon.sock")
+    tier = ["--node", "bench", "--tier", f"disk://{directory}/disk"]
+    with ExitStack() as stack:
+        first = stack.enter_context(DaemonProcess(socket_path, f"{FIRST_RAM // MIB}MiB"))
+        engine = stack.enter_context(
+            _engine(model, tokens, policy, socket_path, directory, overrides)
+        )
+        _until(lambda: _is_attached(engine, socket_path))
+        geometry = _geometry(socket_path)
+        prompt_bytes = hit_bytes(geometry, geometry.whole_chunks(tokens - 1))
+        ram = max(1, round(prompts * prompt_bytes * ram_share / MIB))
+        first.__exit__()
+        daemon = DaemonProcess(socket_path, f"{ram}MiB", options=tier)
+        stack.enter_context(daemon)
+        _until(lambda: _is_attached(engine, socket_path))
+        texts = [random.Random(seed).choices(VOCABULARY, k=tokens) for seed in range(prompts)]
+        computed = [_asked(engine, text) for text in texts]
+        _until(lambda: not _stats(socket_path)["writes_waiting"])
+        engine.reset()
+        _until(lambda: _is_attached(engine, socket_path))
+        again = [_asked(engine, text) for text in texts]
+        values = _stats(socket_path)
+    for number, (one, other) in enumerate(zip(computed, again, strict=True)):
+        yield {
+            "prompt": number,
+            "computed": round(one["ttft_seconds"], 2),
+            "from the cache": round(other["ttft_seconds"], 2),
+            "hit tokens": other["cached_tokens"],
+        }
+    sums = [sum(result["ttft_seconds"] for result in round) for round in (computed, again)]
+    yield {
+        "model": model,
+        "tokens": tokens,
+        "prompt MiB": round(prompt_bytes / MIB),
+        "RAM MiB": ram,
+        "computed": round(sums[0], 2),
+        "from the cache": round(sums[1], 2),
+        "times faster": round(sums[0] / sums[1], 1),
+        "read MiB": round(values.get("tier_disk_bytes_read", 0) / MIB),
+        "cut for room": int(values.get("promotions_no_room", 0)),
+    }
+
+
+def hit_bytes(geometry: Geometry, chunks: int) -> int:
+    """The bytes of RAM that a hit of so many chunks needs."""
+    return sum(
+        slot_bytes(part_bytes(geometry, group, chunk), geometry.parts(group))
+        for group in geometry.groups
+        for chunk in needed_chunks(geometry, group, chunks)
+    )
+
+
+def _engine(
+    model: str,
+    tokens: int,
+    policy: str,
+    socket_path: str,
+    directory: Path,
+    overrides: dict[str, Any] | None,
+) -> EngineProcess:
+    settings = {"server": f"unix://{socket_path}", "load_policy": policy, "lookup_timeout_ms": 2000}
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": "hybridkv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    length = tokens + 64
+    arguments = [
+        f"--model={bundled_models()[model]}",
+        *bundled_arguments(model),
+        f"--max-model-len={length}",
+        f"--hf-overrides={json.dumps({'max_position_embeddings': length, **(overrides or {})})}",
+        f"--kv-cache-memory-bytes={length * ENGINE_BYTES_PER_TOKEN + 32 * MIB}",
+        f"--max-num-batched-tokens={STEP_TOKENS}",
+        f"--kv-transfer-config={json.dumps(transfer)}",
+    ]
+    environment = bundled_environment(model)
+    return EngineProcess(arguments, directory / "engine.log", lambda text: None, environment)
+
+
+def _asked(engine: EngineProcess, text: list[int]) -> dict[str, Any]:
+    (result,) = engine.run(text, max_tokens=ANSWER_TOKENS)
+    return result
+
+
+def _stats(socket_path: str) -> dict[str, float]:
+    with ControlClient(socket_path) as control:
+        return control.stats().values
+
+
+def _geometry(socket_path: str) -> Geometry:
+    with ControlClient(socket_path) as control:
+        (engine,) = control.engines()
+    return geometry_from_wire(engine.geometry)
+
+
+def _is_attached(engine: EngineProcess, socket_path: str) -> bool:
+    """Whether the daemon knows the engine, which looks for it in its steps."""
+    engine.run([*VOCABULARY[:TURN_TOKENS]], max_tokens=1)
+    return _stats(socket_path)["sessions"] == 1
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not happened():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the daemon and the engine are not ready after {WAIT_SECONDS:g} s")
+        time.sleep(POLL_SECONDS)
+
+
+def main() -> None:
+    """One line of JSON for each prompt, and one for all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.large_hits", description=__doc__)
+    parser.add_argument("--model", default="gemma3", choices=bundled_models())
+    parser.add_argument("--tokens", type=int, default=1 << 18, help="of each prompt")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--ram-share", type=float, default=0.5, help="of what all hits need")
+    parser.add_argument("--load-policy", default="faster", choices=("faster", "always"))
+    what = "of the model's configuration, in JSON, as for vLLM: a model with fewer heads takes less"
+    parser.add_argument("--hf-overrides", type=json.loads, default={}, help=what)
+    options = parser.parse_args()
+    asked = options.model, options.tokens, options.prompts, options.ram_share, options.load_policy
+    with tempfile.TemporaryDirectory() as directory:
+        for row in measured(*asked, Path(directory), options.hf_overrides):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

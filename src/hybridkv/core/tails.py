@@ -1,0 +1,109 @@
+"""Tails: hits that end inside a chunk, where one of the engine's fine hashes ends.
+
+vLLM's *match unit* (`--prefix-match-unit`, Geometry.hash_tokens) divides a block. A tail is named
+by the hash at its end. It has one object of each group, of the size of a chunk's: the recurrent
+state at the end, and the attention block that the end is in, of which only the tokens before it
+count::
+
+    tokens   0              chunk            2*chunk
+    objects  |  chunk 0     |  tail, k units |.........
+    hit      [##############|################)         ends at chunk + k * unit
+
+Tails are served where one block of every group is one chunk, so that the blocks and slots of a hit
+that ends inside chunk m are those of a hit of m + 1 chunks. Nothing here does I/O.
+"""
+
+from collections.abc import Callable, Sequence
+
+from hybridkv.core.coverage import largest_hit
+from hybridkv.core.geometry import Geometry, GroupKind
+
+TAIL_UNITS_MAX = 512
+"""Match units at the end of a prompt whose tails are looked up, which bounds the message: longer
+turns than so many units find the hit by chunks alone."""
+
+
+def units_per_chunk(geometry: Geometry) -> int:
+    """Match units in one chunk; a chunk has tails at the ends of all but its last."""
+    return geometry.chunk_tokens // geometry.hash_tokens
+
+
+def why_no_tails(geometry: Geometry) -> str:
+    """Why tails cannot be served with these groups; empty where they can."""
+    chunk = geometry.chunk_tokens
+    for group in geometry.groups:
+        if group.kind not in (GroupKind.FULL, GroupKind.RECURRENT):
+            return f"group {group.gid} is {group.kind}, and tails are of full and recurrent groups"
+        if group.tokens_per_block != chunk:
+            block = group.tokens_per_block
+            return f"group {group.gid} has blocks of {block} tokens and a chunk has {chunk}"
+    if geometry.lookahead_tokens:
+        return "the drafter's KV depends on the token behind a hit"
+    unit = geometry.hash_tokens
+    if unit == chunk or geometry.alignment_tokens != unit:
+        return f"the engine's own hits end at multiples of {geometry.alignment_tokens} tokens"
+    return ""
+
+
+def first_tail_chunk(geometry: Geometry, prompt_tokens: int) -> int:
+    """The first chunk whose tails are looked up for a prompt of so many tokens."""
+    last = max(0, prompt_tokens - 1) // geometry.hash_tokens
+    return max(0, -(-(last - TAIL_UNITS_MAX) // units_per_chunk(geometry)))
+
+
+def tail_names(
+    geometry: Geometry, hashes: Sequence[bytes], first_chunk: int, prompt_tokens: int
+) -> list[bytes]:
+    """The names of the tails from `first_chunk` on that end before the prompt's last token.
+
+    `hashes` are the engine's fine hashes of the prompt. Those at chunk ends are left out.
+    """
+    units, last = units_per_chunk(geometry), (prompt_tokens - 1) // geometry.hash_tokens
+    names = [*hashes[first_chunk * units : last]]
+    del names[units - 1 :: units]
+    return names
+
+
+def tail_chunk(geometry: Geometry, first_chunk: int, number: int) -> int:
+    """The chunk that tail `number` of those from `first_chunk` on ends inside."""
+    return first_chunk + number // (units_per_chunk(geometry) - 1)
+
+
+def tail_tokens(geometry: Geometry, first_chunk: int, number: int) -> int:
+    """The tokens of a hit that ends with tail `number` of those from `first_chunk` on."""
+    units = number % (units_per_chunk(geometry) - 1) + 1
+    whole = tail_chunk(geometry, first_chunk, number) * geometry.chunk_tokens
+    return whole + units * geometry.hash_tokens
+
+
+def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
+    """Whether a tail inside `chunk`, all of whose objects are present, is a hit.
+
+    `masks` are the groups' presence masks of whole chunks (`largest_hit`).
+    """
+    with_tail = [mask[:chunk] + b"\1" for mask in masks]
+    return all(len(mask) >= chunk for mask in masks) and (
+        largest_hit(geometry, with_tail, chunk + 1) == chunk + 1
+    )
+
+
+def longest_tail(
+    geometry: Geometry,
+    masks: Sequence[bytes],
+    chunks: int,
+    first_chunk: int,
+    count: int,
+    is_whole: Callable[[int], bool],
+) -> int:
+    """The number, from 1 on, of the longest tail behind a hit of `chunks` chunks; 0 = none.
+
+    The tails are `count` from `first_chunk` on. `is_whole` says of one of them, counted from 0,
+    whether all its objects are present.
+    """
+    for number in reversed(range(count)):
+        chunk = tail_chunk(geometry, first_chunk, number)
+        if chunk < chunks:
+            break
+        if is_whole(number) and is_tail_hit(geometry, masks, chunk):
+            return number + 1
+    return 0

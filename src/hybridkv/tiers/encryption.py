@@ -1,0 +1,90 @@
+"""The key of a tier: records are encrypted by AES-256-GCM, and bound to their names.
+
+A body is encrypted after it was compressed::
+
+    |nonce, 12 random bytes |ciphertext |tag, 16 bytes
+
+The record's header, with its name, is the associated data: a body under another header cannot be
+decrypted.
+"""
+
+import hashlib
+import importlib
+import os
+import stat
+from types import ModuleType
+
+from hybridkv.core.errors import ConfigError
+from hybridkv.tiers.contract import DamagedError
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+ADDED_BYTES = NONCE_BYTES + 16  # What encryption adds to the bytes of a body.
+_OTHERS = stat.S_IWGRP | stat.S_IRWXO
+
+
+def _find_library() -> ModuleType | None:
+    try:
+        return importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
+    except ImportError:
+        return None
+
+
+_library = _find_library()
+
+
+def is_there() -> bool:
+    """Whether the library is installed."""
+    return _library is not None
+
+
+def associated_data(header: bytes) -> bytes:
+    """What a body is bound to: the whole header, with the record's name, shape and tenant."""
+    return header
+
+
+class TierKey:
+    """A secret of KEY_BYTES that encrypts and decrypts."""
+
+    def __init__(self, secret: bytes) -> None:
+        assert _library is not None, "read_key has found the library"
+        self._cipher = _library.AESGCM(secret)
+        self._wrong: type[Exception] = importlib.import_module("cryptography.exceptions").InvalidTag
+        named = hashlib.sha256(b"hybridkv: the id of a tier's key" + secret).digest()
+        self.id = int.from_bytes(named[:4], "little")
+        """Tells keys apart, and tells nothing of the secret."""
+
+    def encrypt(self, content: bytes, header: bytes) -> bytes:
+        """The body of a record with that header."""
+        nonce = os.urandom(NONCE_BYTES)
+        return nonce + bytes(self._cipher.encrypt(nonce, content, associated_data(header)))
+
+    def decrypt(self, body: memoryview, header: bytes) -> bytes:
+        """What `encrypt` was given. Raises DamagedError where the body or the header differ."""
+        if len(body) < ADDED_BYTES:
+            raise DamagedError("its encrypted bytes end too early")
+        try:
+            bound = associated_data(header)
+            return bytes(self._cipher.decrypt(body[:NONCE_BYTES], body[NONCE_BYTES:], bound))
+        except self._wrong as error:
+            raise DamagedError("its encrypted bytes are not those that were written") from error
+
+
+def read_key(path: str, where: str) -> TierKey:
+    """The key in a file. Raises ConfigError where it cannot be one, or others may read it."""
+    if _library is None:
+        what = f"{where}: key= needs the package cryptography"
+        raise ConfigError(what, "pip install 'hybridkv[encryption]' works")
+    try:
+        with open(path, "rb") as file:
+            mode, secret = os.fstat(file.fileno()).st_mode, file.read(KEY_BYTES + 1)
+    except OSError as error:
+        what = f"{where}: the key file {path} cannot be read ({error.strerror})"
+        raise ConfigError(what, "a file that this user may read works") from error
+    if mode & _OTHERS:
+        what = f"{where}: the key file {path} is open to others (mode {stat.S_IMODE(mode):04o})"
+        raise ConfigError(what, f"chmod 600 {path} works")
+    if len(secret) != KEY_BYTES:
+        what = f"{where}: the key file {path} has not just {KEY_BYTES} bytes"
+        raise ConfigError(what, f"openssl rand -out {path} {KEY_BYTES} works")
+    return TierKey(secret)

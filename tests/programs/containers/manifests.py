@@ -1,0 +1,110 @@
+"""What ops/ and the page say about containers: the one source of what is tested."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from hybridkv.cli.serve import run_serve
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "ops" / "container" / "Dockerfile"
+MANIFESTS = sorted((ROOT / "ops" / "kubernetes").glob("*.yaml"))
+PAGE = ROOT / "docs" / "containers.md"
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """The resources of a manifest."""
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def pods(path: Path) -> list[dict[str, Any]]:
+    """The specifications of all pods of a manifest."""
+    found = [document["spec"] for document in documents(path)]
+    return [spec["template"]["spec"] if "template" in spec else spec for spec in found]
+
+
+class Container(NamedTuple):
+    """A container and its pod, as a manifest has them."""
+
+    pod: dict[str, Any]
+    spec: dict[str, Any]
+
+    @property
+    def user(self) -> int:
+        """The user that it runs as."""
+        own: dict[str, int] = self.spec.get("securityContext", {})
+        pods: dict[str, int] = self.pod["securityContext"]
+        return (pods | own)["runAsUser"]
+
+    @property
+    def mounts(self) -> dict[str, str]:
+        """The name of a volume by its path here."""
+        return {one["mountPath"]: one["name"] for one in self.spec["volumeMounts"]}
+
+    @property
+    def probe(self) -> list[str]:
+        """The command by which it is known to serve."""
+        probe = self.spec.get("startupProbe") or self.spec["readinessProbe"]
+        words: list[str] = probe["exec"]["command"]
+        return words
+
+    def place(self, path: str) -> tuple[str, str]:
+        """Where a path really is: its volume on the node or of the pod, and the rest."""
+        volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
+        for at, name in self.mounts.items():
+            if f"{path}/".startswith(f"{at}/"):
+                volume = volumes[name]
+                real = volume["hostPath"]["path"] if "hostPath" in volume else name
+                return real, path.removeprefix(at)
+        raise AssertionError(f"{path} is in no volume")
+
+
+def containers(path: Path, name: str) -> list[Container]:
+    """Every container of that name, also those that are started first."""
+    return [
+        Container(pod, one)
+        for pod in pods(path)
+        for one in [*pod.get("initContainers", ()), *pod["containers"]]
+        if one["name"] == name
+    ]
+
+
+def served(arguments: list[str]) -> argparse.Namespace:
+    """The options of `hybridkv serve`."""
+    assert arguments[0] == "serve"
+    parser = argparse.ArgumentParser()
+    for one in run_serve[0]:
+        assert isinstance(one, tuple)
+        name, more = one
+        parser.add_argument(name, **more)
+    return parser.parse_args(arguments[1:])
+
+
+def transfer_config(engine: Container) -> dict[str, Any]:
+    """What vLLM gets as --kv-transfer-config."""
+    arguments = engine.spec["args"]
+    config: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return config
+
+
+def instructions(dockerfile: Path = DOCKERFILE) -> dict[str, str]:
+    """What follows each instruction of the Dockerfile; of those that come twice, the last."""
+    lines = dockerfile.read_text().splitlines()
+    steps = [line.split(" ", 1) for line in lines if line and not line.startswith("#")]
+    return dict(steps)
+
+
+def image_variables() -> dict[str, str]:
+    """The environment that the image gives."""
+    return dict(one.split("=") for one in instructions()["ENV"].split())
+
+
+def page_commands() -> Iterator[list[str]]:
+    """The words of each `docker run` of the page."""
+    for line in PAGE.read_text().replace("\\\n", " ").splitlines():
+        if line.startswith("docker run "):
+            yield line.split()

@@ -1,0 +1,251 @@
+"""docs/containers.md as one script: its manifests' own commands, in namespaces.
+
+The daemon's command, the engine's settings, users, volumes, what is run first, and the probes are
+read from the manifests. Sizes are SCALE times smaller, and the model is another one.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from hybridkv.core.settings import parse_settings
+from hybridkv.core.sizes import format_size, parse_size
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from tests.engine.support import forget, prompt
+from tests.programs.containers.manifests import (
+    MANIFESTS,
+    PAGE,
+    Container,
+    containers,
+    served,
+    transfer_config,
+)
+from tests.programs.containers.namespaces import SCALE, Machine, RunningContainer, variables
+from tests.waiting import until
+
+MODEL, CHUNK = "gemma3", 128
+PROMPTS = [prompt(seed, 400) for seed in (1, 2)]
+WAYS = {
+    "own pids": (True, False),
+    "shared pids": (False, False),
+    "own pids and users": (True, True),
+}
+"""Whether containers have process ids and a user namespace of their own."""
+FREE = "hybridkv stop --free"
+
+
+class Engine(Protocol):
+    """A container's engine."""
+
+    running: RunningContainer
+
+    def store(self) -> None:
+        """Have the cache hold what `hits` asks for."""
+
+    def hits(self) -> bool:
+        """Whether the cache had it; the answer is right in any case."""
+
+
+class WireEngine:
+    """tests.programs.containers.client."""
+
+    def __init__(self, machine: Machine, container: Container, answers: dict[str, Any]) -> None:
+        settings = parse_settings(transfer_config(container)["kv_connector_extra_config"])
+        socket_path = settings.server.removeprefix("unix://")
+        words = ["python", "-m", "tests.programs.containers.client", socket_path]
+        self.running = machine.start(
+            container,
+            [*words, str(settings.daemon.shm_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def does(self, word: str) -> dict[str, Any]:
+        """What it says to a word."""
+        asked, told = self.running.process.stdin, self.running.process.stdout
+        assert asked is not None
+        assert told is not None
+        asked.write(f"{word}\n".encode())
+        asked.flush()
+        line = told.readline()
+        assert line, self.running.log.read_text()
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def store(self) -> None:
+        """See Engine."""
+        assert self.does("store")["stored"] > 0
+        assert self.hits()
+        assert self.does("hold") == {"held": True}
+
+    def hits(self) -> bool:
+        """See Engine."""
+        said = self.does("look")
+        assert said.get("right", True)
+        return bool(said["hits"])
+
+
+class VllmEngine(EngineProcess):
+    """vLLM with the --kv-transfer-config of the manifest."""
+
+    def __init__(self, machine: Machine, container: Container, answers: dict[str, Any]) -> None:
+        config = transfer_config(container)
+        # On a busy machine an answer may be late, and that is no miss that is asked for here.
+        config["kv_connector_extra_config"]["lookup_timeout_ms"] = 2000
+        arguments = [f"--model={bundled_models()[MODEL]}", *bundled_arguments(MODEL)]
+        arguments += ["--kv-transfer-config", json.dumps(config)]
+        self._say: Callable[[str], None] = print
+        self._log_path = machine.log_path("vllm")
+        self._answers = answers
+        self._pipe, theirs = Pipe()
+        machine.ends.callback(self._pipe.close)
+        child = ["python", "-m", "hybridkv.lab.runner", str(theirs.fileno()), *arguments]
+        with theirs, self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                machine.command(container, child),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env={**ENGINE_ENVIRONMENT, **variables(bundled_environment(MODEL))},
+            )
+        self.running = machine.adopt(container, self.process, self._log_path)
+        self.info = self.end("starting")
+
+    def store(self) -> None:
+        """See Engine."""
+        assert not self.hits()
+
+    def hits(self) -> bool:
+        """See Engine."""
+        forget(self)
+        results = [self.run(each, max_tokens=4)[0] for each in PROMPTS]
+        answers = [result["tokens"] for result in results]
+        assert answers == self._answers.setdefault("tokens", answers)
+        return all(result["cached_tokens"] >= CHUNK for result in results)
+
+
+class Followed:
+    """The page, as far as it was followed."""
+
+    def __init__(self, machine: Machine, manifest: Path) -> None:
+        self.machine = machine
+        (self.daemon_spec,) = containers(manifest, "hybridkv")
+        (self.engine_spec,) = containers(manifest, "vllm")
+        self.options = served(self.daemon_spec.spec["args"])
+        for first in containers(manifest, "directories"):
+            machine.run(first, first.spec["command"])
+        self.daemon = self._start_daemon()
+
+    def _start_daemon(self) -> RunningContainer:
+        """Start the daemon's container, and wait for its probe."""
+        ram_bytes = parse_size(self.options.ram, "ram") // SCALE
+        words = [
+            word.replace(self.options.ram, format_size(ram_bytes)).replace("$(NODE_NAME)", "node-1")
+            for word in self.daemon_spec.spec["args"]
+        ]
+        daemon = self.machine.start(self.daemon_spec, ["hybridkv", *words])
+        until(
+            lambda: daemon.has_ended or not daemon.execute(self.daemon_spec.probe).returncode,
+            "the probe finds it",
+        )
+        assert not daemon.has_ended, daemon.log.read_text()
+        return daemon
+
+    def restart_daemon(self) -> None:
+        """kill -9 of the daemon was before: the kubelet starts its container again."""
+        self.daemon = self._start_daemon()
+
+    def stats(self) -> dict[str, Any]:
+        """What the daemon says of itself, asked in its container."""
+        socket_path = str(self.options.socket)
+        done = self.daemon.execute(["hybridkv", "stats", "--json", "--socket", socket_path])
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    def is_free(self) -> bool:
+        """Whether nobody holds write slots or a session."""
+        stats = self.stats()
+        held = [stats[name] for name in ("sessions", "leases", "bytes_writing", "bytes_held")]
+        return not any(held)
+
+    def volumes(self) -> list[Path]:
+        """Every file of both volumes."""
+        real = [
+            self.machine.volume(self.daemon_spec, name) for name in self.daemon_spec.mounts.values()
+        ]
+        return [path for each in real for path in each.rglob("*") if not path.is_dir()]
+
+
+IN_GATE = {("daemonset", "own pids")}
+CASES = [
+    pytest.param(
+        (path, way),
+        id=f"{path.stem}, {way}",
+        marks=[] if (path.stem, way) in IN_GATE else pytest.mark.slow,
+    )
+    for path in MANIFESTS
+    for way in WAYS
+    # What is another's in the node's directories has no owner in a user namespace.
+    if (path.stem, way) != ("daemonset", "own pids and users")
+]
+
+
+@pytest.fixture(params=CASES)
+def followed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Followed]:
+    manifest, way = request.param
+    if os.geteuid() != 0:
+        pytest.skip("needs root to act as another user")
+    with Machine(tmp_path, *WAYS[way]) as machine:
+        yield Followed(machine, manifest)
+
+
+def follow(page: Followed, engine_of: Callable[..., Engine]) -> None:
+    """The life of a pod: hits, and the end of either side by -9."""
+    answers: dict[str, Any] = {}
+    first = engine_of(page.machine, page.engine_spec, answers)
+    first.store()
+    boot = page.stats()["boot"]
+    first.running.kill()
+    until(page.is_free, "what the engine held is free")
+
+    second = engine_of(page.machine, page.engine_spec, answers)
+    assert second.hits(), "after a restart of the engine"
+    assert page.stats()["boot"] == boot, "the daemon went on"
+
+    page.daemon.kill()
+    assert not second.hits(), "it computes without a daemon"
+    page.restart_daemon()
+    assert page.stats()["boot"] != boot
+    assert page.stats()["objects_recovered"] > 0
+    until(second.hits, "hits go on with the daemon's next life")
+
+    second.running.kill()
+    until(page.is_free, "what the engine held is free")
+    assert f"`{FREE}`" in PAGE.read_text().replace("\n", " ")
+    page.daemon.execute(FREE.split())
+    until(lambda: page.daemon.has_ended, "the daemon ends")
+    left = [path.name for path in page.volumes()]
+    assert left == ["daemon.sock.lock"]
+
+
+def test_an_engine_of_the_wire(followed: Followed) -> None:
+    follow(followed, WireEngine)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "followed", [one for one in CASES if "users" not in str(one.id)], indirect=True
+)
+def test_vllm(followed: Followed) -> None:
+    follow(followed, VllmEngine)

@@ -1,0 +1,171 @@
+"""The daemon's answer where a hit may end inside a chunk."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hybridkv.core.packed import unpack_u64
+from hybridkv.core.speed import Speed
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.tiers.jobs import JobKind
+from hybridkv.wire.messages import Error, Found, Lookup, Pending, Release, Reply
+from tests.layouts import LAYOUTS
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
+
+FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
+RECURRENT, FULL = (0, 1), 2
+TAILS = hashes(*range(100, 109))  # Three in each of the chunks 0, 1 and 2.
+
+
+@pytest.fixture
+def daemon() -> Daemon:
+    made = make_daemon()
+    engine(made, 1, FINE)
+    return made
+
+
+def store(daemon: Daemon, number: int, *groups: int) -> list[tuple[int, int]]:
+    """The slots of these groups' objects with this name."""
+    made = []
+    for group in groups:
+        slots = grant(daemon, 1, FINE.groups[group].block_bytes, 1)
+        commit(daemon, 1, slots, group, [number])
+        made += slots
+    return made
+
+
+def asked(daemon: Daemon, lease: int, tails: bytes = TAILS, start: int = 0) -> Found:
+    """The answer to a lookup of three chunks."""
+    found = daemon.handle(1, Lookup(5, lease, hashes(0, 1, 2), tails=tails, tails_from=start))
+    assert isinstance(found, Found), found
+    return found
+
+
+def test_the_longest_tail_that_is_whole_is_hit(daemon: Daemon) -> None:
+    """Behind whole chunks of attention, and by every group; states before it are not needed."""
+    first = store(daemon, 0, FULL)
+    store(daemon, 103, *RECURRENT, FULL)
+    tail = store(daemon, 104, *RECURRENT, FULL)
+    store(daemon, 105, *RECURRENT)
+    found = asked(daemon, 1)
+    assert (found.chunks, found.tail) == (2, 5)
+    slots = [*zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)]
+    assert slots == [tail[0], tail[1], first[0], tail[2]]
+    assert asked(daemon, 2, TAILS[3 * 32 :], 1).tail == 2, "numbers begin with the first name"
+    store(daemon, 106, *RECURRENT, FULL)
+    assert asked(daemon, 3).tail == 5, "attention of chunk 1 is not there"
+
+
+def test_a_hit_of_chunks_is_not_given_up_for_a_tail(daemon: Daemon) -> None:
+    store(daemon, 100, *RECURRENT, FULL)
+    assert asked(daemon, 1).tail == 1, "inside the first chunk"
+    store(daemon, 0, *RECURRENT, FULL)
+    found = asked(daemon, 2)
+    assert (found.chunks, found.tail) == (1, 0)
+
+
+def test_names_of_tails_that_cannot_be_are_refused(daemon: Daemon) -> None:
+    engine(daemon, 2, LAYOUTS["qwen3next"], "other")
+    for connection, tails in ((1, b"short"), (2, TAILS)):
+        refused = daemon.handle(connection, Lookup(5, 1, hashes(0), tails=tails))
+        assert isinstance(refused, Error)
+        assert refused.code == "hashes"
+
+
+def looked_up(node: Node, lease: int = 7, rate: int = 0) -> Reply | None:
+    """The first reply to a lookup of three chunks and their tails."""
+    words = hashes(0, 1, 2), WAIT_MS, rate, TAILS
+    return node.daemon.handle(1, Lookup(5, lease, *words), node.now)
+
+
+def over_directory(tmp_path: Path) -> Node:
+    """A node with an empty RAM, over the same directory each time."""
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FINE)
+    return node
+
+
+def below_ram(tmp_path: Path, *names: int) -> Node:
+    """A node whose directory alone has all objects of these names."""
+    node = over_directory(tmp_path)
+    node.store(FINE, [*names])
+    node.work()
+    return over_directory(tmp_path)
+
+
+@pytest.mark.parametrize("resident", [(), (0,), (104,), (0, 104)])
+def test_a_tail_that_only_a_directory_has_is_read_with_its_chunks(
+    tmp_path: Path, resident: tuple[int, ...]
+) -> None:
+    node = below_ram(tmp_path, 0, 104)
+    if resident:
+        node.store(FINE, [*resident])
+    if len(resident) == 2:
+        assert is_found(looked_up(node)).tail == 5
+        return
+    pending = looked_up(node)
+    assert isinstance(pending, Pending)
+    assert pending.chunks == 2, "so that the engine waits for it"
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.tail) == (2, 5)
+    node.prove(FINE, found, [])
+    node.daemon.handle(1, Release(7))
+    again = is_found(looked_up(node))
+    assert (again.chunks, again.tail, again.tiers) == (2, 5, {}), "it is in RAM now"
+
+
+def test_a_shorter_tail_in_ram_is_held_while_a_longer_one_is_read(tmp_path: Path) -> None:
+    node = below_ram(tmp_path, 0, 105)
+    node.store(FINE, [0, 103])
+    assert isinstance(looked_up(node), Pending)
+    pinned = [slot for slot in node.daemon.sessions.all[0].namespace.objects() if slot.pins]
+    assert len(pinned) == 1 + 3, "attention of chunk 0, and the tail"
+    node.work()
+    assert node.answer().tail == 6
+
+
+def test_a_tail_is_not_read_where_its_chunks_are_nowhere(tmp_path: Path) -> None:
+    node = below_ram(tmp_path, 0, 107)
+    node.store(FINE, [0])
+    found = is_found(looked_up(node))
+    assert (found.chunks, found.tail) == (1, 0)
+    assert not [job for job in node.jobs if job.kind is JobKind.READ]
+
+
+def test_a_tail_that_takes_longer_than_computing_is_computed(tmp_path: Path) -> None:
+    """The hit by chunks is answered at once."""
+    node = below_ram(tmp_path, 0, 104)
+    node.store(FINE, [0])
+    node.daemon.tiers[0].speed = Speed().measured(1, 100.0, node.now)
+    found = is_found(looked_up(node, rate=100_000))
+    assert (found.chunks, found.tail) == (1, 0)
+    assert "reading 384 tokens would take" in found.why
+
+
+def test_a_damaged_tail_costs_only_itself(tmp_path: Path) -> None:
+    node = below_ram(tmp_path, 0, 104)
+    for path in tmp_path.glob("objects/*/??/*"):
+        image = bytearray(path.read_bytes())
+        if bytes([104]) * 32 in image:
+            image[-1] ^= 1
+            path.write_bytes(image)
+    assert isinstance(looked_up(node), Pending)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.tail) == (1, 0)
+
+
+def test_a_tier_that_must_be_asked_is_not_asked_for_tails() -> None:
+    records: dict[bytes, bytes] = {}
+    for names in ([0, 104], []):
+        node = remote(records, "sim://0")
+        engine(node.daemon, 1, FINE)
+        node.store(FINE, names)
+        node.work()
+    assert isinstance(looked_up(node), Pending)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.tail) == (1, 0)

@@ -1,0 +1,171 @@
+"""The daemon's core over tiers whose jobs are done by hand."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from hybridkv.core.coverage import part_bytes
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import unpack_u64
+from hybridkv.core.tier_urls import TierSpec, parse_tier
+from hybridkv.daemon.handlers import Daemon
+from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
+from hybridkv.store.store import Store
+from hybridkv.tiers.contract import Tier
+from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
+from hybridkv.tiers.state import TierState
+from hybridkv.wire.messages import PROTOCOL_VERSION, Found, Lookup, Pending, Reply, Welcome
+from tests.invariants import check_daemon
+from tests.layouts import LAYOUTS
+from tests.unit.daemon.dict_tier import DictTier
+from tests.unit.daemon.harness import commit, engine, grant, hashes
+
+ARENA = 1 << 20
+WAIT_MS = 1000
+FINDS_MAX, READS_MAX = LIMITS[JobKind.FIND], LIMITS[JobKind.READ]
+FULL = LAYOUTS["qwen3next"]
+
+
+class Node:
+    """A daemon over tiers; `work` does what their threads would."""
+
+    def __init__(
+        self,
+        *urls: str,
+        arena: int = ARENA,
+        name: str = "here",
+        make: Callable[[TierSpec, str], Tier] = DiskTier,
+    ) -> None:
+        self.memory = memoryview(bytearray(arena))
+        self.jobs: list[TierJob] = []
+        self.now = 100.0
+        self.checks = True
+        store = Store(self.memory, first_generation=random.randrange(1, 1 << 30))
+        specs = [parse_tier(url, "tier") for url in urls]
+        lines = [
+            TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
+            for number, spec in enumerate(specs)
+        ]
+        self.daemon = Daemon(
+            store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), lines
+        )
+        store.grow(arena)
+        self.tick()
+        self.work()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.daemon.tick(self.now)
+
+    def work(self, kinds: tuple[JobKind, ...] = tuple(JobKind), seconds: float = 0.0) -> None:
+        """Do all jobs of these kinds, and what follows from them, each in so many seconds."""
+        while chosen := [job for job in self.jobs if job.kind in kinds]:
+            for job in chosen:
+                self.jobs.remove(job)
+                self.now += seconds
+                self.finish(job, execute(self.daemon.tiers[job.tier].tier, job, self.memory))
+
+    def finish(self, job: TierJob, outcome: JobOutcome) -> None:
+        self.daemon.transferred(job, outcome, self.now)
+        self.tick()
+        if self.checks:
+            check_daemon(self.daemon)
+
+    def store(self, geometry: Geometry, numbers: list[int], connection: int = 1) -> None:
+        """Store whole chunks of a prompt, with bytes that their names tell."""
+        for index, group in enumerate(geometry.groups):
+            for chunk, number in enumerate(numbers):
+                size = part_bytes(geometry, group, chunk)
+                if size:
+                    (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
+                    self.fill(slot, size, geometry.parts(group), content(index, number))
+                    commit(self.daemon, connection, [slot], index, [number])
+        self.tick()
+
+    def store_if_room(self, geometry: Geometry, numbers: list[int]) -> None:
+        """As `store`, but what there is no room for is left out."""
+        for index, group in enumerate(geometry.groups):
+            for chunk, number in enumerate(numbers):
+                size = part_bytes(geometry, group, chunk)
+                slots = grant(self.daemon, 1, size, 1, geometry.parts(group)) if size else []
+                self.tick()
+                for slot in slots:
+                    self.fill(slot, size, geometry.parts(group), content(index, number))
+                    commit(self.daemon, 1, [slot], index, [number])
+        self.work()
+
+    def fill(self, slot: tuple[int, int], size: int, parts: int, value: int) -> None:
+        offset, generation = slot
+        memory = self.memory[offset : offset + slot_bytes(size, parts)]
+        memory[payload_offset(parts) :] = bytes([value]) * (len(memory) - payload_offset(parts))
+        sign(memory, part_digests(memory, size, parts), generation)
+
+    def ask(
+        self, *numbers: int, lease: int = 7, wait_ms: int = WAIT_MS, rate: int = 0
+    ) -> Reply | None:
+        return self.daemon.handle(1, Lookup(5, lease, hashes(*numbers), wait_ms, rate), self.now)
+
+    def answer(self) -> Found:
+        ((_, found),) = self.daemon.later
+        self.daemon.later.clear()
+        assert isinstance(found, Found)
+        return found
+
+    def prove(self, geometry: Geometry, found: Found, numbers: list[int]) -> None:
+        """Every slot of an answer has the bytes of its name, signed."""
+        slots = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
+        for offset, generation in slots:
+            slot = self.daemon.store.get(offset, generation)
+            assert slot is not None
+            assert slot.entry is not None
+            memory = self.memory[offset : offset + slot.size_bytes]
+            assert is_signed(memory, part_digests(memory, *slot.shape), generation)
+            value = content(slot.group_index, slot.entry.chunk_hash[0])
+            start = payload_offset(slot.parts)
+            assert set(memory[start : start + slot.part_bytes * slot.parts]) == {value}
+
+
+def content(group_index: int, number: int) -> int:
+    return (number * 7 + group_index * 31) % 255 + 1
+
+
+def is_found(reply: Reply | None) -> Found:
+    assert isinstance(reply, Found), reply
+    return reply
+
+
+def remote(records: dict[bytes, bytes], *urls: str, arena: int = ARENA) -> Node:
+    """A node over tiers that all have these records, and must be asked for what they have."""
+    node = Node(*urls, arena=arena, make=lambda spec, name: DictTier(records, is_remote=True))
+    engine(node.daemon, 1, FULL)
+    return node
+
+
+def crowd(*urls: str) -> tuple[Node, list[list[int]]]:
+    """A node with more lookups at once than a tier has threads for them, and their prompts."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    prompts = [[10 * first + 1, 10 * first + 2] for first in range(FINDS_MAX + 4)]
+    for prompt in prompts:
+        node.store(FULL, prompt)
+        node.work()
+    node = remote(records, *urls)
+    for lease, prompt in enumerate(prompts):
+        assert isinstance(node.ask(*prompt, lease=lease), Pending)
+    assert [job.kind for job in node.jobs] == [JobKind.FIND] * FINDS_MAX * len(urls)
+    return node, prompts
+
+
+def stored(
+    tmp_path: Path, numbers: list[int], geometry: Geometry = FULL, arena: int = ARENA
+) -> Node:
+    """A node with an empty RAM whose directory has the prompt."""
+    url = f"disk://{tmp_path}?bytes=64MiB"
+    node = Node(url, arena=arena)
+    engine(node.daemon, 1, geometry)
+    node.store(geometry, numbers)
+    node.work()
+    node = Node(url, arena=arena)
+    engine(node.daemon, 1, geometry)
+    return node

@@ -1,0 +1,45 @@
+"""What vLLM computes wrongly by itself is refused, by version and setting."""
+
+from types import SimpleNamespace
+
+import pytest
+import vllm
+
+from hybridkv.core.findings import Verdict
+from hybridkv.vllm.preflight import group_findings
+from tests.simulation.layouts import _m
+
+
+@pytest.mark.parametrize(
+    ("version", "unit", "is_async", "is_refused"),
+    [
+        ("0.30.0", 8, True, True),
+        ("0.31.2", 8, True, True),
+        ("0.30.0", 8, False, False),
+        ("0.30.0", 16, True, False),
+        ("0.30.0", None, True, False),
+        ("0.32.0", 8, True, False),
+    ],
+)
+def test_states_that_vllm_names_twice_are_refused(
+    version: str,
+    unit: int | None,
+    is_async: bool,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With asynchronous scheduling vLLM 0.30 copies a later state under a match unit's name."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    specs = _m("full", 16).spec(1, 1), _m("recurrent", 16).spec(1, 1)
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    config = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=[0, 1])
+    engine = SimpleNamespace(
+        speculative_config=None,
+        cache_config=SimpleNamespace(prefix_match_unit=unit),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+    )
+    found = [one for one in group_findings(config, engine) if one.verdict is Verdict.FAIL]
+    assert len(found) == is_refused
+    for finding in found:
+        assert "itself caches wrong recurrent states" in finding.sentence
+        assert finding.sentence.endswith("--no-async-scheduling works")
