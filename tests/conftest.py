@@ -16,6 +16,7 @@ import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.avx2 import choose_cpu
+from tests.chance import is_fixed, seed_of
 from tests.waiting import DEADLINE_SECONDS, until
 
 # Their assertions say what the two sides are.
@@ -25,13 +26,15 @@ pytest.register_assert_rewrite("tests.tier_suite", "tests.programs.tiers")
 choose_cpu()
 
 # An example may take long where the machine does something else.
-hypothesis.settings.register_profile("hybridkv", deadline=None)
+hypothesis.settings.register_profile(
+    "hybridkv",
+    deadline=None,
+    derandomize=is_fixed(),
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("hybridkv")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests run first, so that no worker waits for another's at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/simulation/", "tests/engine/")))
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +109,7 @@ def other_users_socket() -> Iterator[str]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """A random generator whose seed is printed with a failure."""
-    seed = random.SystemRandom().getrandbits(32)
+    """A random generator with the test's own seed, which is printed with a failure."""
+    seed = seed_of(request.node.nodeid)
     print(f"{request.node.nodeid}: seed {seed}")
     return random.Random(seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
+from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.daemon.handlers import resident_chunks
@@ -297,15 +297,26 @@ class Books:
                 self.accepted(copy, bytes(copy.payload), 0)
 
 
+@dataclass
+class Wait:
+    """A lookup that was answered with Pending."""
+
+    id: int
+    deadline: float
+    """By the loop's clock, in seconds."""
+    hit: int
+    """The chunks that RAM alone had a hit of when it was asked."""
+    drops: tuple[object, ...]
+    """See `_drops`, as it was then."""
+
+
 class Waits:
     """Lookups that were answered with Pending, by what the daemon hears and says."""
 
     def __init__(self, system: System) -> None:
         self._system = system
-        self._due: dict[tuple[int, int], tuple[int, float]] = {}
-        """By (connection, lease): the lookup's id, and its deadline by the loop's clock."""
-        self._floors: dict[tuple[int, int], tuple[int, object]] = {}
-        """The hit that RAM alone had when reading began at once, and what was lost by then."""
+        self._due: dict[tuple[int, int], Wait] = {}
+        """Those that are not answered yet, by (connection, lease)."""
         self._direct: tuple[int, int] | None = None
         """(connection, id) of the Found that is to be sent next."""
         self._wrong: list[str] = []
@@ -314,7 +325,6 @@ class Waits:
     def attend(self, server: Any) -> None:
         """Hear all that a new life of the daemon hears and says."""
         self._due.clear()
-        self._floors.clear()
         clients = server.clients
         handle, send, drop = server.daemon.handle, clients.send, clients.drop
 
@@ -328,14 +338,14 @@ class Waits:
             if isinstance(reply, Pending):
                 assert isinstance(request, Lookup)
                 self._expect(request.wait_ms > 0, "who has no patience is kept waiting")
-                self._due[number, request.lease] = request.id, now + request.wait_ms / 1e3
                 self.counts["waits"] += 1
-                waiting = server.daemon.promotion._lookups[number, request.lease]
-                if not waiting.finding:
-                    self._floors[number, request.lease] = (
-                        waiting.request.resident.chunks,
-                        _drops(server, waiting.request.namespace),
-                    )
+                session = server.daemon.sessions.connections[number].session
+                self._due[number, request.lease] = Wait(
+                    request.id,
+                    now + request.wait_ms / 1e3,
+                    largest_hit(session.geometry, reply.masks, len(reply.masks[0])),
+                    _drops(server, session.namespace),
+                )
             if isinstance(reply, Found):
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
@@ -349,21 +359,7 @@ class Waits:
                 if self._direct == (peer.number, reply.id):
                     self._direct = None
                 else:
-                    known = self._due.pop((peer.number, reply.lease), None)
-                    session = server.daemon.sessions.connections[peer.number].session
-                    floor, drops = self._floors.pop((peer.number, reply.lease), (0, ()))
-                    if drops == _drops(server, session.namespace):
-                        self._expect(reply.chunks >= floor, "waiting cost the hit that there was")
-                    slots = session.leases.get(reply.lease, ())
-                    is_own = all(slot.entry.namespace is session.namespace for slot in slots)
-                    self._expect(is_own, "bytes of other weights are found")
-                    self.counts["waits_to_the_end"] += (
-                        known is not None and known[1] <= self._system.now / SECOND
-                    )
-                    self._expect(
-                        known is not None and known[0] == reply.id,
-                        "a lookup is answered twice, or for nobody",
-                    )
+                    self._answered(server, peer, reply)
             send(peer, reply)
 
         def dropped(peer: Any) -> None:
@@ -378,7 +374,7 @@ class Waits:
         """A round of the loop is over: nobody waits whose time was up when it began."""
         now = self._system.now / SECOND
         self._expect(
-            all(deadline > now for _, deadline in self._due.values()),
+            all(wait.deadline > now for wait in self._due.values()),
             "STALL: a lookup waits for too long",
         )
         server = self._system.server
@@ -398,9 +394,23 @@ class Waits:
             or system.now < system.server_process.stopped_until
         ):
             return
-        assert all(deadline >= system.now / SECOND for _, deadline in self._due.values()), (
+        assert all(wait.deadline >= system.now / SECOND for wait in self._due.values()), (
             "STALL: nobody wakes the loop"
         )
+
+    def _answered(self, server: Any, peer: Any, found: Found) -> None:
+        """A lookup that waited is answered."""
+        wait = self._due.pop((peer.number, found.lease), None)
+        if wait is None or wait.id != found.id:
+            self._expect(False, "a lookup is answered twice, or for nobody")
+            return
+        session = server.daemon.sessions.connections[peer.number].session
+        if wait.drops == _drops(server, session.namespace):
+            self._expect(found.chunks >= wait.hit, "waiting cost the hit that there was")
+        slots = session.leases.get(found.lease, ())
+        is_own = all(slot.entry.namespace is session.namespace for slot in slots)
+        self._expect(is_own, "bytes of other weights are found")
+        self.counts["waits_to_the_end"] += wait.deadline <= self._system.now / SECOND
 
     def _expect(self, is_right: bool, otherwise: str) -> None:
         # What is raised within the loop would be taken for a client's fault.

@@ -1,25 +1,20 @@
-"""Engines that differ in one thing each, one after the other in this process, all on one daemon.
+"""Engines that differ in one thing each, all on one daemon.
 
-Run as `python -m tests.engine.identities SOCKET NAME...`; prints {"name": ..., "loaded": tokens}
-for every name, in order. An engine that loads has the identity of one that stored before it.
+Run as `python -m tests.engine.identities SOCKET NAME`; prints the tokens that the engine of that
+name loads. An engine that loads has the identity of one that stored before it.
 """
 
-import contextlib
-import gc
 import json
-import os
 import sys
 import time
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.model_executor.model_loader import dummy_loader
 
 from hybridkv.lab import shims
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
-from tests.engine.support import prompt
+from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
 TOKENS = 3 * 256 + 20
 REQUEST_SECONDS = 120.0
@@ -58,7 +53,6 @@ def tokens_loaded(
     socket_path: str,
     arguments: list[str] | None = None,
     extra: dict[str, Any] | None = None,
-    environment: dict[str, str] | None = None,
     salt: str | None = None,
     is_widened: bool = False,
 ) -> int:
@@ -73,14 +67,10 @@ def tokens_loaded(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
-            "lookup_timeout_ms": 5000,
+            "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
             **(extra or {}),
         },
     }
-    before = dict(os.environ)
-    os.environ.update(environment or {})
-    loader = dummy_loader.DummyModelLoader
-    narrow = dummy_loader.initialize_single_dummy_weight, loader.load_weights
     if is_widened:
         shims._wide_weights(7, 0.08)
     engine = make_engine(
@@ -92,36 +82,23 @@ def tokens_loaded(
             json.dumps(transfer),
         ]
     )
-    try:
-        core: Any = engine.engine_core.engine_core
-        request: dict[str, Any] = {"prompt_token_ids": prompt(1, TOKENS)}
-        if salt is not None:
-            request["cache_salt"] = salt
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=2)
-        engine.add_request("r", request, sampling)
-        deadline = time.monotonic() + REQUEST_SECONDS
-        while engine.has_unfinished_requests():
-            engine.step()
-            assert time.monotonic() < deadline, "the request is never answered"
-        return int(core.scheduler.connector.counters.get("tokens_loaded", 0))
-    finally:
-        engine.engine_core.shutdown()
-        del engine
-        with contextlib.suppress(UnboundLocalError):
-            del core
-        cleanup_dist_env_and_memory()
-        gc.collect()
-        dummy_loader.initialize_single_dummy_weight, loader.load_weights = narrow
-        os.environ.clear()
-        os.environ.update(before)
+    core: Any = engine.engine_core.engine_core
+    request: dict[str, Any] = {"prompt_token_ids": prompt(1, TOKENS)}
+    if salt is not None:
+        request["cache_salt"] = salt
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=2)
+    engine.add_request("r", request, sampling)
+    deadline = time.monotonic() + REQUEST_SECONDS
+    while engine.has_unfinished_requests() or core.scheduler.has_requests():
+        engine.step()
+        assert time.monotonic() < deadline, "the request is never answered"
+    return int(core.scheduler.connector.counters.get("tokens_loaded", 0))
 
 
 def main() -> None:
-    """One engine per name."""
-    socket_path, *names = sys.argv[1:]
-    for name in names:
-        loaded = tokens_loaded(socket_path, **CHANGES[name])
-        print(json.dumps({"name": name, "loaded": loaded}), flush=True)
+    """The engine of one name."""
+    socket_path, name = sys.argv[1:]
+    print(json.dumps({"name": name, "loaded": tokens_loaded(socket_path, **CHANGES[name])}))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm
 
-from hybridkv.client.control import ControlClient
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
-from tests.waiting import until
+from tests.engine.forked import ForkedEngine
+from tests.waiting import DEADLINE_SECONDS, until
 
 VOCABULARY = 2048
+LOOKUP_TIMEOUT_MS = 20_000
+"""Longer than any machine takes for an answer: where it is not what a test is about, a late answer
+would be a miss that says nothing."""
 
 
 def since_vllm(minor: int, why: str) -> pytest.MarkDecorator:
     """The mark of what holds from vLLM 0.`minor` on; `why` not before."""
     is_older = int(vllm.__version__.split(".")[1]) < minor
     return pytest.mark.skipif(is_older, reason=f"vLLM {vllm.__version__}: {why}")
+
+
+def is_served(model: str) -> bool:
+    """Whether vLLM leaves prefix caching on for this model here; see hybridkv.lab.shims for MLA."""
+    return model not in ("deepseekv2", "deepseekv4") or torch.cpu._is_avx512_bf16_supported()
 
 
 def engine(
@@ -29,9 +39,10 @@ def engine(
     *more: str,
     extra: dict[str, object] | None = None,
     environment: dict[str, str] | None = None,
+    kind: type[EngineProcess] = ForkedEngine,
 ) -> EngineProcess:
     """A real engine on a bundled model; `server` is a socket path, "auto", or None for none."""
-    return EngineProcess(
+    return kind(
         arguments_of(model, server, *more, extra=extra),
         log_path,
         lambda text: None,
@@ -51,7 +62,7 @@ def arguments_of(
     if server is not None:
         settings = {
             "server": "auto" if server == "auto" else f"unix://{server}",
-            "lookup_timeout_ms": 2000,
+            "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
         }
         transfer = {
             "kv_connector": "HybridKVConnector",
@@ -74,8 +85,16 @@ def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
 
 
 def stats(socket_path: str) -> dict[str, float]:
-    with ControlClient(socket_path) as control:
+    with ControlClient(socket_path, DEADLINE_SECONDS) as control:
         return control.stats().values
+
+
+def stats_if_served(socket_path: str) -> dict[str, float]:
+    """As `stats`; none while no daemon listens, which may be so when its socket is there already."""
+    try:
+        return stats(socket_path)
+    except DaemonUnreachableError:
+        return {}
 
 
 def forget(running: EngineProcess) -> None:

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from hybridkv.lab.models import SPECULATION, V2_RUNNER_ENV, bundled_models
+from tests.engine.support import is_served
 from tests.engine.test_verify import verify
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -24,11 +24,6 @@ IN_PART = {
 }
 """--max-num-batched-tokens (else 192): below a prompt, no divisor of it, at least a whole block."""
 TENSOR_PARALLEL = ("--", "--tensor-parallel-size=2", "--distributed-executor-backend=mp")
-
-
-def is_served(model: str) -> bool:
-    """Whether vLLM leaves prefix caching on for this model here; see hybridkv.lab.shims for MLA."""
-    return model not in ("deepseekv2", "deepseekv4") or torch.cpu._is_avx512_bf16_supported()
 
 
 def right(model: str, status: int, proof: dict[str, Any]) -> None:
@@ -53,14 +48,14 @@ def right(model: str, status: int, proof: dict[str, Any]) -> None:
     assert proof["distinct_tokens"] > 2, "equal tokens prove something"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", [*MODELS, *SPECULATION])
 def test_every_arm(model: str) -> None:
     status, proof = verify("--model", model)
     right(model, status, proof)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_every_arm_with_prefill_in_parts(model: str) -> None:
     status, proof = verify(
@@ -69,14 +64,14 @@ def test_every_arm_with_prefill_in_parts(model: str) -> None:
     right(model, status, proof)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_every_arm_on_two_ranks(model: str) -> None:
     status, proof = verify("--model", model, *TENSOR_PARALLEL)
     right(model, status, proof)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", V2_MODELS)
 def test_every_arm_on_the_v2_model_runner(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's default on GPUs. On a CPU its kernels run in Triton's interpreter."""
@@ -85,7 +80,7 @@ def test_every_arm_on_the_v2_model_runner(model: str, monkeypatch: pytest.Monkey
     right(model, status, proof)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_drafter_of_the_v2_model_runner_with_prefill_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,7 +90,7 @@ def test_a_drafter_of_the_v2_model_runner_with_prefill_in_parts(
     right("llama_eagle", status, proof)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_one_wrong_byte_changes_the_answer(model: str) -> None:
     if not is_served(model):

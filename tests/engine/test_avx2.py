@@ -81,6 +81,7 @@ def test_every_question_that_vllm_asks_is_answered_as_on_avx2() -> None:
     assert not [name for name in capabilities if name.startswith(("avx512", "amx"))]
 
 
+@pytest.mark.soak
 def test_without_the_switch_the_processor_answers() -> None:
     *_, capabilities = asked({})
     assert {"avx512_f", "avx512_bf16", "amx_tile"} <= set(capabilities)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, prompt, stats
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
 
 TOKENS = 4200
 CHUNK = 1024
@@ -25,6 +26,7 @@ def test_deepseekv4_as_the_requirements_ask(tmp_path: Path) -> None:
             socket_path,
             *options,
             extra={"hybrid_chunk_size": CHUNK},
+            kind=EngineProcess,  # Triton's interpreter is chosen when it is imported.
         ) as started,
     ):
         first, second = (started.run(prompt(1, TOKENS), max_tokens=8)[0] for _ in range(2))

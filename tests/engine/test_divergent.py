@@ -8,7 +8,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from tests.engine.support import answer, engine, forget, prompt, stats
 from tests.waiting import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK = 256
 STEPS = (

@@ -179,7 +179,7 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_several_connectors_are_looked_into() -> None:
     ours = {**CONNECTOR, "kv_connector_extra_config": {"load_weight": 2, "checksum": "of"}}
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -202,7 +202,7 @@ def test_several_connectors_are_looked_into() -> None:
     assert "checksum='of' must be one of" in wrong["what"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_option_that_vllm_does_not_have_is_one_clear_line() -> None:
     said = subprocess.run(
         [

@@ -408,7 +408,7 @@ def judge(found: Found) -> None:
     assert not lies, "other bytes under one identity"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
     probe: Any, tmp_path: Path
@@ -419,7 +419,7 @@ def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
     assert found["all"]["identity"] == found["base"]["identity"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_each_unrelated_argument_changes_neither_bytes_nor_identity(probe: Any) -> None:
     found = probe(
@@ -430,27 +430,23 @@ def test_each_unrelated_argument_changes_neither_bytes_nor_identity(probe: Any) 
         assert found[name]["identity"] == found["base"]["identity"], f"{name} costs hits"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [1, pytest.param(None, id="fresh")])
 def test_drawn_changes_of_variables_and_arguments(
-    probe: Any, tmp_path: Path, seed: int | None
+    probe: Any, tmp_path: Path, rng: random.Random
 ) -> None:
     """Each engine has some of the unrelated variables set, and one argument."""
-    seed = random.randrange(1 << 32) if seed is None else seed
-    print(f"seed {seed}")
-    draw = random.Random(seed)
     found = values(str(tmp_path / "empty"))
     cases: dict[str, tuple[list[str], dict[str, str], str]]
     cases = {"base": ([], {"NO_COLOR": "1"}, "")}
     for number in range(6):
-        some = draw.sample(sorted(found), draw.randint(1, 20))
-        name = draw.choice(sorted(ARGUMENTS))
+        some = rng.sample(sorted(found), rng.randint(1, 20))
+        name = rng.choice(sorted(ARGUMENTS))
         cases[f"{number} {name} {some}"] = [ARGUMENTS[name]], {one: found[one] for one in some}, ""
     judge(probe(cases))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_engines_that_lied_before_are_told_apart(probe: Any, tmp_path: Path) -> None:
     """Their bytes do differ, and their identities were one.

@@ -47,7 +47,7 @@ def said_of(*asked: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("models", [SOME, ALL], ids=["some", "all"])
 def test_no_model_is_refused_for_its_layout(models: tuple[str, ...]) -> None:
     """And a block is one piece of memory in each layer."""
@@ -64,7 +64,7 @@ def test_no_model_is_refused_for_its_layout(models: tuple[str, ...]) -> None:
             assert kinds == {"recurrent"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_model_with_recurrent_state_is_planned() -> None:
     """One that is new in vLLM's registry is added to the tables, and planned with them."""
     (registry,) = (said["registry"] for said in said_of("registry"))

@@ -19,7 +19,7 @@ CHUNK = 128
 PATIENCE_SECONDS = 30.0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_new_engine_finds_an_arena_whose_name_is_gone_and_waits_for_none_that_is_not_there(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_new_engine_finds_an_arena_whose_name_is_gone_and_waits_for_none_that_
     assert (tmp_path / "3.log").read_text().count("hybridkv: nothing is loaded or stored: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "words",
     ["sampling --model qwen3", "embeddings --model qwen3", "salts --model qwen3", "storm", "live"],
@@ -59,7 +59,7 @@ def test_unusual_requests(words: str) -> None:
     check([sys.executable, "-m", "tests.engine.hunt", *words.split()])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_arena_grows_again_once_there_is_memory() -> None:
     """Somebody else fills shared memory while an engine stores, and leaves."""
     mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from vllm.v1.request import Request
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.models import BUNDLED_ENVIRONMENT
 from hybridkv.vllm.hashing import ChunkHashChain, hash_facts
+from tests.engine.forked import lines_of
 from tests.engine.identities import BASE, CHANGES, TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -32,31 +30,24 @@ SOME = [BASE, "cache_salt", "weights", "nothing"]
 
 
 def loaded(daemon: DaemonProcess, *names: str, hash_seed: str | None = None) -> dict[str, int]:
-    environment = {
-        **ENGINE_ENVIRONMENT,
-        **os.environ,
-        **BUNDLED_ENVIRONMENT,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    """Tokens that each engine loads, one after the other."""
+    environment = {**os.environ, **BUNDLED_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
     environment.pop("PYTHONHASHSEED", None)
     if hash_seed is not None:
         environment["PYTHONHASHSEED"] = hash_seed
-    said = subprocess.run(
-        [sys.executable, "-m", "tests.engine.identities", daemon.socket_path, *names],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-    )
-    assert said.returncode == 0, said.stderr[-3000:]
-    lines = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-    return {line["name"]: line["loaded"] for line in lines}
+    found = {}
+    for name in names:
+        log = Path(daemon.socket_path).with_name("engine.log")
+        words = [daemon.socket_path, name]
+        lines = lines_of("tests.engine.identities", words, log, environment)
+        (report,) = (json.loads(line) for line in lines if line.startswith("{"))
+        found[name] = report["loaded"]
+    return found
 
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(list(CHANGES), marks=pytest.mark.slow), SOME],
+    [pytest.param(list(CHANGES), marks=pytest.mark.soak), SOME],
     ids=["every one", "some"],
 )
 def test_every_single_change_is_a_miss_and_no_change_is_a_hit(
@@ -66,7 +57,7 @@ def test_every_single_change_is_a_miss_and_no_change_is_a_hit(
     assert loaded(daemon, *changes) == {name: HITS.get(name, 0) for name in changes}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_set_pythonhashseed_is_part_of_the_identity_and_needed_by_nobody(
     daemon: DaemonProcess,
 ) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_environment
 from tests.engine.server import Server
 from tests.engine.support import arguments_of, prompt, stats
@@ -27,17 +26,7 @@ def committed(socket_path: str) -> bool:
     return stats(socket_path)["objects_stored"] == CHUNKS
 
 
-def test_an_engine_in_process(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """As `hybridkv verify` runs it: the answer comes when its stores are reported."""
-    path = daemon.socket_path
-    with EngineProcess(
-        arguments(path), tmp_path / "log", lambda text: None, bundled_environment(MODEL)
-    ) as engine:
-        engine.run(prompt(1, CHUNKS * CHUNK + 1), max_tokens=1)
-        until(lambda: committed(path), "the last stores are committed")
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_in_a_process_of_its_own(daemon: DaemonProcess, tmp_path: Path) -> None:
     """vLLM's busy loop steps until the connector has nothing pending."""
     path = daemon.socket_path

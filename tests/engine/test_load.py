@@ -12,7 +12,7 @@ from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, deviation
 from tests.engine.support import answer, engine, forget, prompt, stats
 from tests.waiting import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 REQUESTS = 50
 CHUNK = 128  # Tokens, of gemma3.

@@ -47,7 +47,6 @@ def write_adapter(directory: Path, seed: int) -> str:
     return str(directory)
 
 
-@pytest.mark.slow
 def test_an_adapter_hits_what_it_stored_and_nothing_else(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def prefixes(stored: list[BlockStored]) -> set[tuple[int, ...]]:
     return {tokens[name] for name in tokens.keys() - inner}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path: Path) -> None:
     """A prompt is computed, loaded from RAM, and, after RAM lost it, loaded from the disk."""
     endpoint = f"ipc://{tmp_path}/events"

@@ -10,8 +10,9 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineError, EngineProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from tests.engine.forked import ForkedEngine
 from tests.engine.server import Server
-from tests.engine.support import answer, forget, prompt, stats
+from tests.engine.support import LOOKUP_TIMEOUT_MS, answer, forget, prompt, stats
 from tests.engine.test_tiers import is_written, serve
 from tests.waiting import until
 
@@ -29,7 +30,7 @@ def ours(socket_path: str, **extra: object) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
-            "lookup_timeout_ms": 2000,
+            "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
             "load_policy": "always",
             **extra,
         },
@@ -50,7 +51,7 @@ def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: objec
 
 
 def engine(model: str, log: Path, arguments: list[str]) -> EngineProcess:
-    return EngineProcess(arguments, log, lambda text: None, bundled_environment(model))
+    return ForkedEngine(arguments, log, lambda text: None, bundled_environment(model))
 
 
 def again(running: EngineProcess, text: list[int]) -> dict[str, Any]:
@@ -76,7 +77,6 @@ def is_connected(running: EngineProcess, daemon: DaemonProcess) -> bool:
     return stats(daemon.socket_path)["sessions"] == 1
 
 
-@pytest.mark.slow
 def test_two_daemons(tmp_path: Path) -> None:
     """The best by weight loads, both store, a slow one delays nobody, and either may be killed."""
     text = prompt(1, HIT + 20)
@@ -90,7 +90,7 @@ def test_two_daemons(tmp_path: Path) -> None:
     with (
         light,
         heavy,
-        engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=100)) as running,
+        engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=1000)) as running,
     ):
         running.run(text, max_tokens=6)
         (oracle,) = running.run(text, max_tokens=6)
@@ -144,7 +144,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         slow.__exit__()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
     """It loads within the step, into the only group; without our daemon it serves alone."""
     text = prompt(1, HIT + 20)
@@ -190,7 +190,7 @@ def by_connector(server: Server) -> dict[str, dict[str, float]]:
     return values
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_servers_metrics(tmp_path: Path) -> None:
     """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
     with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, previe
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
+from tests.engine.forked import lines_of
 from tests.engine.support import engine, prompt, since_vllm, stats
 from tests.waiting import until
 
@@ -70,71 +69,41 @@ QWEN3_NEXT_80B = {
 """The published sizes: 80 billion weights, 160 GB, of which nothing is on this machine."""
 
 
-INSPECT = """
-import json, msgspec, os, sys
-from hybridkv.lab.configuration_child import inspect
-answers = []
-for environment, words in json.loads(sys.argv[2]):
-    os.environ.update(environment)
-    answers.append(inspect(words))
-open(sys.argv[1], "wb").write(msgspec.json.encode(answers))
-"""
-
-
-@pytest.fixture(scope="module")
-def promises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[dict[str, ConfigReport]]]:
-    """What is promised of every model, looked at in one child while the first engine starts."""
-    out = tmp_path_factory.mktemp("promises") / "answers.json"
-
-    def ask() -> dict[str, ConfigReport]:
-        asked = [
-            (
-                bundled_environment(model),
-                [
-                    *(str(bundled_models()[model]), *bundled_arguments(model), *more),
-                    *("--kv-transfer-config", json.dumps({**CONNECTOR, EXTRA: NAMED})),
-                ],
-            )
-            for model, more in MODELS.items()
-        ]
-        environment = {**PREVIEW_ENVIRONMENT, **os.environ, **bundled_environment("gemma4")}
-        subprocess.run(
-            [sys.executable, "-c", INSPECT, str(out), json.dumps(asked)],
-            check=True,
-            env=environment,
-        )
-        return dict(
-            zip(MODELS, msgspec.json.decode(out.read_bytes(), type=list[ConfigReport]), strict=True)
-        )
-
-    with ThreadPoolExecutor() as pool:
-        yield pool.submit(ask)
+def promise(model: str, log_path: Path) -> ConfigReport:
+    """What is promised of an engine on a bundled model."""
+    words = [
+        *(str(bundled_models()[model]), *bundled_arguments(model), *MODELS[model]),
+        *("--kv-transfer-config", json.dumps({**CONNECTOR, EXTRA: NAMED})),
+    ]
+    variables = {**PREVIEW_ENVIRONMENT, **os.environ, **bundled_environment(model)}
+    lines = lines_of("tests.engine.promise", words, log_path, variables)
+    (report,) = (line for line in lines if line.startswith("{"))
+    return msgspec.json.decode(report, type=ConfigReport)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        "qwen3next",
-        *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4", "lfm2")),
+        *("qwen3next", "gemma4", "llama4", "lfm2"),
         *(
-            pytest.param(model, marks=[pytest.mark.slow, since_vllm(32, "drafters are refused")])
+            pytest.param(model, marks=since_vllm(32, "drafters are refused"))
             for model in ("llama_eagle", "qwen3_draft", "gemma4_mtp")
         ),
     ],
 )
 def test_a_plan_is_what_the_engine_registers(
-    model: str, promises: "Future[dict[str, ConfigReport]]", daemon: DaemonProcess, tmp_path: Path
+    model: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """Groups, bytes, layers, KV dtype and the identity, in which every stride of a layer is.
 
     Weights are known once they are loaded, so here they have a name.
     """
+    promised = promise(model, tmp_path / "promise.log")
     with engine(
         model, tmp_path / "e.log", daemon.socket_path, *MODELS[model], extra={**NAMED}
     ) as running:
         with ControlClient(daemon.socket_path) as control:
             (served,) = control.engines()
-        promised = promises.result()[model]
         assert promised.preview is not None
         seen = preview_of(served)
         assert seen.groups == promised.preview.groups
@@ -180,6 +149,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @since_vllm(32, "drafters are refused on earlier versions")
+@pytest.mark.soak
 def test_a_plan_knows_the_drafter() -> None:
     """Its layers are in the target's group; a chunk is stored once the next token is known."""
     status, plan = planned("--model", "llama_eagle")

@@ -14,7 +14,15 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
-from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats
+from tests.engine.support import (
+    answer,
+    engine,
+    forget,
+    prompt,
+    since_vllm,
+    stats,
+    stats_if_served,
+)
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -57,7 +65,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
     assert (values["leases"], values["bytes_writing"]) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -114,7 +122,7 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
             until(hits, "hits are back")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path: Path) -> None:
     """With preemption and prefill in pieces, answers are the same as without a connector."""
     tight = (
@@ -177,7 +185,7 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
         """Whether the daemon has the prompt; it starts beside the engine's first requests."""
         running.reset()
         computed.extend(running.run(text, max_tokens=6))
-        return Path(socket_path).exists() and stats(socket_path)["objects"] == 3
+        return stats_if_served(socket_path).get("objects") == 3
 
     def is_hit() -> bool:
         running.reset()
@@ -187,7 +195,7 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
 
     def is_back() -> bool:
         running.run(prompt(2, 10), max_tokens=1)
-        return Path(socket_path).exists() and stats(socket_path)["sessions"] == 1
+        return stats_if_served(socket_path).get("sessions") == 1
 
     def started(log: str) -> EngineProcess:
         extra: dict[str, object] = {"ram": "128MiB"}
@@ -220,35 +228,47 @@ sys.exit(main(["serve", "--socket", sys.argv[1], "--ram", "128MiB", "--metrics-p
 """
 
 
-def test_a_daemon_that_is_left_over_keeps_no_engine_from_serving(tmp_path: Path) -> None:
-    """One of another version is told to end; one that hangs is a miss until it goes on."""
+def started(directory: Path, log: str) -> EngineProcess:
+    """An engine with the user's own daemon, below a directory; it asks again soon."""
+    extra: dict[str, object] = {"ram": "128MiB", "lookup_timeout_ms": 2000}
+    environment = {"XDG_RUNTIME_DIR": str(directory)}
+    return engine("qwen3", directory / log, "auto", extra=extra, environment=environment)
+
+
+def is_hit(running: EngineProcess) -> bool:
+    """Whether a prompt is loaded; it is stored where it is not."""
+    running.reset()
+    (result,) = running.run(prompt(1, 3 * CHUNK + 20), max_tokens=2)
+    return bool(result["cached_tokens"] == 3 * CHUNK)
+
+
+def test_a_daemon_of_another_version_is_told_to_end(tmp_path: Path) -> None:
     socket_path = tmp_path / "hybridkv" / "daemon.sock"
-    text = prompt(1, 3 * CHUNK + 20)
-
-    def is_hit() -> bool:
-        running.reset()
-        (result,) = running.run(text, max_tokens=2)
-        return bool(result["cached_tokens"] == 3 * CHUNK)
-
-    def started(log: str) -> EngineProcess:
-        extra: dict[str, object] = {"ram": "128MiB"}
-        environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
-        return engine("qwen3", tmp_path / log, "auto", extra=extra, environment=environment)
-
     with subprocess.Popen([sys.executable, "-c", OLD_DAEMON, str(socket_path)]) as old:
         until(socket_path.is_socket, "the other version serves")
-        with started("a.log") as running:
+        with started(tmp_path, "a.log") as running:
             assert old.wait() == 0, "it was told to end"
-            until(is_hit, "one of this version serves")
+            until(lambda: is_hit(running), "one of this version serves")
     assert f"pid {old.pid}, since " in (tmp_path / "a.log").read_text()
+    with ControlClient(str(socket_path)) as control:
+        os.kill(control.welcome.pid, signal.SIGINT)
+    until(lambda: not socket_path.exists(), "the daemon ends")
+
+
+@pytest.mark.soak
+def test_a_daemon_that_hangs_is_a_miss_until_it_goes_on(tmp_path: Path) -> None:
+    """An engine that starts meanwhile waits some seconds for it."""
+    socket_path = tmp_path / "hybridkv" / "daemon.sock"
+    with started(tmp_path, "a.log") as running:
+        until(lambda: is_hit(running), "the engine's daemon has the prompt")
     with ControlClient(str(socket_path)) as control:
         pid = control.welcome.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        with started("b.log") as running:
-            assert not is_hit(), "it hangs"
+        with started(tmp_path, "b.log") as running:
+            assert not is_hit(running), "it hangs"
             os.kill(pid, signal.SIGCONT)
-            until(is_hit, "the engine finds it again")
+            until(lambda: is_hit(running), "the engine finds it again")
     finally:
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGINT)
@@ -300,13 +320,15 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
         computed = running.run(prompts[0], max_tokens=4)
         running.reset()
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin("run", prompts=prompts, max_tokens=500)
-        until(
-            lambda: stats(daemon.socket_path)["lookups"] >= lookups + len(prompts),
-            "all requests are looked up",
-        )
-        held = stats(daemon.socket_path)
-        assert (held["sessions"], held["bytes_writing"] > 0) == (1, True)
+        running.begin("run", prompts=prompts, max_tokens=2000)
+
+        def is_storing() -> bool:
+            held = stats(daemon.socket_path)
+            are_looked_up = held["lookups"] >= lookups + len(prompts)
+            return are_looked_up and held["bytes_writing"] > 0
+
+        until(is_storing, "all requests are looked up, and write slots are held")
+        assert stats(daemon.socket_path)["sessions"] == 1
         os.kill(running.process.pid, signal.SIGKILL)
         until(
             lambda: stats(daemon.socket_path)["sessions"] == 0, "the session ends with its process"

@@ -22,6 +22,7 @@ print(CpuPlatform.check_and_update_config == before)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("environment", "build", "untouched"),
     [

@@ -16,7 +16,7 @@ from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.models import bundled_environment
 from tests.engine.support import since_vllm
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
 
 FIXED_SEEDS = range(4)
 FRESH_SEEDS = 4
@@ -35,7 +35,7 @@ TIGHT = (
         "gemma3",
         "qwen3next",
         pytest.param("lfm2", marks=since_vllm(32, "its CPU kernel refuses LFM2's convolution")),
-        *(pytest.param(model, marks=pytest.mark.slow) for model in ("gemma4", "llama4")),
+        *(pytest.param(model, marks=pytest.mark.soak) for model in ("gemma4", "llama4")),
     ],
 )
 def test_no_position_is_ever_computed_from_other_bytes(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 def test_nothing_grows_and_no_answer_is_wrong_under_eviction_pressure() -> None:

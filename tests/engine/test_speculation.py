@@ -23,8 +23,16 @@ def draft_model(directory: Path) -> str:
     return f"--speculative-config={json.dumps(given)}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3_draft", "llama_eagle", "gemma3_eagle", "llama_eagle3"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("qwen3_draft", "llama_eagle"),
+        *(
+            pytest.param(model, marks=pytest.mark.soak)
+            for model in ("gemma3_eagle", "llama_eagle3")
+        ),
+    ],
+)
 def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_differs(
     model: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -54,7 +62,7 @@ def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_diff
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_prompts_in_parts_are_stored_as_far_as_the_drafter_is_right(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -71,7 +79,7 @@ def test_prompts_in_parts_are_stored_as_far_as_the_drafter_is_right(
     assert hits[2] == 2 * CHUNK, "the step that began at 128 ends at 320"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Its configuration counts, although its weights and its path are the same."""
     directory = shutil.copytree(bundled_models()["qwen3"], tmp_path / "draft")
@@ -87,7 +95,7 @@ def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path
     assert hits == [0, 0, 2 * CHUNK]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @since_vllm(32, "recurrent states under speculation were proven on vLLM 0.32")
 @pytest.mark.parametrize(
     "model", ["qwen3next_ngram", "qwen35_ngram", "qwen3next_mtp", "qwen35_mtp"]

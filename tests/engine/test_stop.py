@@ -21,7 +21,7 @@ from tests.engine.server import Server
 from tests.engine.support import arguments_of, prompt
 from tests.waiting import DEADLINE_SECONDS, has_ended, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(900)]
 
 MODEL, CHUNK = "gemma3", 128
 

@@ -10,6 +10,7 @@ from tests.waiting import until
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.soak,
     pytest.mark.timeout(600),
     since_vllm(32, "hits inside a block are not served"),
 ]

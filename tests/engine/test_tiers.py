@@ -52,8 +52,7 @@ def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk:
     assert answer(result) == answer(oracle)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3", "qwen3next"])
+@pytest.mark.parametrize("model", [pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next"])
 def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None:
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
@@ -92,7 +91,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
 
 
 @needs_mooncake
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
     """The first node's daemon gives the memory; both engines and its arena may be gone."""
@@ -125,7 +124,7 @@ def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
     return stats(daemon.socket_path)["sessions"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,10 +178,10 @@ def clear(socket_path: str) -> None:
 def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
     """The tier's calls never return: requests are computed, and the daemon ends when told to."""
     text, other = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
-    url = f"disk://{tmp_path}/disk?bytes=1GiB&timeout=1"
-    extra = {**LOAD, "load_timeout_seconds": 3}
+    url = f"disk://{tmp_path}/disk?bytes=1GiB"
+    extra = {**LOAD, "load_timeout_seconds": 2}
     with serve(tmp_path, "node", "--tier", url) as daemon:
-        hanging = serve(tmp_path, "node", "--tier", f"inject+{url}&latency=3600")
+        hanging = serve(tmp_path, "node", "--tier", f"inject+{url}&latency=3600&timeout=1")
         with engine("gemma3", tmp_path / "a.log", daemon.socket_path, extra=extra) as running:
             (oracle,) = running.run(text, max_tokens=6)
             is_written(daemon, "disk")
@@ -201,9 +200,13 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
                 "it is left alone",
             )
             (first,) = running.run(other, max_tokens=6)
-            running.reset()
-            (again,) = running.run(other, max_tokens=6)
-            assert again["cached_tokens"] == CHUNKS * 128, "RAM goes on"
-            assert again["tokens"] == first["tokens"]
+
+            def is_hit() -> bool:
+                running.reset()
+                (result,) = running.run(other, max_tokens=6)
+                assert result["tokens"] == first["tokens"]
+                return bool(result["cached_tokens"] == CHUNKS * 128)
+
+            until(is_hit, "RAM goes on")
         assert hanging.stop() == 0
         hanging.__exit__()

@@ -1,6 +1,7 @@
 """`hybridkv verify` on the real engine: it passes where the cache is right, and it can fail."""
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 
 from hybridkv.vllm.preflight import serves_tails
+from tests.seeds import ONE_THREAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-MODELS = (pytest.param("gemma3", marks=pytest.mark.slow), "qwen3next")
+MODELS = (pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next")
 
 
 def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -20,6 +22,7 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
+        env={**ONE_THREAD, **os.environ},
     )
     assert said.stdout, said.stderr
     return said.returncode, json.loads(said.stdout)
@@ -30,7 +33,7 @@ def test_every_arm_is_right(model: str) -> None:
     """With hits inside a block where they are served."""
     with_tails = model == "qwen3next" and serves_tails()
     unit = ("--", "--prefix-match-unit=32") if with_tails else ()
-    status, proof = verify("--model", model, *unit)
+    status, proof = verify("--model", model, "--ram", "256MiB", *unit)
     assert status == 0, json.dumps(proof, indent=2)
     arms = {arm["name"]: arm for arm in proof["arms"]}
     chunk = proof["chunk_tokens"]
@@ -56,7 +59,7 @@ def test_every_arm_is_right(model: str) -> None:
         assert arms["second turns"]["not_served"], "it says why it is skipped"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_ten_of_ten_over_restarts_and_on_another_node() -> None:
     """Requirements B43: ten prompts over each, all of them from outside and right."""
@@ -70,7 +73,7 @@ def test_ten_of_ten_over_restarts_and_on_another_node() -> None:
         assert arm["same_bytes"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     """The oracle can see a single wrong byte: without it every test above would prove nothing."""
     status, proof = verify("--model", "gemma3", "--flip", "blind")
@@ -82,7 +85,7 @@ def test_a_flipped_byte_that_nobody_checks_changes_the_answer() -> None:
     assert not arms["warm"]["same_logprobs"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
     status, proof = verify("--model", "llama4", "--flip", "detect")
     arms = {arm["name"]: arm for arm in proof["arms"]}
@@ -94,6 +97,7 @@ def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
     assert arms["engine restarted"]["ok"], "the bad object was dropped and stored again"
 
 
+@pytest.mark.soak
 def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
     said = subprocess.run(
         [

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,38 +16,36 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.models import BUNDLED_ENVIRONMENT
+from tests.engine.forked import lines_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 HIT = 3 * 128
+Answers = dict[str, tuple[list[int], int | None]]
 
 
-def answers(
-    way: str, daemon: DaemonProcess, tmp_path: Path, environment: dict[str, str] | None = None
-) -> dict[str, tuple[list[int], int | None]]:
+def answers(way: str, daemon: DaemonProcess, tmp_path: Path) -> Answers:
+    """The answers of engines in a fork."""
+    words = [daemon.socket_path, str(tmp_path), way]
+    variables = {**os.environ, **BUNDLED_ENVIRONMENT}
+    return by_name(lines_of("tests.engine.weights", words, tmp_path / "log", variables))
+
+
+def by_name(lines: Sequence[str]) -> Answers:
     """(tokens, tokens loaded) of each answer, by its name; the last one where a name is twice."""
-    said = subprocess.run(
-        [sys.executable, "-m", "tests.engine.weights", daemon.socket_path, str(tmp_path), way],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, **(environment or {})},
-    )
-    assert said.returncode == 0, said.stderr[-3000:]
-    lines = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-    print(*(line for line in said.stdout.splitlines() if "were read in" in line), sep="\n")
-    return {line["name"]: (line["tokens"], line["loaded"]) for line in lines}
+    print(*(line for line in lines if "were read in" in line), sep="\n")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return {line["name"]: (line["tokens"], line["loaded"]) for line in found}
 
 
-def check_two(said: dict[str, tuple[list[int], int | None]], one: str, other: str) -> None:
+def check_two(said: Answers, one: str, other: str) -> None:
     """Neither takes the other's KV; the first finds its own again (its last answer is seen)."""
     assert said[f"plain {one}"][0] != said[f"plain {other}"][0], "the models answer differently"
     assert said[f"cached {other}"] == (said[f"plain {other}"][0], 0)
     assert said[f"cached {one}"] == (said[f"plain {one} again"][0], HIT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_hubs_names_with_their_weights_elsewhere(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Row 1: `--download-dir` has the weights, and two repositories have equal JSON files."""
     with socket.socket() as free:
@@ -59,29 +58,38 @@ def test_a_hubs_names_with_their_weights_elsewhere(daemon: DaemonProcess, tmp_pa
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    check_two(answers("hub", daemon, tmp_path, environment), "a", "b")
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.weights", daemon.socket_path, str(tmp_path), "hub"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, **environment},
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    check_two(by_name(ran.stdout.splitlines()), "a", "b")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_object_storage(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Row 2: only JSON files are in the model's directory, and the URL stands elsewhere."""
     check_two(answers("storage", daemon, tmp_path), "a", "b")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_custom_loader(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Row 3: one directory, and a loader whose own config says where the weights are."""
     check_two(answers("loader", daemon, tmp_path), "a", "b")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_quantization_configs(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Row 4: one method, of which each leaves out another layer."""
     check_two(answers("quantization", daemon, tmp_path), "first", "last")
 
 
 @pytest.mark.parametrize(
-    "way", ["in place", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ranks", "multi"))]
+    "way", ["in place", *(pytest.param(way, marks=pytest.mark.soak) for way in ("ranks", "multi"))]
 )
 def test_weights_that_change_while_the_engine_serves(
     way: str, daemon: DaemonProcess, tmp_path: Path

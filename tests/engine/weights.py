@@ -35,7 +35,7 @@ from hybridkv.connector import MultiConnector
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.vllm.preflight import CONNECTOR, SEVERAL
-from tests.engine.support import prompt
+from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
 CHUNK = 128
 LENGTH = 3 * CHUNK + 20
@@ -63,7 +63,7 @@ class Served:
         self, name: str, socket_path: str | None, *arguments: str, is_multi: bool = False
     ) -> None:
         self._name, self._requests = name, 0
-        extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": 5000}
+        extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:
             inside = {"connectors": [transfer], "patience_seconds": 10}
@@ -359,5 +359,12 @@ WAYS: dict[str, Callable[[str, Path], None]] = {
     "multi": multi,
 }
 
+
+def main() -> None:
+    """One way."""
+    socket_path, directory, way = sys.argv[1:]
+    WAYS[way](socket_path, Path(directory))
+
+
 if __name__ == "__main__":
-    WAYS[sys.argv[3]](sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -1,31 +1,25 @@
-"""The command lines of the programs that kill daemons."""
+"""What the programs that kill daemons share: a seed is some kills in a directory of its own."""
 
-import argparse
-import os
-import secrets
+import contextlib
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+
+from tests.seeds import Options, Program, RunSeed
+
+Kill = Callable[[int, Path], Mapping[str, int]]
+"""Kills daemons in a directory, as drawn from a seed; returns counts."""
 
 
-class Run(Protocol):
-    """So many kills in a directory of its own; raises AssertionError at the first wrong answer."""
+def killing(name: str, kill: Kill) -> Program:
+    """`python -m NAME`."""
 
-    def __call__(self, kills: int, seed: int, directory: Path, show: bool) -> Mapping[str, int]: ...
+    def run_seed(seed: int, options: Options) -> Mapping[str, int]:
+        with tempfile.TemporaryDirectory(prefix="hybridkv-kill-") as directory:
+            return kill(seed, Path(directory))
 
+    @contextlib.contextmanager
+    def kills() -> Iterator[RunSeed]:
+        yield run_seed
 
-def command(name: str, run: Run, kills: int, seen: str, arguments: Sequence[str] | None) -> int:
-    """`python -m tests.fault.NAME --kills N --seed N`; `seen` is said if nothing was wrong."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.fault.{name}")
-    parser.add_argument("--kills", type=int, default=kills)
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32))
-    options = parser.parse_args(arguments)
-    print(f"{name}: --kills {options.kills} --seed {options.seed}", flush=True)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hybridkv-kill-") as directory:
-        os.chmod(directory, 0o700)
-        counts = run(options.kills, options.seed, Path(directory), show=True)
-    print(f"{dict(counts)}, {time.monotonic() - started:.0f} s: {seen}")
-    return 0
+    return Program(name, kills)

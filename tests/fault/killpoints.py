@@ -1,9 +1,10 @@
 """The real daemon, killed with -9 at any line of store, commit, evict and restart.
 
-`python -m tests.fault.killpoints` runs it. A client with a small arena stores, looks up and evicts
-until the daemon dies at the drawn line of the code that changes the arena. The next daemon may be
-killed while it takes the arena over, as often as drawn. Then every object that a lookup finds must
-hold exactly the bytes that were written for its name, whatever a living writer still writes.
+`python -m tests.fault.killpoints --seeds A:B` runs it, with KILLS of them in each seed. A client
+with a small arena stores, looks up and evicts until the daemon dies at the drawn line of the code
+that changes the arena. The next daemon may be killed while it takes the arena over, as often as
+drawn. Then every object that a lookup finds must hold exactly the bytes that were written for its
+name, whatever a living writer still writes.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
@@ -23,6 +24,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.lab.daemon_process import ending_with_parent
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.slots import payload_offset
 from hybridkv.wire.messages import (
@@ -40,9 +42,11 @@ from hybridkv.wire.messages import (
     Reserved,
     geometry_to_wire,
 )
-from tests.fault.killing import command
+from tests.fault.killing import killing
+from tests.seeds import main
 from tests.waiting import DEADLINE_SECONDS
 
+KILLS = 10
 GEOMETRY = Geometry(
     tuple(Group(gid, GroupKind.FULL, 128, (size,)) for gid, size in enumerate((3000, 5000, 9000))),
     128,
@@ -100,7 +104,7 @@ class Daemon:
     def start(self, line: int) -> bool:
         """Whether it serves; False where it was killed before that. line 0: it is not killed."""
         command = [sys.executable, "-c", _DAEMON, str(line), self.socket_path, RAM]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(ending_with_parent(command), stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(DaemonUnreachableError), ControlClient(self.socket_path, 0.2):
@@ -286,15 +290,15 @@ def _call(engine: ControlClient, request: Request) -> object:
         raise AssertionError(f"refused: {error}") from error
 
 
-def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[str]:
-    """Kill daemons until `kills` of them died; raises AssertionError on the first lie."""
+def run(seed: int, directory: Path) -> Counter[str]:
+    """Kill daemons until KILLS of them died; raises AssertionError on the first lie."""
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     socket_path = str(directory / "killed.sock")
     daemon = Daemon(socket_path)
     client = Client(rng, counts)
     try:
-        while counts["kills"] < kills:
+        while counts["kills"] < KILLS:
             while not daemon.start(rng.randrange(1, LINES_MAX)):
                 counts["kills"] += 1
                 counts["kills while starting"] += 1
@@ -309,19 +313,15 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
             assert daemon.start(0)
             check(socket_path, client, counts)
             daemon.end()
-            if show:
-                print(f"  {counts['kills']} kills", flush=True)
     finally:
         daemon.end()
         for arena in stale_arenas(Path(socket_path)):
             arena.unlink(missing_ok=True)
+    assert counts["objects"], "no object was found again"
     return counts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    return command("killpoints", run, 500, "nothing but exact bytes and misses", arguments)
-
+PROGRAM = killing("tests.fault.killpoints", run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PROGRAM, __doc__))

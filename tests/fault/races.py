@@ -1,12 +1,13 @@
 """Processes that store, look up and load the same few objects in an arena that is too small.
 
-`python -m tests.fault.races --seconds N --processes K [--seed S]`. Slots change hands all the time,
-and processes are killed with -9 or stopped for a while. The name of an object determines its
-bytes, so every load is checked byte by byte. Under a lease a load never fails and is never wrong;
-a load that begins after its lease has ended may fail.
+`python -m tests.fault.races --seeds A:B` runs it, each seed for SECONDS with PROCESSES. Slots
+change hands all the time, and processes are killed with -9 or stopped for a while. The name of an
+object determines its bytes, so every load is checked byte by byte. Under a lease a load never fails
+and is never wrong; a load that begins after its lease has ended may fail.
 """
 
-import argparse
+import contextlib
+import ctypes
 import hashlib
 import mmap
 import multiprocessing
@@ -62,8 +63,12 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from tests.layouts import K, make, wide
+from tests.seeds import Options, Program, RunSeed, main
 from tests.waiting import DEADLINE_SECONDS
 
+SECONDS = 5.0
+PROCESSES = 4
+PR_SET_PDEATHSIG = 1  # Of prctl(2): the signal that comes when the parent ends.
 RAM = "1MiB"
 PROMPTS = 8
 CHUNKS = 4
@@ -103,7 +108,6 @@ COUNTS = (
     "wrong",
     "stored",
     "abandoned",
-    "slowest_us",
 )
 """`lost`: loads without a lease that said so. `failed`: loads under a lease that failed (a bug)."""
 U64 = 8
@@ -121,10 +125,6 @@ class Counts:
     def add(self, name: str, number: int = 1) -> None:
         """Count."""
         self._memory[COUNTS.index(name)] += number
-
-    def most(self, name: str, number: int) -> None:
-        """Remember the largest."""
-        self._memory[COUNTS.index(name)] = max(number, self[name])
 
     @property
     def stopped(self) -> bool:
@@ -325,10 +325,8 @@ class Engine:
 
     def _look_up(self, hashes: Sequence[bytes]) -> Found:
         lease = next(self.leases)
-        started = time.monotonic()
         self._send(Lookup(lease, lease, b"".join(hashes)))
         self._until(lambda: lease in self.found)
-        self.counts.most("slowest_us", int((time.monotonic() - started) * 1e6))
         found = self.found.pop(lease)
         self.counts.add("lookups")
         self.counts.add("hits", found.chunks > 0)
@@ -368,6 +366,8 @@ class Engine:
 
 def run_engine(socket_path: str, name: str, seed: int, counts: Counts) -> None:
     """A process: engine after engine, each for some requests, until it is stopped or killed."""
+    # It may be stopped by a signal when the process ends that would kill it.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     rng = random.Random(seed)
     for life in count():
         engine = Engine(socket_path, f"{name}.{life}", rng, counts)
@@ -500,40 +500,29 @@ def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
             yield str(error)
 
 
-def main() -> int:
-    """1 where a fault was found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fault.races", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
-    options = parser.parse_args()
-    print(
-        f"races: seed {options.seed}, {options.processes} processes, {options.seconds:g} s",
-        flush=True,
-    )
+@contextlib.contextmanager
+def races() -> Iterator[RunSeed]:
+    """Every seed begins with an empty daemon."""
     torch.set_num_threads(1)
+    yield run_seed
+
+
+def run_seed(seed: int, options: Options) -> dict[str, int]:
+    """A race of SECONDS; raises AssertionError with its faults."""
     with (
         tempfile.TemporaryDirectory(prefix="hybridkv-races-") as directory,
         DaemonProcess(f"{directory}/d.sock", RAM) as daemon,
     ):
-        race = Race(daemon, options.processes, options.seed)
-        race.run(options.seconds)
-    counted = [f"{name} {race.total(name)}" for name in COUNTS if name != "slowest_us"]
-    counted += [
-        f"{name} {race.values.get(name, 0):.0f}"
-        for name in ("evicted", "duplicates", "slots_granted")
-    ]
-    slowest = max(each["slowest_us"] for each in race.counts) / 1e3
-    counted += [
-        f"killed {race.kills}",
-        f"stopped {race.stops}",
-        f"objects at the end {race.objects}",
-    ]
-    print(f"{', '.join(counted)}, slowest lookup {slowest:.1f} ms")
-    for fault in race.faults:
-        print(f"FAULT: {fault}")
-    return int(bool(race.faults))
+        race = Race(daemon, PROCESSES, seed)
+        race.run(SECONDS)
+    counts = {name: race.total(name) for name in COUNTS}
+    race.faults += [f"{name}: 0" for name in ("loads", "stored") if not counts[name]]
+    assert not race.faults, "; ".join(race.faults)
+    counts |= {name: int(race.values.get(name, 0)) for name in ("evicted", "duplicates")}
+    return {**counts, "killed": race.kills, "stopped": race.stops, "objects": race.objects}
 
+
+PROGRAM = Program("tests.fault.races", races)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PROGRAM, __doc__))

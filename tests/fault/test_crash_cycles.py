@@ -29,6 +29,8 @@ from hybridkv.wire.messages import (
 from tests.programs.daemon.holder import HASHES, OBJECTS, PART, SLOTS, engine_hello, take
 from tests.waiting import DEADLINE_SECONDS
 
+pytestmark = pytest.mark.soak
+
 WARM_UP = 300
 CYCLES = 1000
 PROCESSES = 32

@@ -12,7 +12,7 @@ from hybridkv.tiers.contract import Tier, TierError
 from hybridkv.tiers.disk.tier import DiskTier
 from tests.fault.fuse import FaultyFs, Op
 from tests.tier_suite import TierSuite, read, sample
-from tests.unit.daemon.tierclient import until
+from tests.waiting import until
 
 
 class TestOverFuse(TierSuite):

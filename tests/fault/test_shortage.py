@@ -86,6 +86,7 @@ def last_word(client: socket.socket) -> Error:
     return reply
 
 
+@pytest.mark.soak
 def test_without_descriptors_the_daemon_rests_and_serves_who_is_there(
     daemon: DaemonProcess,
 ) -> None:
@@ -107,6 +108,7 @@ def test_without_descriptors_the_daemon_rests_and_serves_who_is_there(
     assert share < BUSY_SHARE
 
 
+@pytest.mark.soak
 def test_without_descriptors_metrics_rest_too(daemon: DaemonProcess) -> None:
     pid = pid_of(daemon)
     with ControlClient(daemon.socket_path) as there:

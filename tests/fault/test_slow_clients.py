@@ -34,6 +34,8 @@ from hybridkv.wire.messages import (
 from tests.programs.daemon.holder import HASHES, OBJECTS, PART, SLOTS, engine_hello
 from tests.waiting import DEADLINE_SECONDS
 
+pytestmark = pytest.mark.soak
+
 SLOWEST_SECONDS = 5.0
 """A lookup's generous bound on a busy machine; alone it takes about a tenth of a millisecond."""
 USUAL_SECONDS = 1.0

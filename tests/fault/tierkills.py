@@ -1,11 +1,11 @@
 """The real daemon with a small directory, killed with -9 while it writes there.
 
-`python -m tests.fault.tierkills` runs it. A client stores, looks up and evicts until the daemon
-dies, at a drawn line of the code that handles the files or at a drawn moment. The next daemon
-keeps the memory or has lost it, and has the same name or another one; it takes over what the dead
-one left. Then nothing that was begun is left, and the bound holds for what the files take. Every
-file is whole, and whatever is found has exactly the bytes of its name. Some daemons encode what
-they write, and others do not.
+`python -m tests.fault.tierkills --seeds A:B` runs it, with KILLS of them in each seed. A client
+stores, looks up and evicts until the daemon dies, at a drawn line of the code that handles the
+files or at a drawn moment. The next daemon keeps the memory or has lost it, and has the same name
+or another one; it takes over what the dead one left. Then nothing that was begun is left, and the
+bound holds for what the files take. Every file is whole, and whatever is found has exactly the
+bytes of its name. Some daemons encode what they write, and others do not.
 """
 
 import contextlib
@@ -18,18 +18,20 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.lab.daemon_process import ending_with_parent
 from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.writers import LOST_SECONDS
 from hybridkv.tiers.record import is_encoded
-from tests.fault.killing import command
-from tests.unit.daemon.tierclient import DISK, Client, object_files, real_bytes, until
-from tests.waiting import DEADLINE_SECONDS
+from tests.fault.killing import killing
+from tests.seeds import main
+from tests.unit.daemon.tierclient import DISK, Client, object_files, real_bytes
+from tests.waiting import DEADLINE_SECONDS, until
 
+KILLS = 5
 BOUND_BYTES = 1 << 20
 RAM = "1MiB"
 PROMPTS = 14
@@ -109,7 +111,7 @@ class Daemon:
             self.node,
         ]
         self._said.truncate(0)
-        self.process = subprocess.Popen(command, stderr=self._said)
+        self.process = subprocess.Popen(ending_with_parent(command), stderr=self._said)
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(DaemonUnreachableError), ControlClient(self.socket_path, 0.2):
@@ -167,7 +169,6 @@ def work(daemon: Daemon, rng: random.Random, counts: Counter[str]) -> None:
                 and len(homes(daemon.root)) == 1
             ):
                 taken = real_bytes(daemon.root)
-                counts["most bytes"] = max(counts["most bytes"], taken)
                 assert taken <= BOUND_BYTES, f"{taken} bytes"
 
 
@@ -198,13 +199,13 @@ def check(daemon: Daemon, begun: dict[Path, int], counts: Counter[str]) -> None:
         assert real_bytes(daemon.root) <= BOUND_BYTES
 
 
-def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[str]:
-    """Kill daemons until `kills` of them died; raises AssertionError on the first lie."""
+def run(seed: int, directory: Path) -> Counter[str]:
+    """Kill daemons until KILLS of them died; raises AssertionError on the first lie."""
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     daemon = Daemon(str(directory / "k.sock"), directory / "disk")
     try:
-        while counts["kills"] < kills:
+        while counts["kills"] < KILLS:
             how = rng.choices(("line", "write", "moment"), (5, 3, 2))[0]
             counts[f"kills by {how}"] += 1
             line = rng.randrange(1, LINES_MAX) if how == "line" else 0
@@ -235,8 +236,6 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
             assert daemon.start()
             check(daemon, begun, counts)
             daemon.kill()
-            if show and counts["kills"] % 10 == 0:
-                print(f"  {counts['kills']} kills", flush=True)
     finally:
         daemon.kill()
         daemon.lose_memory()
@@ -247,12 +246,7 @@ def run(kills: int, seed: int, directory: Path, show: bool = False) -> Counter[s
     return counts
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    return command(
-        "tierkills", run, 100, "nothing but exact bytes and misses, within the bound", arguments
-    )
-
+PROGRAM = killing("tests.fault.tierkills", run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PROGRAM, __doc__))

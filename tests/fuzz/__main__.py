@@ -1,70 +1,48 @@
-"""`python -m tests.fuzz --cases N [--seed S] [--process-cases N]` sends lies to daemons."""
+"""`python -m tests.fuzz --seeds A:B|SEED|fresh:COUNT [--jobs N]` sends lies to daemons.
 
-import argparse
+A seed is so many pieces of bytes for the core of a daemon in this process, and then others for a
+daemon process over its socket.
+"""
+
+import contextlib
 import logging
-import random
 import sys
 import tempfile
-import time
-import traceback
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.fuzz.core import CoreFuzz
 from tests.fuzz.process import ProcessFuzz
+from tests.seeds import Options, Program, RunSeed, main
 
-ROUND_CASES = 20_000
-"""Cases with one daemon; the next ones start from an empty one, with the next seed."""
-PROGRESS_SECONDS = 10.0
-SEED_BITS = 40
+CORE_CASES = 20_000
+PROCESS_CASES = 8_000
 
 
-def main() -> int:
-    """1 where the daemon is at fault."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument(
-        "--cases", type=int, default=100_000, help="for the daemon's core in this process"
-    )
-    parser.add_argument(
-        "--process-cases", type=int, default=0, help="then for a daemon process over its socket"
-    )
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(SEED_BITS))
-    options = parser.parse_args()
+@contextlib.contextmanager
+def liars() -> Iterator[RunSeed]:
+    """Every seed begins with empty daemons."""
     logging.getLogger("hybridkv.daemon").setLevel(logging.ERROR)
-    print(f"fuzz: {options.cases} cases, seed {options.seed}", flush=True)
-    seed, left = options.seed, options.cases
-    started = said = time.monotonic()
-    try:
-        while left > 0:
-            cases = min(left, ROUND_CASES)
-            fuzz = CoreFuzz(seed)
-            fuzz.run(cases)
-            fuzz.finish()
-            left -= cases
-            seed += 1
-            if time.monotonic() - said > PROGRESS_SECONDS:
-                said = time.monotonic()
-                done = options.cases - left
-                print(f"  {done} cases, {done / (said - started):.0f} cases/s", flush=True)
-        print(f"{options.cases} cases in the core, {time.monotonic() - started:.1f} s")
-        if options.process_cases:
-            seed, started = options.seed, time.monotonic()
-            with (
-                tempfile.TemporaryDirectory(prefix="hybridkv-fuzz-") as directory,
-                DaemonProcess(str(Path(directory) / "daemon.sock"), "64MiB") as daemon,
-            ):
-                ProcessFuzz(seed, daemon).run(options.process_cases)
-            print(
-                f"{options.process_cases} cases over the socket, {time.monotonic() - started:.1f} s"
-            )
-    except Exception:  # noqa: BLE001  # whatever it is, it failed this seed
-        traceback.print_exc()
-        socket = f"0 --process-cases {options.process_cases}"
-        where = f"--cases {socket if left <= 0 else min(left, ROUND_CASES)}"
-        print(f"FAILED: python -m tests.fuzz {where} --seed {seed}", flush=True)
-        return 1
-    return 0
+    yield run_seed
 
+
+def run_seed(seed: int, options: Options) -> Counter[str]:
+    """How often each refusal and each reply came."""
+    core = CoreFuzz(seed)
+    core.run(CORE_CASES)
+    core.finish()
+    with (
+        tempfile.TemporaryDirectory(prefix="hybridkv-fuzz-") as directory,
+        DaemonProcess(str(Path(directory) / "daemon.sock"), "64MiB") as daemon,
+    ):
+        process = ProcessFuzz(seed, daemon)
+        process.run(PROCESS_CASES)
+    return core.seen + process.seen
+
+
+PROGRAM = Program("tests.fuzz", liars)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PROGRAM, __doc__))

@@ -44,6 +44,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, wide
 
@@ -762,5 +763,5 @@ class DaemonMachine(RuleBasedStateMachine):
                 self.lookup(len(self.sessions) - 1, prompt, CHUNKS, prompt + 1)
 
 
-DaemonMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=80, deadline=None)
+DaemonMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=80)
 TestDaemon = DaemonMachine.TestCase

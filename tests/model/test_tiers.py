@@ -51,6 +51,7 @@ from hybridkv.wire.messages import (
     Welcome,
     geometry_to_wire,
 )
+from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
@@ -522,5 +523,5 @@ class TiersMachine(RuleBasedStateMachine):
         assert not +self.daemon.demotion._held_bytes
 
 
-TiersMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60)
 TestTiers = TiersMachine.TestCase

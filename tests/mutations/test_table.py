@@ -35,6 +35,7 @@ def is_there(test: str) -> bool:
     return (ROOT / path).is_file() and name.partition("[")[0] in names(path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_fault_can_be_put_in_and_its_tests_are_there(mutation: Mutation) -> None:
     assert not mutation.problem()

@@ -883,6 +883,8 @@ class Engine:
 
     def close(self) -> None:
         """End the session while connected: this process lives on, so workers must say `drained`."""
+        # Or the connector keeps this engine and its memory.
+        vars(hybridkv.connector.worker.copiers).update(HostCopier=HostCopier)
         deadline = time.monotonic() + DEADLINE_SECONDS
         for link in (rank.side._link for rank in self.ranks):
             # A link may not have noticed yet that its daemon was killed, even after it greeted.

@@ -1,7 +1,6 @@
 """One seed: engines, a daemon, random requests and faults; AssertionError: a lie or a stall."""
 
 import dataclasses
-import gc
 import random
 import time
 from collections import Counter
@@ -61,8 +60,6 @@ KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
 HOOKS_RATE = 0.25
 """How many seeds break hooks; FAULTS_MAX of them switch a role off."""
-SEEDS_OF_GARBAGE = 10
-"""Seeds between two collections of garbage; without them a process grows to several GB."""
 TAILS_RATE = 0.6
 """How many seeds of layouts that can have hits inside a block have them."""
 STUCK_STEPS = 500
@@ -215,11 +212,9 @@ class World:
     def __init__(self, directory: Path) -> None:
         self._nodes = {arena: Node(directory, arena) for arena in ARENAS}
         self._seeds = 0
-        gc.freeze()
 
     def close(self) -> None:
         """End the daemons."""
-        gc.unfreeze()
         for node in self._nodes.values():
             node.close()
 
@@ -239,9 +234,6 @@ class World:
         node = self._nodes[drawn.arena]
         node.fresh()
         self._seeds += 1
-        if self._seeds % SEEDS_OF_GARBAGE == 0:
-            # The memory of ended engines is in cycles, of too few objects for a collection.
-            gc.collect()
         life = _Life(rng, drawn, node, f"s{self._seeds}")
         try:
             life.live()
@@ -253,7 +245,6 @@ class World:
             for site in life.sites:
                 site.engine.close()
         return {
-            "seed": seed,
             "layout": drawn.shape.layout.name,
             "arena": drawn.arena,
             "devices": int(drawn.shape.device is not None),

@@ -197,7 +197,7 @@ class Daemon(DaemonState):
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
             why = waiting.shortfall
             if waiting.located:
-                # Room may have been made at the cost of this hit, for what then did not come.
+                # Room for what then did not come may have been made at the cost of other chunks.
                 present = resident_chunks(namespace, geometry, hashes)
         return self._found(asked, present, {}, why)
 

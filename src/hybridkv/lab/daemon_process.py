@@ -1,6 +1,7 @@
 """A daemon of one's own, as `hybridkv serve` runs it, for a proof, a measurement or a test."""
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -23,12 +24,23 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Reserve, Reserved, geometry_to_wire
 
-START_SECONDS = 20.0
-STOP_SECONDS = 20.0
+START_SECONDS = 60.0
+STOP_SECONDS = 60.0
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """`command`, which gets SIGINT when the thread that starts it ends, however that ends.
+
+    Where util-linux is not installed, it goes on.
+    """
+    return ["setpriv", "--pdeathsig", "INT", *command] if shutil.which("setpriv") else [*command]
 
 
 class DaemonProcess:
-    """A daemon on a socket, which can be killed and started again; a context manager."""
+    """A daemon on a socket, which can be killed and started again; a context manager.
+
+    It ends with the process that started it, and keeps nothing then.
+    """
 
     def __init__(
         self,
@@ -60,7 +72,7 @@ class DaemonProcess:
         """Return when it answers; raises ConfigError in its own words where it cannot run."""
         with tempfile.TemporaryFile() as log:
             command = daemon_command(self.socket_path, self._options)
-            self.process = subprocess.Popen(command, stderr=log)
+            self.process = subprocess.Popen(ending_with_parent(command), stderr=log)
             deadline = time.monotonic() + START_SECONDS
             while time.monotonic() < deadline:
                 try:

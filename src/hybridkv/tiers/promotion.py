@@ -7,8 +7,9 @@ deadline at the latest. The daemon then answers it from what RAM has::
     plan    up to which boundary reading is worth it (tiers.lookups), and what is missing
     read    prefix first, into slots that become objects like any other
 
-`tick` goes on with all of them, and returns those that ended. Their slots stay pinned (`held`)
-until the daemon has answered them and unpins the slots.
+`tick` goes on with all of them, and returns those that ended. From its first step on a lookup pins
+the hit that RAM has already, and then what comes (`held`), until the daemon has answered it and
+unpins the slots: waiting costs no hit.
 """
 
 from collections import Counter, deque
@@ -84,7 +85,9 @@ class Promotion:
             self._turns[tier][lookup] = None
             lookup.finding += 1
             self._take_turns(tier, now)
-        if not lookup.finding and not self._go_on(lookup, now):
+        if lookup.finding:
+            self._hold_hits(lookup)
+        elif not self._go_on(lookup, now):
             self._store.unpin(lookup.held)
             return False
         self._lookups[lookup.request.connection_id, lookup.request.lease] = lookup
@@ -197,6 +200,8 @@ class Promotion:
         # What is being read becomes objects, of this prompt or of others.
         reading = sum(self._reading_bytes.values())
         self._decide(lookup, len(self._store) - self._store.writing_bytes + reading, now)
+        if lookup.hits:  # Else it ends, and where it has waited it holds what it had.
+            self._hold_hits(lookup)
 
     def _plan_again(self, lookup: WaitingLookup, now: float) -> None:
         """Decide for a shorter hit, in the room of what was read: there is no room for more.
@@ -207,6 +212,7 @@ class Promotion:
         before = lookup.hits
         lookup.todo.clear()
         self._decide(lookup, sum(slot.size_bytes for slot in set(held)), now)
+        self._hold_hits(lookup)
         self._store.unpin(held)
         if lookup.hits == before:
             # It cannot be, because what has no slot counted. The loop would not end.
@@ -215,11 +221,14 @@ class Promotion:
     def _decide(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
         for kind, facts in plan_reads(lookup, room_bytes, now):
             self._fall_short(lookup, kind, **facts)
-        if lookup.hits:
-            # The hit that RAM has already is held as well: room for more must not cost it.
-            hits = lookup.request.resident, *lookup.hits
-            for slot in lookup.request.resident_slots(hits):
-                self._hold(lookup, slot)
+
+    def _hold_hits(self, lookup: WaitingLookup) -> None:
+        """Hold what RAM has of the hits that are read, and the hit that it had to begin with.
+
+        Room for more must cost neither, whoever needs the room.
+        """
+        for slot in lookup.request.resident_slots((lookup.request.resident, *lookup.hits)):
+            self._hold(lookup, slot)
 
     def _go_on(self, lookup: WaitingLookup, now: float) -> bool:
         """Plan what is read, once; start what can be started; whether anything is to come."""

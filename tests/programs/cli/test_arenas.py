@@ -102,6 +102,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
             for path in tmp_path.glob("*.sock"):
                 if (pid := peer_pid(str(path))) > 0:
                     killed(pid)
+            # Else a process waits for their end, and keeps the mount.
+            for arena in Path(f"/proc/{process.pid}/root/dev/shm").iterdir():
+                arena.unlink()
             process.stdin.close()
 
 

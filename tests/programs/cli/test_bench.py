@@ -33,6 +33,7 @@ print(json.dumps(measure_hooks(sys.argv[1], Geometry(groups, 128, 128, 128), 102
 
 
 @pytest.mark.engine
+@pytest.mark.soak
 def test_every_hook_is_measured(daemon: DaemonProcess) -> None:
     said = subprocess.run(
         [sys.executable, "-c", HOOKS, daemon.socket_path],
@@ -48,12 +49,14 @@ def test_every_hook_is_measured(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.soak
 def test_the_byte_path_is_measured() -> None:
     rows = bench("path", "--bytes", "4MiB", "--block", "16KiB", "--layers", "4")
     assert rows
     assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
 
 
+@pytest.mark.soak
 def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
     rows = bench("lookup")
     assert [row["hit tokens"] for row in rows] == [1024, 4096, 16384, 32768, 65536, 131072]
@@ -61,7 +64,7 @@ def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.soak
 def test_prompts_that_ram_cannot_hold_are_measured() -> None:
     """An eighth of what four prompts need is half of what one needs."""
     options = "--tokens", "2048", "--ram-share", "0.125", "--load-policy", "always"
@@ -80,7 +83,7 @@ def test_prompts_that_ram_cannot_hold_are_measured() -> None:
     assert 0 < total["RAM MiB"] < total["prompt MiB"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_directory_is_measured(tmp_path: Path) -> None:
     rows = bench("disk", "--directory", str(tmp_path), "--bytes", "64MiB")
     codecs = [row for row in rows if "codec" in row]

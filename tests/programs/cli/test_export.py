@@ -34,8 +34,8 @@ from tests.unit.daemon.tierclient import (
     object_files,
     real_bytes,
     stats,
-    until,
 )
+from tests.waiting import until
 
 OBJECTS = 8
 CHUNKS = 3

@@ -22,7 +22,8 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
 from tests.invariants import check_disk
 from tests.tier_suite import read, sample
-from tests.unit.daemon.tierclient import Client, is_written, object_files, until
+from tests.unit.daemon.tierclient import Client, is_written, object_files
+from tests.waiting import until
 
 OBJECTS = 12
 

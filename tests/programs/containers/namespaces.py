@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import pytest
 
 import hybridkv
@@ -27,8 +28,9 @@ SCALE = 1024
 HOME = "/run/home"
 _BIN = Path(sys.executable).parent
 _PACKAGE = "/run/package"
+_PACKAGES = str(Path(msgspec.__file__).parents[1])
 _IMAGE = {
-    **{path: path for path in sorted({str(ROOT), sys.prefix, sys.base_prefix})},
+    **{path: path for path in sorted({str(ROOT), sys.prefix, sys.base_prefix, _PACKAGES})},
     str(Path(hybridkv.__file__).parents[1]): _PACKAGE,
 }
 """What stands for the image, and its place there: the container's user may not see where it is."""

@@ -190,7 +190,7 @@ CASES = [
     pytest.param(
         (path, way),
         id=f"{path.stem}, {way}",
-        marks=[] if (path.stem, way) in IN_GATE else pytest.mark.slow,
+        marks=[] if (path.stem, way) in IN_GATE else pytest.mark.soak,
     )
     for path in MANIFESTS
     for way in WAYS
@@ -242,7 +242,7 @@ def test_an_engine_of_the_wire(followed: Followed) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "followed", [one for one in CASES if "users" not in str(one.id)], indirect=True

@@ -21,14 +21,15 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from tests.screenshots.browser import Browser, find_browser
-from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, is_written, stats, until
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, is_written, stats
+from tests.waiting import until
 
 HOSTILE = "<img src=x onerror=document.title='pwned'>"
 SCRIPT = "<script>document.title='pwned'</script>"
 FIRST_SAMPLES = 12.0
 """Seconds after which a daemon has two samples, and so something to draw."""
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="needs chromium")
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(find_browser() is None, reason="needs chromium")]
 
 
 class Elements(HTMLParser):
@@ -92,7 +93,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elements]:
                 lambda: stats(socket_path)["ceiling_lookups"] == 4, "the ceiling is not worked off"
             )
             url = hostile.stats().metrics_url.removesuffix("metrics")
-            until(lambda: has_past(hostile.stats(status=True)), "no samples", 40)
+            until(lambda: has_past(hostile.stats(status=True)), "no samples")
             yield Elements(Browser(browser).elements(url))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from hybridkv.client.control import ControlClient, ensure_daemon
 from hybridkv.shm.trailer import ARENA_VERSION
-from tests.unit.daemon.tierclient import Client, until
-from tests.waiting import DEADLINE_SECONDS, has_ended
+from tests.unit.daemon.tierclient import Client
+from tests.waiting import DEADLINE_SECONDS, has_ended, until
 
 RAM = "16MiB"
 OTHER = """

@@ -28,8 +28,7 @@ from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import make_daemon
-from tests.unit.daemon.tierclient import until
-from tests.waiting import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS, until
 
 ALL = (*PAGES, "/status.json", "/metrics", "/healthz")
 PAGES_FOLDER = Path(__file__).parents[3] / "src" / "hybridkv" / "observe" / "pages"

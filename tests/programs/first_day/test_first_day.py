@@ -24,7 +24,7 @@ from tests.engine.server import Server
 from tests.engine.support import VOCABULARY, arguments_of
 from tests.waiting import DEADLINE_SECONDS, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 MODEL, CHUNK = "gemma3", 128

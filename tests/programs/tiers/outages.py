@@ -14,7 +14,7 @@ from tests.programs.tiers.servers import Server
 from tests.tier_suite import SampleObject, pages, read, sample
 from tests.waiting import DEADLINE_SECONDS, until
 
-SLACK_SECONDS = 4.0
+SLACK_SECONDS = DEADLINE_SECONDS
 
 
 def calls(tier: Tier) -> dict[str, Callable[[], object]]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.tiers.record import is_encoded
-from tests.unit.daemon.tierclient import Client, is_written, object_files, stats, until
+from tests.unit.daemon.tierclient import Client, is_written, object_files, stats
+from tests.waiting import until
 
 PROMPTS, CHUNKS = 4, 3
 UNDECODABLE = "tier_disk_objects_undecodable"

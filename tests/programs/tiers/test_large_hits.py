@@ -9,7 +9,8 @@ from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
-from tests.unit.daemon.tierclient import DISK, Client, is_written, stats, until
+from tests.unit.daemon.tierclient import DISK, Client, is_written, stats
+from tests.waiting import until
 
 CHUNKS = 160
 RAM = 4 << 20

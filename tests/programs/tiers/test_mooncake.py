@@ -38,7 +38,7 @@ from tests.programs.tiers.master import (
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import is_stopped, state_of, until
 
-LATE_SECONDS = 4.0
+LATE_SECONDS = DEADLINE_SECONDS
 """How long after its timeout a call may return on a busy machine."""
 NODE_BYTES = 128 << 20
 

@@ -305,6 +305,7 @@ def test_a_prompt_that_nobody_stored_costs_a_few_requests(
 # Servers that are gone, hung, or back again
 
 
+@pytest.mark.soak
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: S3Server, make: Make) -> None:
     tier, one = make(own_server.url("kv")), sample(1)
     assert tier.put([one.putting()]) == [None]
@@ -316,6 +317,7 @@ def test_a_killed_server_is_an_error_until_it_is_back(own_server: S3Server, make
     assert tier.put([one.putting()]) == [None]
 
 
+@pytest.mark.soak
 def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make) -> None:
     tier = make(own_server.url("kv", "&timeout=0.3"))
     large = [sample(3, 8 << 20, 2), *map(sample, range(40))]

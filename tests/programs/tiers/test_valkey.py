@@ -213,6 +213,7 @@ def all_calls(tier: ValkeyTier) -> dict[str, Callable[[], object]]:
     return calls(tier) | {"tend": tier.tend}
 
 
+@pytest.mark.soak
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, make: Make) -> None:
     tier, one = make(own_server.url), sample(1)
     assert tier.put([one.putting()]) == [None]
@@ -241,6 +242,7 @@ def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make:
     assert_survives_a_kill(tier, own_server, 8, back=tier.tend)
 
 
+@pytest.mark.soak
 def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
     tier = make(f"{own_server.url}?timeout=0.3")
     big = sample(3, 8 << 20, 2)  # more than fits into the socket

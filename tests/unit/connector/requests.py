@@ -1,4 +1,4 @@
-"""vLLM's request, as far as the connector looks at it."""
+"""vLLM's request, as far as the connector looks at it, and what a store needs before it."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,3 +19,8 @@ def request(name: str, tokens: int, names: bytes, preemptions: int = 0) -> Any:
         num_preemptions=preemptions,
         block_hashes=[names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)],
     )
+
+
+def has_write_slots(side: Any) -> bool:
+    """Whether a scheduler role has slots of every shape: a young daemon's first answer has none."""
+    return all(pool.offsets for pool in side._stores.credits._pools.values())

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
+from tests.chance import examples
 from tests.layouts import LAYOUTS
 
 NAMES = ("qwen3", "mistral_swa", "gemma3", "llama4", "qwen3next", "odd_window", "gpu_blocks")
@@ -36,7 +37,7 @@ def hits_in(geometry: Geometry, present: set[tuple[bytes, int]], keys: list[byte
 Step = tuple[int, int, int, int]
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def check(announced: AnnouncedChunks) -> None:
     """Derive anew what is shown; raises AssertionError where it differs."""
     for chunk_hash, one in announced._shown.items():

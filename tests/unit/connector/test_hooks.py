@@ -18,7 +18,7 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, Supervisor
 from tests.unit.connector import requests
-from tests.unit.daemon.tierclient import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -88,6 +88,7 @@ def roles(daemon: DaemonProcess) -> Iterator[Roles]:
         lambda: (
             made.step(IDLE) is not None
             and bool(made.scheduler._scheduler._session.workers_attached())
+            and requests.has_write_slots(made.scheduler._scheduler)
         ),
         "attached",
     )
@@ -347,10 +348,7 @@ def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
     until(lambda: roles.step(IDLE) is not None and bool(roles.faults()), "a hook faults")
     assert sum(roles.faults().values()) == 1
     until(
-        lambda: (
-            roles.step(IDLE) is not None
-            and all(pool.offsets for pool in role._stores.credits._pools.values())
-        ),
+        lambda: roles.step(IDLE) is not None and requests.has_write_slots(role),
         "there are slots of every shape again",
     )
     assert engine.side is role
@@ -430,7 +428,7 @@ class Paused:
                 self.roles.step(IDLE) is not None
                 and session.is_connected
                 and session.workers_attached()
-                and self.side.slots_fd is None
+                and requests.has_write_slots(self.side)
             ),
             "attached",
         )

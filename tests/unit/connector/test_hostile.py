@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.unit.daemon.tierclient import until
+from tests.chance import examples
+from tests.unit.connector.requests import has_write_slots
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -67,7 +69,7 @@ class Served:
 
     def _is_ready(self) -> bool:
         self.step({})
-        return self.side._session.workers_attached() and self.side.slots_fd is None
+        return self.side._session.workers_attached() and has_write_slots(self.side)
 
     def step(self, scheduled: dict[str, int]) -> None:
         """One in which every store succeeds."""
@@ -221,8 +223,7 @@ PLAIN = {
 
 
 @settings(
-    max_examples=100,
-    deadline=None,
+    max_examples=examples(100),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(hostile())

@@ -12,8 +12,8 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.unit.connector import requests
-from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
-from tests.waiting import DEADLINE_SECONDS
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
+from tests.waiting import DEADLINE_SECONDS, until
 
 pytestmark = pytest.mark.engine
 

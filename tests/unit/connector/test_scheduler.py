@@ -20,8 +20,8 @@ from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Commit, Found, Free, Lookup
 from tests.unit.connector import requests
-from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats, until
-from tests.waiting import DEADLINE_SECONDS
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
+from tests.waiting import DEADLINE_SECONDS, until
 
 pytestmark = pytest.mark.engine
 
@@ -108,7 +108,7 @@ class Rig:
         def has_slots() -> bool:
             self.side._poll(time.monotonic())
             self.side._reserve(time.monotonic())
-            return all(pool.offsets for pool in self.side._stores.credits._pools.values())
+            return requests.has_write_slots(self.side)
 
         until(has_slots, "there are write slots")
 

@@ -209,10 +209,7 @@ def test_a_lost_daemon_gives_no_staging_back() -> None:
     assert prefill.step(1) == STEP_TOKENS // geometry.chunk_tokens
 
 
-def test_random_spans_and_reports_never_need_more_than_there_is() -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_random_spans_and_reports_never_need_more_than_there_is(rng: random.Random) -> None:
     for _ in range(60):
         geometry = LAYOUTS[rng.choice(CHUNKED)]
         staging = rng.randrange(1, 2 * step_bytes(geometry))

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.chance import examples
+
 pytestmark = pytest.mark.engine
 
 SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
@@ -93,7 +95,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(STEPS)
 def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: list[Step]) -> None:
     """As vLLM does: it may add some up before they are encoded, decoded and exported."""
@@ -180,7 +182,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example({"counters": {"stats_malformed": 1 << 61}})
 @given(
     st.fixed_dictionaries(

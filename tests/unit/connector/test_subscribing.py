@@ -11,7 +11,8 @@ import pytest
 from hybridkv.client.control import ControlClient
 from hybridkv.core.settings import parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, until
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 

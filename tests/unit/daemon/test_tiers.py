@@ -448,6 +448,50 @@ def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None
     node.prove(FULL, found, [1, 2, 3])
 
 
+def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
+    """A lookup that gets no further leaves its room to others only once it is answered."""
+    stored(tmp_path, [1, 2])
+    stored(tmp_path, [11, 12])
+    node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=7 << 12)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1])
+    node.store(FULL, [11])
+    node.work()
+    assert isinstance(node.ask(1, 2, lease=1), Pending), "one object more has room"
+    assert isinstance(node.ask(11, 12, lease=2), Pending), "and now nothing may be evicted"
+    node.work()
+    first, second = (found for _, found in node.daemon.later if isinstance(found, Found))
+    assert (first.lease, first.chunks) == (1, 1)
+    assert first.why.startswith("RAM has room for ")
+    node.prove(FULL, first, [1, 2])
+    assert (second.lease, second.chunks) == (2, 1)
+    node.prove(FULL, second, [11, 12])
+
+
+def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
+    """Of two lookups the second has nothing to gain, and has what the first one needs room for."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [11, 12])
+    node.work()
+    node = remote(records, "sim://0", arena=6 << 12)
+    node.store(FULL, [1, 2])
+    assert isinstance(node.ask(11, 12, lease=1), Pending)
+    assert isinstance(node.ask(1, 2, 3, lease=2), Pending)
+    finds = [job for job in node.jobs if job.kind is JobKind.FIND]
+    assert len(finds) == 2
+    for job in finds:
+        node.jobs.remove(job)
+        outcome = execute(node.daemon.tiers[0].tier, job, node.memory)
+        node.daemon.transferred(job, outcome, node.now)
+    node.tick()
+    found = node.answer()
+    assert (found.lease, found.chunks) == (2, 2)
+    node.prove(FULL, found, [1, 2])
+    node.work((JobKind.READ,))
+    assert node.answer().lease == 1
+
+
 def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> None:
     """Neither what was read for it, nor what RAM had when it asked."""
     stored(tmp_path, [1, 2, 3])

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,13 +55,6 @@ class Answer(NamedTuple):
 
     found: Found
     seconds: float
-
-
-def until(happened: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, what
 
 
 def hashes(prompt: int, chunks: int) -> list[bytes]:

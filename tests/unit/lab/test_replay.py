@@ -23,9 +23,9 @@ from hybridkv.lab.replay import (
     known_tokens,
 )
 from hybridkv.shm.slots import slot_bytes
+from tests.chance import examples
 from tests.invariants import check_store
 from tests.layouts import LAYOUTS
-from tests.tournament.policies import POLICIES
 
 PLENTY = 1 << 30
 RULE = StateRule(None, 2048)
@@ -54,7 +54,7 @@ def traces(draw: st.DrawFn, block_tokens: int) -> list[TracePrompt]:
     return prompts
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["qwen3", "falconh1", "gpu_blocks"]),
     st.sampled_from([64, 512, 1000]),
@@ -84,7 +84,7 @@ def test_without_bound_a_hit_is_the_longest_beginning_that_was_there(
         assert hit == ReplayHits(1, int(best > 0), prompt.tokens, best)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(sorted(LAYOUTS)),
     st.sampled_from([64, 512, 1000]),
@@ -103,7 +103,7 @@ def test_with_plenty_of_room_nothing_is_lost_and_with_little_nothing_is_won(
         assert last(cache, prompts).tokens_hit <= ceiling.tokens_hit
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["qwen3next", "falconh1"]),
     st.sampled_from([2, 4, 8]),
@@ -214,7 +214,7 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_stays(policy: EvictionPolic
         assert 8 * 128 <= cache.serve(prompt).tokens_hit <= 10 * 128
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([64, 512, 1000]), st.data())
 def test_foresight_with_room_for_everything_misses_nothing(
     name: str, block_tokens: int, data: st.DataObject
@@ -226,7 +226,7 @@ def test_foresight_with_room_for_everything_misses_nothing(
         assert cache.serve(prompt) == ceiling.serve(prompt)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 12), st.data())
 def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -> None:
     """Objects of one size and of one group, where farthest next read is known to be best."""
@@ -241,20 +241,12 @@ def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -
     for room in range(objects + 1):
         least = ForesightCache(model, room * model.smallest_bytes, reads)
         assert sum(map(least.serve, prompts), ReplayHits()).tokens_hit <= best.tokens_hit
-    for kind in POLICIES.values():
-        policy = kind(max(1, objects))
-        hit = 0
-        for number, prompt in enumerate(prompts):
-            whole = prompt.blocks[: prompt.tokens // geometry.chunk_tokens]
-            chunks = min(
-                policy.serve(number, whole), model.geometry.whole_chunks(prompt.tokens - 1)
-            )
-            hit += chunks * geometry.chunk_tokens
-            assert sum(one in policy.cached for one in {*range(1000)}) <= max(1, objects)
-        assert not objects or hit <= best.tokens_hit
+    for policy in EvictionPolicy if objects else ():
+        with TraceReplay(model, ram_bytes, policy) as replay:
+            assert last(replay, prompts).tokens_hit <= best.tokens_hit
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([1, 7, 512]), st.data())
 def test_what_is_known_is_the_longest_beginning_of_an_earlier_prompt(
     block_tokens: int, data: st.DataObject

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.chance import examples
+
 pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm")
@@ -100,7 +102,7 @@ CASES = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @example(([1.0, 1.0], [(0.0, [None, None], True)] * 3 + [(0.0, [None, 16], True)], 10.0, 0.0))
 @given(CASES)
 def test_the_choice_is_that_of_a_brute_force_scorer(

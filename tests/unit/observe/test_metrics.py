@@ -38,9 +38,9 @@ from hybridkv.wire.messages import (
 )
 from hybridkv.wire.status import SessionStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
-from tests.unit.daemon.tierclient import Client, is_written, until
+from tests.unit.daemon.tierclient import Client, is_written
 from tests.unit.observe.describe_metrics import DOCUMENT, document, exposed, known
-from tests.waiting import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS, until
 
 PART = 256
 SMALL = Geometry(

@@ -13,7 +13,8 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.unit.daemon.tierclient import Client, is_written, until
+from tests.unit.daemon.tierclient import Client, is_written
+from tests.waiting import until
 
 trace = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 SpanExporter = pytest.importorskip("hybridkv.observe.traces").SpanExporter

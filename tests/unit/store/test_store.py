@@ -24,6 +24,7 @@ from hybridkv.shm.slots import (
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import VAIN_MAX, Store
+from tests.chance import examples
 from tests.invariants import check_store, free_runs
 
 SIZES = (100, 5000, 9000)
@@ -185,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert indexed <= walked, "every object describes itself in the arena"
 
 
-StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestStore = StoreMachine.TestCase
 
 

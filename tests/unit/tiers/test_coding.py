@@ -20,6 +20,7 @@ from hybridkv.tiers.disk.files import FileDamage, parse_name, prove_file
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.record import Encoding, encoded_header, read_encoded
+from tests.chance import examples
 from tests.tier_suite import SampleObject, pages, read, sample
 from tests.unit.daemon.dict_tier import DictTier
 
@@ -89,7 +90,7 @@ def test_what_does_not_get_smaller_stays_plain() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_record_comes_back_from_any_pieces(data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, 40))
     size = data.draw(st.integers(1, 40_000))
@@ -182,7 +183,7 @@ def test_a_frame_that_promises_more_is_damaged_and_takes_no_memory(size: int) ->
 
 
 @given(st.binary(max_size=2000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_body_is_damaged_and_nothing_else(noise: bytes) -> None:
     one, image = encoded_sample()
     header = read_encoded(image)

@@ -20,6 +20,7 @@ from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import DamagedError, MissingError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError, execute
 from hybridkv.tiers.record import Record, RecordName, head_bytes, proven_digests, read_head
+from tests.chance import examples
 from tests.unit.daemon.dict_tier import DictTier
 
 SEED, OTHER_SEED = 7, 1 << 40
@@ -127,7 +128,7 @@ def mutations(draw: st.DrawFn) -> tuple[tuple[int, int], bytes]:
     return shape, bytes(image)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(mutations())
 def test_what_is_not_the_record_is_damaged(what: tuple[tuple[int, int], bytes]) -> None:
     shape, image = what
@@ -140,7 +141,6 @@ def test_what_is_not_the_record_is_damaged(what: tuple[tuple[int, int], bytes]) 
     assert outcome.error is None
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200) | st.binary(min_size=SLOT_ALIGN, max_size=SLOT_ALIGN))
 def test_a_head_may_be_anything(raw: bytes) -> None:
     assert read_head(memoryview(raw)) is None

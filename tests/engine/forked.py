@@ -1,0 +1,105 @@
+"""Engines in forks of a process that has imported vLLM: one starts in two seconds, and not in ten.
+
+Only what is read at an import, as by Triton's interpreter, needs an interpreter of its own.
+"""
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
+from tests.seeds import ONE_THREAD
+
+_DEFAULTS = {**ENGINE_ENVIRONMENT, **ONE_THREAD}
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.engine.imported"])
+
+
+class ForkedEngine(EngineProcess):
+    """As its parent, but for where the process comes from."""
+
+    process: Any
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        say: Callable[[str], None],
+        extra_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._say, self._log_path = say, log_path
+        environment = {**_DEFAULTS, **os.environ, **(extra_environment or {})}
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = _Fork(_run_engine, log_path, environment, theirs, [*arguments])
+
+
+def lines_of(
+    module: str, words: Sequence[str], log_path: Path, environment: Mapping[str, str]
+) -> list[str]:
+    """What `python -m MODULE WORDS` prints; AssertionError with the end of it where it fails."""
+    fork = _Fork(_run_module, log_path, {**_DEFAULTS, **environment}, module, [*words])
+    status, printed = fork.wait(), log_path.read_text()
+    assert status == 0, printed[-3000:]
+    return printed.splitlines()
+
+
+class _Fork:
+    """A process of the fork server, with what engines use of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        log_path: Path,
+        environment: Mapping[str, str],
+        *arguments: object,
+    ) -> None:
+        """Run `target`, which prints into a log and has no other variables."""
+        given = (target, str(log_path), dict(environment), *arguments)
+        self._process = _context.Process(target=_run, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, that of a signal below 0; raises TimeoutExpired."""
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+        return status
+
+    def kill(self) -> None:
+        """End it with -9."""
+        self._process.kill()
+
+
+def _run(
+    target: Callable[..., None], log_path: str, environment: dict[str, str], *arguments: object
+) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
+
+
+def _run_engine(connection: Connection, arguments: list[str]) -> None:
+    if "HYBRIDKV_SHIMS" in os.environ:
+        importlib.import_module("hybridkv.lab.shims")
+    with connection:
+        descriptor = os.dup(connection.fileno())
+    _run_module("hybridkv.lab.runner", [str(descriptor), *arguments])
+
+
+def _run_module(name: str, words: list[str]) -> None:
+    sys.argv = [name, *words]
+    importlib.import_module(name).main()

@@ -1,0 +1,58 @@
+"""Every architecture on the real engine, and as on a processor without AVX-512."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from tests.engine.matrix.cases import CASES
+from tests.engine.matrix.report import CaseReport
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+
+def reports(cases: Mapping[str, object], variables: Mapping[str, str]) -> dict[str, CaseReport]:
+    """What one process says of the cases, by name."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.matrix", *cases],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **variables},
+        check=False,
+    )
+    lines = [line for line in ran.stdout.splitlines() if line.startswith(b"{")]
+    decoded = [msgspec.json.decode(line, type=CaseReport) for line in lines]
+    return {report.case: report for report in decoded}
+
+
+@pytest.fixture(scope="module")
+def here() -> dict[str, CaseReport]:
+    """With the processor as it is, or as HYBRIDKV_TEST_CPU says."""
+    return reports(CASES, {})
+
+
+@pytest.fixture(scope="module")
+def avx2() -> dict[str, CaseReport]:
+    """Without AVX-512 and AMX."""
+    return reports(CASES, {"HYBRIDKV_TEST_CPU": "avx2"})
+
+
+def check(found: dict[str, CaseReport], case: str) -> None:
+    """A case without a report is a fault."""
+    assert case in found, f"no report of {case}"
+    assert not list(found[case].faults())
+    if found[case].skipped:
+        pytest.skip(found[case].skipped)
+    assert found[case].served is not None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hits_from_outside_are_the_engines_own(case: str, here: dict[str, CaseReport]) -> None:
+    check(here, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_without_avx512(case: str, avx2: dict[str, CaseReport]) -> None:
+    check(avx2, case)

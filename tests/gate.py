@@ -1,0 +1,307 @@
+"""`python -m tests.gate`: what every change must pass, the same tests with the same seeds.
+
+Two lanes run side by side, and each has its tests in one process and in one order. It ends with a
+line of pytest's form and with build/gate.json; the exit status is 0 only where nothing failed.
+"""
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import msgspec
+
+from hybridkv.core.sizes import format_size
+from hybridkv.lab.daemon_process import ending_with_parent
+from hybridkv.shm.arena import SHM_DIR
+from tests.chance import EXAMPLES_VARIABLE, SEED_VARIABLE
+
+ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "build" / "gate.json"
+RUN_VARIABLE = "HYBRIDKV_TEST_RUN"
+"""In the environment of every process of a run, also of one that has left its parent."""
+MEMORY_BYTES_MIN = 5 << 30
+SHM_BYTES_MIN = 2 << 30
+LANE_SECONDS_MAX = 3600.0
+LEAVE_SECONDS = 15.0
+SAMPLE_SECONDS = 2.0
+ENGINE_TESTS = ("tests/engine", "tests/simulation")
+"""What has a lane of its own; the other lane takes all that is not named here."""
+PROGRAMS = {
+    "promtool": "alert rules",
+    "unshare": "other namespaces",
+    "mount": "file systems",
+    "git": "the commit in the report",
+}
+
+
+class Skip(NamedTuple):
+    """A test that did not run here."""
+
+    test: str
+    reason: str
+
+
+@dataclass
+class Lane:
+    """Commands that run one after the other, and what came of them."""
+
+    name: str
+    commands: Sequence[Sequence[str]]
+    failed: list[str] = field(default_factory=list)
+    """Tests and commands."""
+    passed: int = 0
+    skipped: list[Skip] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, environment: Mapping[str, str], directory: Path) -> None:
+        """Every command, also after one that failed."""
+        started = time.monotonic()
+        for command in self.commands:
+            report = directory / f"{self.name}.xml"
+            is_pytest = command[0] == "pytest"
+            words = [*command, f"--junitxml={report}"] if is_pytest else command
+            status = self._run_one(words, environment)
+            if is_pytest and report.exists():
+                self._read(report)
+            elif status:
+                self.failed.append(" ".join(command))
+            if is_pytest and status and not self.failed:
+                self.failed.append(f"{' '.join(command)} ended with status {status}")
+        self.seconds = time.monotonic() - started
+
+    def _run_one(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
+        """The exit status; what is printed goes on behind the lane's name."""
+        print(f"{self.name}| + {' '.join(words)}", flush=True)
+        process = subprocess.Popen(
+            ending_with_parent(words),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        limit = threading.Timer(LANE_SECONDS_MAX, process.kill)
+        limit.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"{self.name}| {line}", end="", flush=True)
+        limit.cancel()
+        return process.wait()
+
+    def _read(self, report: Path) -> None:
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
+            test = f"{case.get('classname')}::{case.get('name')}"
+            outcome = {child.tag: child for child in case}
+            if "failure" in outcome or "error" in outcome:
+                self.failed.append(test)
+            elif "skipped" in outcome:
+                self.skipped.append(Skip(test, outcome["skipped"].get("message", "")))
+            else:
+                self.passed += 1
+
+
+class Watch(threading.Thread):
+    """The memory that the processes of a run have taken at most, in bytes.
+
+    That is what is theirs alone, and arenas: pages of files can be dropped at any time.
+    """
+
+    def __init__(self, run: str, before: Set[Path]) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self._run, self._before, self._ended = run, before, threading.Event()
+
+    def run(self) -> None:
+        """Look again and again."""
+        while not self._ended.wait(SAMPLE_SECONDS):
+            private = sum(_private_bytes(pid) for pid in processes_of(self._run))
+            shared = sum(_file_bytes(path) for path in arenas() - self._before)
+            self.peak_bytes = max(self.peak_bytes, private + shared)
+
+    def end(self) -> None:
+        """No more looks."""
+        self._ended.set()
+        self.join()
+
+
+def processes_of(run: str) -> Iterator[int]:
+    """The processes of a run but this one."""
+    mark = f"{RUN_VARIABLE}={run}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            is_ours = mark in path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if is_ours and int(path.parent.name) != os.getpid():
+            yield int(path.parent.name)
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = (line.split() for line in lines if line.startswith("Pss_Anon:"))
+    return sum(int(words[1]) << 10 for words in sizes)
+
+
+def _file_bytes(path: Path) -> int:
+    """What a file takes; 0 where it is gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def arenas() -> set[Path]:
+    """Every arena of this machine, whoever has it."""
+    return set(SHM_DIR.glob("hybridkv-*"))
+
+
+def left_behind(run: str) -> list[str]:
+    """The processes that a run has left after a while; they are ended here."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while any(processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = []
+    for pid in processes_of(run):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            os.kill(pid, signal.SIGKILL)
+            tests = [text for text in variables if text.startswith("PYTEST_CURRENT_TEST=")]
+            left.append(f"process {pid} is left: {words} {' '.join(tests)}")
+        except OSError:
+            continue
+    return left
+
+
+def look() -> str | None:
+    """Print what this machine has and lacks; a sentence where the gate cannot run on it."""
+    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(memory["MemAvailable"].split()[0]) << 10
+    shm = shutil.disk_usage(SHM_DIR).free
+    flags = Path("/proc/cpuinfo").read_text().split()
+    kinds = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in flags]
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    print(
+        f"{platform.machine()} with {', '.join(kinds)}; {cores} cores, load {load:.1f}; "
+        f"{format_size(available)} of memory and {format_size(shm)} in /dev/shm are free"
+    )
+    lacks = [f"{name} ({what})" for name, what in PROGRAMS.items() if not shutil.which(name)]
+    lacks += [] if os.geteuid() == 0 else ["root (namespaces, file systems, other users)"]
+    lacks += [] if Path("/dev/fuse").exists() else ["/dev/fuse (file systems that fail)"]
+    print(f"skipped for what is not here: {', '.join(lacks) or 'nothing'}", flush=True)
+    if available < MEMORY_BYTES_MIN or shm < SHM_BYTES_MIN:
+        return (
+            f"the gate needs {format_size(MEMORY_BYTES_MIN)} of free memory and "
+            f"{format_size(SHM_BYTES_MIN)} in /dev/shm: daemons that nobody needs end with "
+            "`hybridkv stop --free`"
+        )
+    return None
+
+
+def lanes() -> list[Lane]:
+    """What is run; a directory that is new is in the second lane."""
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not soak"]
+    linters = (
+        ["ruff", "check", "-q"],
+        ["ruff", "format", "--check", "-q"],
+        ["mypy"],
+        ["lint-imports", "--no-cache"],
+        ["scripts/docs"],
+    )
+    return [
+        Lane("engines", [[*pytest, *ENGINE_TESTS]]),
+        Lane("others", [*linters, [*pytest, *(f"--ignore={name}" for name in ENGINE_TESTS)]]),
+    ]
+
+
+def commit() -> str:
+    """What is checked out, and whether it has changes."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "HEAD") + (" and changes" if changed else "")
+
+
+def main() -> int:
+    """1 where something failed, 2 where the machine has no room."""
+    started = time.monotonic()
+    if refusal := look():
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    run = uuid.uuid4().hex
+    # A short name: paths of sockets have a limit of 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="hkv-") as directory:
+        environment = {**os.environ, RUN_VARIABLE: run, "PYTHONHASHSEED": "0", "TMPDIR": directory}
+        for name in (SEED_VARIABLE, EXAMPLES_VARIABLE):
+            environment.pop(name, None)
+        before = arenas()
+        watch = Watch(run, before)
+        watch.start()
+        all_lanes = lanes()
+        threads = [
+            threading.Thread(target=lane.run, args=(environment, Path(directory)))
+            for lane in all_lanes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        left = left_behind(run)
+        watch.end()
+    for path in sorted(arenas() - before):
+        print(f"{path} came meanwhile and is there: `hybridkv arenas` says whose it is")
+    return _sum_up(all_lanes, left, watch.peak_bytes, time.monotonic() - started)
+
+
+def _sum_up(all_lanes: Sequence[Lane], left: Sequence[str], peak: int, seconds: float) -> int:
+    passed = sum(lane.passed for lane in all_lanes)
+    failed = [*(name for lane in all_lanes for name in lane.failed), *left]
+    skipped = [skip for lane in all_lanes for skip in lane.skipped]
+    report = {
+        "commit": commit(),
+        "seconds": round(seconds),
+        "passed": passed,
+        "failed": len(failed),
+        "failures": failed,
+        "skipped": [skip._asdict() for skip in skipped],
+        "peak_bytes": peak,
+        "lanes": {lane.name: round(lane.seconds) for lane in all_lanes},
+    }
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    for reason, count in sorted(Counter(skip.reason for skip in skipped).items()):
+        print(f"skipped {count}: {reason}")
+    for name in failed:
+        print(f"FAILED {name}")
+    times = ", ".join(f"{lane.name} {lane.seconds:.0f} s" for lane in all_lanes)
+    print(f"{times}; at most {format_size(peak)} of memory; {REPORT.relative_to(ROOT)}")
+    parts = [f"{len(failed)} failed"] * bool(failed) + [f"{passed} passed"]
+    parts += [f"{len(skipped)} skipped"] * bool(skipped)
+    print(f"==== {', '.join(parts)} in {seconds:.2f}s ====", flush=True)
+    return int(bool(failed) or not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Policies of eviction next to each other, over traces of several kinds."""
