@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
+from tests.engine.ready import await_write_slots
 from tests.seeds import ONE_THREAD
 
 _DEFAULTS = {**ENGINE_ENVIRONMENT, **ONE_THREAD}
@@ -97,7 +98,16 @@ def _run_engine(connection: Connection, arguments: list[str]) -> None:
         importlib.import_module("hybridkv.lab.shims")
     with connection:
         descriptor = os.dup(connection.fileno())
-    _run_module("hybridkv.lab.runner", [str(descriptor), *arguments])
+    runner = importlib.import_module("hybridkv.lab.runner")
+    make = runner.make_engine
+
+    def make_ready(arguments: list[str]) -> Any:
+        engine = make(arguments)
+        await_write_slots(engine)
+        return engine
+
+    vars(runner)["make_engine"] = make_ready
+    _run_module(runner.__name__, [str(descriptor), *arguments])
 
 
 def _run_module(name: str, words: list[str]) -> None:

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from hybridkv.lab import shims
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
+from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
 TOKENS = 3 * 256 + 20
@@ -82,6 +83,7 @@ def tokens_loaded(
             json.dumps(transfer),
         ]
     )
+    await_write_slots(engine)
     core: Any = engine.engine_core.engine_core
     request: dict[str, Any] = {"prompt_token_ids": prompt(1, TOKENS)}
     if salt is not None:

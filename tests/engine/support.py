@@ -90,7 +90,7 @@ def stats(socket_path: str) -> dict[str, float]:
 
 
 def stats_if_served(socket_path: str) -> dict[str, float]:
-    """As `stats`; none while no daemon listens, which may be so when its socket is there already."""
+    """As `stats`; nothing where no daemon listens, though its socket may be there already."""
     try:
         return stats(socket_path)
     except DaemonUnreachableError:

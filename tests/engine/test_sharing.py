@@ -14,15 +14,7 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
-from tests.engine.support import (
-    answer,
-    engine,
-    forget,
-    prompt,
-    since_vllm,
-    stats,
-    stats_if_served,
-)
+from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats, stats_if_served
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

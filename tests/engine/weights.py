@@ -35,6 +35,7 @@ from hybridkv.connector import MultiConnector
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.vllm.preflight import CONNECTOR, SEVERAL
+from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
 CHUNK = 128
@@ -70,6 +71,7 @@ class Served:
             transfer = {**transfer, "kv_connector": SEVERAL, "kv_connector_extra_config": inside}
         more = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
         self.engine = make_engine([*ARGUMENTS, *arguments, *more])
+        await_write_slots(self.engine)
         self.core: Any = self.engine.engine_core.engine_core
 
     def __enter__(self) -> "Served":

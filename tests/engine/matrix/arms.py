@@ -43,6 +43,7 @@ from hybridkv.shm.slots import (
 )
 from tests.engine.matrix.cases import CASES, Case
 from tests.engine.matrix.report import CaseReport, Compared, Served, Turn
+from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, arguments_of, is_served, prompt
 from tests.waiting import DEADLINE_SECONDS, until
 
@@ -74,6 +75,7 @@ class Arms:
         given = arguments_of(case.model, socket_path, *case.arguments, extra=extra)
         given = [word for word in given if not word.startswith(MEMORY)]
         engine = make_engine([*given, f"{MEMORY}={KV_BYTES}"])
+        await_write_slots(engine)
         self._runner = EngineRunner(engine)
         self._connector: Any = engine.engine_core.engine_core.scheduler.connector
 

@@ -23,6 +23,7 @@ from hybridkv.client.control import ControlClient, DaemonRefusedError, ensure_da
 from hybridkv.client.link import Link
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
 from hybridkv.shm.slots import committed_slots, slot_bytes
@@ -163,6 +164,8 @@ def test_a_signal_as_soon_as_the_socket_is_there_is_heard(
     finally:
         process.kill()
         process.wait()
+        for arena in stale_arenas(tmp_path / "private" / "daemon.sock"):
+            arena.unlink()
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -463,17 +466,16 @@ def test_a_reply_that_is_too_large_is_refused_and_the_connection_goes_on(
 
 def test_start_and_idle_footprint(tmp_path: Path) -> None:
     """Resident memory outside the arena stays under 60 MB."""
-    running = DaemonProcess(str(tmp_path / "d.sock"), "256MiB")
-    running.start()
-    assert running.process is not None
-    status = Path(f"/proc/{running.process.pid}/status").read_text()
-    kilobytes = {
-        line.split(":")[0]: int(line.split()[1])
-        for line in status.splitlines()
-        if line.startswith(("VmRSS", "RssShmem"))
-    }
-    assert kilobytes["VmRSS"] - kilobytes["RssShmem"] < 60_000
-    assert running.stop() == 0
+    with DaemonProcess(str(tmp_path / "d.sock"), "256MiB") as running:
+        assert running.process is not None
+        status = Path(f"/proc/{running.process.pid}/status").read_text()
+        kilobytes = {
+            line.split(":")[0]: int(line.split()[1])
+            for line in status.splitlines()
+            if line.startswith(("VmRSS", "RssShmem"))
+        }
+        assert kilobytes["VmRSS"] - kilobytes["RssShmem"] < 60_000
+        assert running.stop() == 0
 
 
 def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonProcess) -> None:

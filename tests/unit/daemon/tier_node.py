@@ -1,6 +1,5 @@
 """The daemon's core over tiers whose jobs are done by hand."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tests.unit.daemon.harness import commit, engine, grant, hashes
 
 ARENA = 1 << 20
 WAIT_MS = 1000
+FIRST_GENERATION = 1 << 20
 FINDS_MAX, READS_MAX = LIMITS[JobKind.FIND], LIMITS[JobKind.READ]
 FULL = LAYOUTS["qwen3next"]
 
@@ -41,7 +41,7 @@ class Node:
         self.jobs: list[TierJob] = []
         self.now = 100.0
         self.checks = True
-        store = Store(self.memory, first_generation=random.randrange(1, 1 << 30))
+        store = Store(self.memory, first_generation=FIRST_GENERATION)
         specs = [parse_tier(url, "tier") for url in urls]
         lines = [
             TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
