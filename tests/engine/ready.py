@@ -3,8 +3,10 @@
 import time
 from typing import Any
 
+from hybridkv.core.packed import U64
 from tests.waiting import until
 
+SLOTS = 12  # More than the chunks of a test's first prompt, and fewer than a small arena has.
 GREETING_SECONDS = 5.0  # A daemon that hangs, as a test may want it, is not waited for longer.
 
 
@@ -30,8 +32,7 @@ def _await(role: Any) -> None:
         role._reserve(time.monotonic())
         is_greeted = link.welcome is not None
         pools = role._stores.credits._pools.values()
-        # The pools are asked to be filled when they are half empty.
-        is_full = all(len(pool.offsets) // 8 * 2 > pool.target for pool in pools)
+        is_full = all(len(pool.offsets) // U64 >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)
         return is_vain or (is_greeted and is_full)
 

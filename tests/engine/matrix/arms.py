@@ -47,7 +47,7 @@ from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, arguments_of, is_served, prompt
 from tests.waiting import DEADLINE_SECONDS, until
 
-RAM = "64MiB"
+RAM = "256MiB"
 MEMORY, KV_BYTES = "--kv-cache-memory-bytes", 64 << 20
 CHUNKS, MORE_TOKENS = 3, 20  # A prompt has so many whole chunks, and tokens behind them.
 MAX_TOKENS = 6
