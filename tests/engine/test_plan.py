@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ QWEN3_NEXT_80B = {
     "vocab_size": 151936,
 }
 """The published sizes: 80 billion weights, 160 GB, of which nothing is on this machine."""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """With room for what an engine of gemma4 reserves, which is slots of two sizes."""
+    with DaemonProcess(str(tmp_path / "daemon.sock"), "256MiB") as running:
+        yield running
 
 
 def promise(model: str, log_path: Path) -> ConfigReport:
