@@ -37,8 +37,8 @@ SHM_BYTES_MIN = 2 << 30
 LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
-ENGINE_TESTS = ("tests/engine", "tests/simulation")
-"""What has a lane of its own; the other lane takes all that is not named here."""
+FIRST_LANE = ("tests/engine", "tests/simulation", "tests/fault")
+"""About half of the time; the other lane takes all that is not named here."""
 PROGRAMS = {
     "promtool": "alert rules",
     "unshare": "other namespaces",
@@ -227,8 +227,8 @@ def lanes() -> list[Lane]:
         ["scripts/docs"],
     )
     return [
-        Lane("engines", [[*pytest, *ENGINE_TESTS]]),
-        Lane("others", [*linters, [*pytest, *(f"--ignore={name}" for name in ENGINE_TESTS)]]),
+        Lane("engines", [[*pytest, *FIRST_LANE]]),
+        Lane("others", [*linters, [*pytest, *(f"--ignore={name}" for name in FIRST_LANE)]]),
     ]
 
 

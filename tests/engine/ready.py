@@ -29,8 +29,9 @@ def _await(role: Any) -> None:
 
     def has_slots() -> bool:
         role._poll(time.monotonic())
-        role._reserve(time.monotonic())
         is_greeted = link.welcome is not None
+        if is_greeted:
+            role._reserve(time.monotonic())
         pools = role._stores.credits._pools.values()
         is_full = all(len(pool.offsets) // U64 >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)

@@ -16,6 +16,8 @@ from tests.engine.forked import ForkedEngine
 from tests.waiting import DEADLINE_SECONDS, until
 
 VOCABULARY = 2048
+MEMORY, KV_BYTES = "--kv-cache-memory-bytes", 128 << 20
+"""Half of what a bundled model's engine has, since it is all written to at the start."""
 LOOKUP_TIMEOUT_MS = 20_000
 """Longer than any machine takes for an answer: where it is not what a test is about, a late answer
 would be a miss that says nothing."""
@@ -58,7 +60,8 @@ def arguments_of(
     module: str = "hybridkv.connector",
 ) -> list[str]:
     """vLLM's arguments of such an engine; `module` has the connector."""
-    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    bundled = [word for word in bundled_arguments(model) if not word.startswith(MEMORY)]
+    arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *more]
     if server is not None:
         settings = {
             "server": "auto" if server == "auto" else f"unix://{server}",

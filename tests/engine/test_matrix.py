@@ -42,7 +42,8 @@ def avx2() -> dict[str, CaseReport]:
 def check(found: dict[str, CaseReport], case: str) -> None:
     """A case without a report is a fault."""
     assert case in found, f"no report of {case}"
-    assert not list(found[case].faults())
+    faults = list(found[case].faults())
+    assert not faults, "\n".join(faults)
     if found[case].skipped:
         pytest.skip(found[case].skipped)
     assert found[case].served is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hybridkv.vllm.preflight import serves_tails
+from tests.engine.support import KV_BYTES, MEMORY
 from tests.seeds import ONE_THREAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -32,8 +33,9 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_every_arm_is_right(model: str) -> None:
     """With hits inside a block where they are served."""
     with_tails = model == "qwen3next" and serves_tails()
-    unit = ("--", "--prefix-match-unit=32") if with_tails else ()
-    status, proof = verify("--model", model, "--ram", "256MiB", *unit)
+    unit = ["--prefix-match-unit=32"] if with_tails else []
+    memory = f"{MEMORY}={KV_BYTES}"
+    status, proof = verify("--model", model, "--ram", "256MiB", "--", memory, *unit)
     assert status == 0, json.dumps(proof, indent=2)
     arms = {arm["name"]: arm for arm in proof["arms"]}
     chunk = proof["chunk_tokens"]

@@ -59,7 +59,8 @@ class Served:
         self.connector = HybridKVConnector(
             config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
         )
-        self.connector.set_xfer_handshake_metadata({0: rank.connector.get_handshake_metadata()})
+        self._worker = rank.connector
+        self.connector.set_xfer_handshake_metadata({0: self._worker.get_handshake_metadata()})
         self.side: Any = self.connector._scheduler
         row = [SimpleNamespace(block_id=1 + at) for at in range(BLOCKS - 1)]
         self.blocks = SimpleNamespace(blocks=[row] * 4)
@@ -106,6 +107,11 @@ class Served:
         connector.request_finished_all_groups(request, ([],))
         self.step({})
 
+    def close(self) -> None:
+        """End both roles, each with its connection."""
+        self.connector.shutdown()
+        self._worker.shutdown()
+
     def faults(self) -> dict[str, int]:
         """What is counted as a fault of ours."""
         counters = self.connector.counters
@@ -131,7 +137,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
     """With the engine's hashes, and with ours."""
     with DaemonProcess(str(tmp_path_factory.mktemp("d") / "d.sock"), "16MiB") as daemon:
         yield (made := Served(daemon, request.param))
-        made.connector.shutdown()
+        made.close()
 
 
 @st.composite

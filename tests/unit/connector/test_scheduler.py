@@ -107,7 +107,8 @@ class Rig:
 
         def has_slots() -> bool:
             self.side._poll(time.monotonic())
-            self.side._reserve(time.monotonic())
+            if self.side._session.is_connected:
+                self.side._reserve(time.monotonic())
             return requests.has_write_slots(self.side)
 
         until(has_slots, "there are write slots")
