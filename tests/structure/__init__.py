@@ -1,1 +1,1 @@
-"""Checks of the code's structure, and the table that compares it with other projects."""
+"""Tests of the source's structure that neither ruff nor import-linter has."""

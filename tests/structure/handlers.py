@@ -3,485 +3,482 @@
 A test compares this list with the code in both directions.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 RAISED = "raised again"
-ENDS = "process ends"
 NO = "not counted: "
-OWED = "to be counted: "
-"""With the counter that should count it."""
+"""Followed by the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One handler. `anchor` is the qualname of the function that contains it, without the module.
+class Handler(NamedTuple):
+    """One handler of the sources."""
 
-    `counted` is RAISED, ENDS, NO or OWED with a reason, or the name of a counter. A `*` at the
-    end of a counter's name stands for what varies.
-    """
-
-    anchor: str
-    what: str
-    why: str
-    counted: str
+    function: str
+    """The qualified name of the function that contains it, without the module."""
+    clause: str
+    """As in `suppress(OSError)` or `except Exception`."""
+    reason: str
+    """Why the handler may catch what it catches."""
+    counter: str
+    """RAISED, NO with a reason, or the name of a counter, with a `*` at its end for what varies."""
 
 
 HANDLERS = (
     # The connector
-    Listed(
+    Handler(
         "Supervisor.run",
         "except Exception",
         "No fault of a hook may reach the engine, which goes on without the cache.",
         "fault_*",
     ),
-    Listed(
+    Handler(
         "SchedulerRole.run",
         "except Exception",
         "After a fault of a hook nobody knows what was said to the daemon: it is greeted anew.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "KVEventPublisher.update",
         "except Exception",
         "A fault of the KV events withdraws what was announced, and costs no lookup or store.",
         "fault_kv_events",
     ),
-    Listed(
+    Handler(
         "KVEventPublisher._keep",
         "suppress(TypeError, OverflowError)",
         "Tokens that are no numbers of 32 bits are not kept: the chunk is announced in RAM alone.",
         NO + "a router hears of its removal",
     ),
-    Listed(
+    Handler(
         "WorkerRole._load",
         "except Exception",
         "A load that cannot begin is reported as failed, and the engine computes its tokens.",
         "rank_loads_failed",
     ),
-    Listed(
+    Handler(
         "EngineWeights._digest",
         "except Exception",
         "Weights that cannot be read are like no others, so the engine shares with nobody.",
         NO + "the log has a line, and the start of the engine goes on",
     ),
-    Listed(
+    Handler(
         "HostCopier._each.run",
         "except Exception",
         "The error is returned to the caller, which fails the object's load or store.",
         "rank_loads_failed",
     ),
-    Listed(
+    Handler(
         "CopyLane.run",
         "except Exception",
         "Whatever ends a copy on a device fails all that is queued, and the worker copies no more.",
         "stores_device_failed",
     ),
-    Listed(
+    Handler(
         "CopyLane._fail",
         "except Exception",
         "A device that has failed cannot be waited for, and nobody may wait for its copies.",
         "stores_device_failed",
     ),
-    Listed(
+    Handler(
         "CudaDevice.kernels",
         "except Exception",
         "Where Triton does not compile or run, torch copies the same bytes.",
         NO + "it happens once, at the start, and the log says it",
     ),
-    Listed(
+    Handler(
         "CudaEvent.wait",
         "suppress(RuntimeError)",
         "The error of the device is raised where the caller next asks whether the wait is over.",
         NO + "the caller asks at once",
     ),
-    Listed(
+    Handler(
         "Adapter.begin.run",
         "except Exception",
         "A LoRA adapter whose files cannot be read is refused, and its requests are computed.",
         "lookups_adapter",
     ),
-    Listed(
+    Handler(
         "attempt",
         "except Exception",
         "Statistics may be lost, but end neither the engine's loop nor the API server.",
         "fault_stats",
     ),
     # MultiConnector
-    Listed(
+    Handler(
         "ChildConnector.attempt",
         "except Exception",
         "A connector that cannot report, merge, withdraw or shut down ends nothing of the others.",
         "fault_*",
     ),
     # The daemon
-    Listed(
+    Handler(
         "ClientSockets.answer",
         "except Exception",
         "The fault of one client's request closes its connection, and no other client notices.",
         "refused_*",
     ),
-    Listed(
+    Handler(
         "DaemonServer._open",
         "except Exception",
         "The daemon starts with an empty arena where the earlier daemon's cannot be taken over.",
         "recoveries_failed",
     ),
-    Listed(
+    Handler(
         "Waker.clear",
         "suppress(BlockingIOError)",
         "Another call has read the wake-up bytes already.",
         NO + "nothing is lost, because the caller looks at every queue next",
     ),
-    Listed(
+    Handler(
         "Waker.wake",
         "suppress(OSError)",
         "A full buffer already wakes the loop, and a closed one has no loop to wake.",
         NO + "nothing is lost in either case",
     ),
-    Listed(
+    Handler(
         "_notify",
         "suppress(OSError)",
         "A service manager that does not hear the daemon keeps it from nothing.",
         NO + "the manager says itself that it heard nothing in time",
     ),
-    Listed(
+    Handler(
         "_detach.on_serving",
         "suppress(BrokenPipeError)",
         "Whoever started the daemon may be gone, and the daemon goes on.",
         NO + "nobody is left who would want to know",
     ),
-    Listed(
+    Handler(
         "serve",
         "suppress(OSError)",
         "The kernel may refuse the batch policy, and the daemon then runs with the default one.",
         NO + "it happens once, and costs latency only",
     ),
-    Listed(
+    Handler(
         "WebPages.__call__",
         "except Exception",
         "A page that fails is answered with status 500, and the daemon goes on.",
         "pages_failed",
     ),
-    Listed(
+    Handler(
         "_HttpServer.service_actions",
         "suppress(OSError)",
         "The client may have closed the connection that its time limit is about to close.",
         NO + "the wanted state is reached",
     ),
     # The boundary of all tiers
-    Listed(
+    Handler(
         "execute",
         "except Exception",
         "Whatever a tier raises is the outcome of its job, and a miss for whoever waits.",
         "failures",
     ),
-    Listed(
+    Handler(
         "TierThreads._work",
         "except BaseException",
         "A panic in a tier's library must not end the thread, because the job must be answered.",
         "failures",
     ),
     # The disk tier
-    Listed(
+    Handler(
         "DiskTier._put",
         "suppress(OSError)",
         "The write's own error is returned; an error of the cleaning up must not replace it.",
         "failures",
     ),
-    Listed(
+    Handler(
         "Writers.enter",
         "suppress(FileNotFoundError)",
         "A new writer has no file yet that shows that it lives; it is written later.",
         NO + "it is the usual case of a first start",
     ),
-    Listed(
+    Handler(
         "Writers.enter",
         "suppress(FileExistsError)",
         "Another daemon wrote the layout's file first; its content is checked next.",
         NO + "it is the usual case of a later start",
     ),
-    Listed(
+    Handler(
         "FileIndex.remove",
         "suppress(FileNotFoundError)",
         "The file that is to be removed is gone already, and is counted no longer.",
         NO + "the wanted state is reached",
     ),
-    Listed(
+    Handler(
         "FileIndex.use",
         "suppress(OSError)",
         "The file's time of last use cannot be written; memory still has it.",
         NO + "only the order of eviction after a restart is less exact",
     ),
-    Listed(
+    Handler(
         "FileIndex.scan",
         "suppress(FileNotFoundError)",
         "Another process removed the file between the listing and the look at it.",
         NO + "a file that is gone does not belong to the index",
     ),
-    Listed(
+    Handler(
         "Writers.look",
         "suppress(FileNotFoundError)",
         "The other writer's directory was removed while it was looked at.",
         NO + "the next look forgets its records",
     ),
-    Listed(
+    Handler(
         "Writers._adopt",
         "suppress(FileNotFoundError)",
         "Another daemon renamed the directory first, and takes it over alone.",
         NO + "exactly one daemon is meant to succeed",
     ),
-    Listed(
+    Handler(
         "Writers._adopt",
         "suppress(FileNotFoundError)",
         "What the lost writer left in the directory is gone already.",
         NO + "the wanted state is reached",
     ),
-    Listed(
+    Handler(
         "Writers._adopt",
         "suppress(OSError)",
         "A directory that is not empty stays, and is taken over again later.",
         NO + "the next take-over tries it again",
     ),
-    Listed(
+    Handler(
         "Writers._adopt",
         "suppress(FileNotFoundError)",
         "The record was removed before it could be taken over.",
         NO + "a record that is gone is a miss, which lookups count",
     ),
-    Listed(
+    Handler(
         "shards",
         "suppress(FileNotFoundError)",
         "The writer's directory does not exist yet, or no longer, and so has no records.",
         NO + "an empty result is the right one",
     ),
-    Listed(
+    Handler(
         "shard_records",
         "suppress(FileNotFoundError, NotADirectoryError)",
         "The path is gone, or is no directory of records, and so has none.",
         NO + "an empty result is the right one",
     ),
-    Listed(
+    Handler(
         "homes",
         "suppress(FileNotFoundError)",
         "The root has no directory of writers yet.",
         NO + "an empty result is the right one",
     ),
-    Listed(
+    Handler(
         "silent_seconds",
         "suppress(FileNotFoundError)",
         "Without the file that shows life, the directory's own time is used, then None.",
         NO + "the caller decides by the result",
     ),
-    Listed(
+    Handler(
         "fsck",
         "suppress(FileNotFoundError)",
         "No damaged file was ever put aside, so the directory for them does not exist.",
         NO + "the report's count of such files is then 0",
     ),
-    Listed(
+    Handler(
         "fsck",
         "suppress(FileNotFoundError)",
         "A running daemon removed the file that was put aside.",
         NO + "a file that is gone does not belong to the report",
     ),
-    Listed(
+    Handler(
         "_WriterCheck.check",
         "suppress(FileNotFoundError)",
         "A running daemon evicted the record before it could be proved.",
         NO + "a record that is gone does not belong to the report",
     ),
-    Listed(
+    Handler(
         "_WriterCheck._check",
         "suppress(OSError)",
         "A leftover that cannot be removed stays, and the report tells it from the removed ones.",
         "leftovers_removed",
     ),
     # The Mooncake tier
-    Listed(
+    Handler(
         "MooncakeTier.put",
         "suppress(TierError)",
         "Where a damaged record cannot be removed first, the write of its key is refused.",
         "failures",
     ),
-    Listed(
+    Handler(
         "answer_calls",
         "except Exception",
         "The child process sends the library's error to the daemon, which raises it as TierError.",
         "failures",
     ),
-    Listed(
+    Handler(
         "IsolatedProcess.connect",
         "except BaseException",
         "The process is killed whatever went wrong.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "IsolatedProcess.epitaph",
         "suppress(subprocess.TimeoutExpired)",
         "The process has not ended, so the message says no exit status.",
         NO + "the caller raises the error that the message belongs to",
     ),
-    Listed(
+    Handler(
         "IsolatedProcess.stop",
         "suppress(TierError)",
         "A client that does not leave the store in order in time is killed.",
         NO + "the daemon is stopping, and the store's own timeout does the rest",
     ),
-    Listed(
+    Handler(
         "IsolatedProcess.kill",
         "suppress(OSError)",
         "The child may have closed its end of the lane already.",
         NO + "the wanted state is reached",
     ),
     # The Valkey tier
-    Listed(
+    Handler(
         "RespConnection.abort",
         "suppress(OSError)",
         "The server may have ended the connection already.",
         NO + "the wanted state is reached",
     ),
-    Listed(
+    Handler(
         "ConnectionPool.connection",
         "except BaseException",
         "A connection in the middle of a reply cannot be used again.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "ConnectionPool._connect",
         "except BaseException",
         "A connection that is not logged in is closed.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "ConnectionPool._dial",
         "except BaseException",
         "A socket that is not connected is closed.",
         RAISED,
     ),
     # Shared memory, wire and client
-    Listed(
+    Handler(
         "Arena.close",
         "suppress(BufferError)",
         "A view of the arena is still in use; the mapping ends with the last view.",
         NO + "the memory is released later, and at the latest with the process",
     ),
-    Listed(
+    Handler(
         "create_arena",
         "except BaseException",
         "The file and its descriptor are gone whatever went wrong.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "attach_arena",
         "except BaseException",
         "The file descriptor is closed whatever went wrong.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "runtime_directory",
         "suppress(OSError)",
         "The directory that the environment names is gone.",
         NO + "the socket is in the user's directory below /tmp, as without the variable",
     ),
-    Listed(
+    Handler(
         "_open_removed",
         "suppress(OSError)",
         "The process is gone, is another user's, or closed the file meanwhile.",
         "attach_failed",
     ),
-    Listed(
+    Handler(
         "_group_limit_bytes",
         "suppress(OSError, ValueError)",
         "This machine has no such control group, or one without a limit.",
         NO + "the machine's own memory is then the limit",
     ),
-    Listed(
+    Handler(
         "append",
         "except BaseException",
         "The buffer is cut back to the messages that were encoded as a whole.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "decode_request",
         "suppress(*_UNREADABLE)",
         "The bytes are no greeting of another version either.",
         "refused_*",
     ),
-    Listed(
+    Handler(
         "ControlClient.__enter__",
         "except BaseException",
         "The connection is closed whatever went wrong.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "Link.close",
         "suppress(OSError)",
         "The last message is sent only if the daemon is there and the buffer has room.",
         NO + "the daemon ends the session with the connection in any case",
     ),
-    Listed(
+    Handler(
         "Link._lose",
         "suppress(OSError)",
         "The connection is lost already, and closing it may say so once more.",
         NO + "the caller reports the loss itself",
     ),
     # Commands
-    Listed(
+    Handler(
         "EngineProcess.__enter__",
         "except BaseException",
         "The engine's process is ended whatever went wrong.",
         RAISED,
     ),
-    Listed(
+    Handler(
         "main",
         "suppress(EOFError, ConnectionError)",
         "The parent says with the end of its connection that the engine is not needed any more.",
         NO + "the parent waits for the process and sees how it ends",
     ),
-    Listed(
+    Handler(
         "_appears",
         "suppress(OSError)",
         "A path that cannot be looked at is usually a new file.",
         NO + "any other error is raised when the file is opened",
     ),
-    Listed(
+    Handler(
         "_from_disk",
         "suppress(FileNotFoundError)",
         "A running daemon evicted the record while the export listed it.",
         NO + "a record that is gone does not belong to the export",
     ),
-    Listed(
+    Handler(
         "run_import",
         "suppress(OSError)",
         "Where the import cannot be marked as ended, daemons take it over after a longer silence.",
         NO + "the records are imported all the same",
     ),
-    Listed(
+    Handler(
         "_write_no_more",
         "suppress(AttributeError, OSError)",
         "A stream without a descriptor, or on a full disk, cannot be flushed as the command ends.",
         NO + "the command ends, and its exit status is set already",
     ),
-    Listed(
+    Handler(
         "inspect",
         "suppress(ConfigError)",
         "The preview has no settings to show where they are wrong.",
         NO + "the findings of the configuration already name the error",
     ),
-    Listed(
+    Handler(
         "_guarded",
         "except Exception",
         "What vLLM refuses is printed as a finding that failed.",
         NO + "the command prints it and ends with a status that says so",
     ),
-    Listed(
+    Handler(
         "run_top",
         "suppress(KeyboardInterrupt)",
         "Ctrl-C is how a user leaves the display.",
         NO + "it is the usual end",
     ),
     # What the package offers for tests
-    Listed(
+    Handler(
         "DaemonProcess.start",
         "suppress(subprocess.TimeoutExpired)",
         "The daemon is still starting, and is asked again.",

@@ -1,0 +1,1 @@
+"""The `hybridkv` command and its subcommands."""
