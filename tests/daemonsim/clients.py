@@ -264,10 +264,6 @@ class Scheduler(Client):
 
     def _granted(self, granted: Reserved) -> None:
         refs = refs_of(granted.offsets, granted.generations)
-        welcome = self._calls.link.welcome
-        assert welcome is not None
-        file = self.scene.system.paths[welcome.arena_path]
-        self.scene.books.granted(file, [generation for _, generation in refs])
         shape = granted.part_bytes, granted.parts
         self.credits.granted(
             shape, granted.offsets, granted.generations, self.scene.system.seconds()

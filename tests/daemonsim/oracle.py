@@ -5,7 +5,9 @@ import functools
 import hashlib
 import itertools
 import random
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +16,14 @@ import xxhash
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import unpack_u64
 from hybridkv.daemon.handlers import resident_chunks
 from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
     HEADER_BYTES,
     PIECE_BYTES,
+    SlotHeader,
     SlotState,
     checksum_offset,
     payload_offset,
@@ -29,12 +33,28 @@ from hybridkv.shm.slots import (
 )
 from hybridkv.store.index import Slot
 from hybridkv.tiers.jobs import JobKind
-from hybridkv.wire.messages import Found, Lookup, Pending, Release, Reply, Request
-from tests.daemonsim.system import SECOND, ArenaFile, System
+from hybridkv.wire.codec import WireError, decode_reply, encode
+from hybridkv.wire.messages import (
+    BATCH_MAX,
+    Error,
+    Found,
+    Hello,
+    Identify,
+    Lookup,
+    Pending,
+    Release,
+    Reply,
+    Request,
+    Reserved,
+)
+from hybridkv.wire.protocol import CLOSING, RULES, ConnectionState, ErrorCode, refused
+from tests.daemonsim.system import SECOND, ArenaFile, System, untraced
 from tests.layouts import LAYOUTS, wide
 
 CHUNKS = 6
 PROMPTS = 5
+STALL_SECONDS = 2.0
+"""Of the processor's time, for one message."""
 GEOMETRIES = {
     "full": wide(LAYOUTS["qwen3"], 5),
     "gemma3": wide(LAYOUTS["gemma3"], 1, 1, 14),
@@ -176,12 +196,6 @@ class Books:
         wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
-    def granted(self, file: ArenaFile, generations: list[int]) -> None:
-        """No generation is ever given twice."""
-        for generation in generations:
-            assert generation not in file.granted, f"generation {generation:#x} was given twice"
-            file.granted.add(generation)
-
     def owns(self, copy: Copy) -> None:
         """Whoever may still write into a slot is the only one."""
         server = self._system.server
@@ -257,7 +271,10 @@ class Books:
                     assert slot.pins, "a slot that is being written to a tier may go"
 
     def audit(self) -> int:
-        """Every object is what its name says, or visibly damaged; returns how many there are."""
+        """Every object is what its name says, or visibly damaged; returns how many there are.
+
+        Only what engines have written has known bytes.
+        """
         server, file = self._system.server, self._system.arena
         assert server is not None
         assert file is not None
@@ -265,10 +282,7 @@ class Books:
         for identity, namespace in server.daemon.sessions.namespaces.items():
             for chunk_hash, entry in namespace.entries.items():
                 for index, slot in enumerate(entry.slots):
-                    if (
-                        slot is not None
-                        and (identity, namespace.gids[index], chunk_hash) in self.written
-                    ):
+                    if slot is not None:
                         self._audit(file, slot, (identity, namespace.gids[index], chunk_hash))
                         objects += 1
         return objects
@@ -281,6 +295,8 @@ class Books:
         assert (header.state, header.generation) == (SlotState.COMMITTED, slot.generation)
         assert (header.namespace, header.gid, header.chunk_hash) == name
         assert (header.part_bytes, header.parts) == slot.shape
+        if name not in self.written:
+            return
         for part in range(slot.parts):
             copy = Copy(
                 file,
@@ -297,6 +313,164 @@ class Books:
                 self.accepted(copy, bytes(copy.payload), 0)
 
 
+class Witness:
+    """Hears what the daemon hears and says, and keeps what is wrong with it until `check`.
+
+    What is raised within the daemon's loop would be taken for a client's fault.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._wrong: list[str] = []
+
+    def check(self) -> None:
+        """Raises AssertionError for whatever was wrong until now."""
+        assert not self._wrong, self._wrong
+
+    def _expect(self, is_right: bool, otherwise: str, *facts: object) -> None:
+        if not is_right:
+            self._wrong.append(", ".join((otherwise, *(f"{fact!r:.99}" for fact in facts))))
+
+
+class Protocol(Witness):
+    """Every message of every client and every reply to it, by the tables of wire.protocol."""
+
+    def __init__(self, system: System, books: Books) -> None:
+        super().__init__(system)
+        self._books = books
+        self._states: dict[int, ConnectionState] = {}
+        """Of each connection that was greeted, by its number."""
+        self._refused: set[int] = set()
+        """Connections on which a message was refused."""
+        self._ended: set[int] = set()
+        """Connections that must be closed, because of the last reply."""
+        self._asked: dict[tuple[int, int], tuple[bytes, Lookup]] = {}
+        """The identity and the lookup of each lease that was asked for, by (connection, lease)."""
+
+    def attend(self, server: Any) -> None:
+        """Hear all that a new life of the daemon hears and says."""
+        self._states, self._asked = {}, {}
+        self._refused, self._ended = set(), set()
+        daemon, clients = server.daemon, server.clients
+        handle, send = daemon.handle, clients.send
+
+        def heard(number: int, request: Request, now: float) -> Reply | None:
+            with untraced():
+                # An engine that does not lie is never refused, so that it need not be compared.
+                is_compared = number not in self._states or number in self._refused
+                before = _values(daemon, number) if is_compared else None
+            started = time.process_time()
+            reply: Reply | None = handle(number, request, now)
+            seconds = time.process_time() - started
+            with untraced():
+                self._expect(seconds < STALL_SECONDS, "STALL: a message takes long", request)
+                self._expect(number not in self._ended, "a closed connection is served")
+                self._answer(number, request, reply)
+                if isinstance(request, Lookup) and isinstance(reply, Found | Pending):
+                    session = daemon.sessions.connections[number].session
+                    self._asked[number, request.lease] = session.namespace.identity, request
+                if is_compared and isinstance(reply, Error):
+                    is_same = before == _values(daemon, number)
+                    self._expect(is_same, "a refused message changed something", reply, request)
+            return reply
+
+        def said(peer: Any, reply: Reply) -> None:
+            with untraced():
+                self._expect(peer.number not in self._ended, "a reply after the last one")
+                if isinstance(reply, Error) and reply.code in CLOSING:
+                    self._ended.add(peer.number)
+                    self._expect(reply.code != ErrorCode.INTERNAL, "the daemon fails", reply)
+                self._read(server, peer.number, reply)
+            send(peer, reply)
+
+        daemon.handle, clients.send = heard, said
+
+    def _answer(self, number: int, request: Request, reply: Reply | None) -> None:
+        """Only what may not be said is refused, and each reply is of the right type."""
+        kind, answer = type(request), None if reply is None else type(reply)
+        refusal = refused(self._states.get(number, ConnectionState.NEW), kind)
+        if isinstance(reply, Error):
+            self._refused.add(number)
+            self._expect(refusal in (None, reply.code), "refused for another reason", kind, reply)
+            is_open = reply.code not in CLOSING or kind is Identify
+            self._expect(is_open, "a message ends its connection", kind, reply)
+        else:
+            is_first = answer is not None and answer is RULES[kind].first
+            is_reply = is_first or answer is RULES[kind].reply
+            self._expect(refusal is None, "not refused", kind, refusal)
+            self._expect(is_reply, "answered with another type", kind, answer)
+            if isinstance(request, Hello):
+                self._states[number] = ConnectionState(request.role)
+        if reply is not None:
+            self._expect(reply.id == getattr(request, "id", 0), "another id", kind, reply)
+
+    def _read(self, server: Any, number: int, reply: Reply) -> None:
+        """A reply is one by its own protocol, and the slots that it names are as it says."""
+        try:
+            is_whole = decode_reply(encode(reply)[4:]) == reply
+        except WireError:
+            is_whole = False
+        self._expect(is_whole, "no reply of this protocol", reply)
+        file = self._system.arena
+        assert file is not None
+        if isinstance(reply, Reserved):
+            granted = SlotState.WRITING, reply.part_bytes, reply.parts
+            for generation, header in _headers(file, reply):
+                is_new = generation not in file.granted
+                self._expect(is_new, "a generation was given twice", generation)
+                file.granted.add(generation)
+                state = header and (header.state, header.part_bytes, header.parts)
+                is_granted = state == granted or not self._books.is_exact
+                self._expect(is_granted, "a slot is not as it was granted", state)
+        elif isinstance(reply, Found):
+            self._find(server, number, reply, file)
+
+    def _find(self, server: Any, number: int, found: Found, file: ArenaFile) -> None:
+        """The slots of a hit are those that it needs, of the identity that asked."""
+        asked = self._asked.pop((number, found.lease), None)
+        if asked is None:
+            self._expect(False, "nobody asked for what is found")
+            return
+        identity, lookup = asked
+        geometry = server.daemon.sessions.connections[number].session.geometry
+        hashes = [
+            lookup.hashes[at : at + HASH_BYTES] for at in range(0, len(lookup.hashes), HASH_BYTES)
+        ][: BATCH_MAX // len(geometry.groups)]
+        is_asked = [len(mask) for mask in found.masks] == [len(hashes)] * len(geometry.groups)
+        self._expect(is_asked and found.chunks <= len(hashes), "what nobody asked for is found")
+        if found.tail or not self._books.is_exact:
+            return
+        needed = [
+            (identity, group.gid, hashes[chunk], SlotState.COMMITTED)
+            for group in geometry.groups
+            for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
+        ]
+        named = [
+            header and (header.namespace, header.gid, header.chunk_hash, header.state)
+            for _, header in _headers(file, found)
+        ]
+        self._expect(named == needed, "a hit names other slots than it needs")
+
+
+def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, SlotHeader | None]]:
+    """The generation of each slot that a reply names, and its header if it is of that one."""
+    names = zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
+    for offset, generation in names:
+        header = unpack_header(bytes(file.bytes[offset : offset + HEADER_BYTES]))
+        is_there = header is not None and header.generation == generation
+        yield generation, header if is_there else None
+
+
+def _values(daemon: Any, number: int) -> tuple[object, ...]:
+    """What a refused message must leave as it was: everything but the counts of messages."""
+    values = daemon.view.values()
+    counts = {key: value for key, value in values.items() if key[0] not in ("requests", "refused")}
+    connection, sessions = daemon.sessions.connections[number], daemon.sessions
+    session = getattr(connection, "session", None)
+    identity = session and session.namespace.identity
+    return counts, connection.state, identity, len(sessions.namespaces), daemon.store._generation
+
+
 @dataclass
 class Wait:
     """A lookup that was answered with Pending."""
@@ -310,16 +484,15 @@ class Wait:
     """See `_drops`, as it was then."""
 
 
-class Waits:
+class Waits(Witness):
     """Lookups that were answered with Pending, by what the daemon hears and says."""
 
     def __init__(self, system: System) -> None:
-        self._system = system
+        super().__init__(system)
         self._due: dict[tuple[int, int], Wait] = {}
         """Those that are not answered yet, by (connection, lease)."""
         self._direct: tuple[int, int] | None = None
         """(connection, id) of the Found that is to be sent next."""
-        self._wrong: list[str] = []
         self.counts: Counter[str] = Counter()
 
     def attend(self, server: Any) -> None:
@@ -355,6 +528,9 @@ class Waits:
             return reply
 
         def said(peer: Any, reply: Reply) -> None:
+            if isinstance(reply, Error) and reply.code in CLOSING:
+                # Nothing more is sent, though the connection is open until the error is read.
+                self._leave(peer.number)
             if isinstance(reply, Found):
                 if self._direct == (peer.number, reply.id):
                     self._direct = None
@@ -363,9 +539,7 @@ class Waits:
             send(peer, reply)
 
         def dropped(peer: Any) -> None:
-            for key in [key for key in self._due if key[0] == peer.number]:
-                del self._due[key]
-                self.counts["waits_left"] += 1
+            self._leave(peer.number)
             drop(peer)
 
         server.daemon.handle, clients.send, clients.drop = heard, said, dropped
@@ -386,8 +560,8 @@ class Waits:
 
     def check(self) -> None:
         """Raises AssertionError for whatever was wrong until now."""
+        super().check()
         system = self._system
-        assert not self._wrong, self._wrong
         if (
             system.server is None
             or system.turn_is_due
@@ -397,6 +571,12 @@ class Waits:
         assert all(wait.deadline >= system.now / SECOND for wait in self._due.values()), (
             "STALL: nobody wakes the loop"
         )
+
+    def _leave(self, number: int) -> None:
+        """A connection waits for nothing any more."""
+        for key in [key for key in self._due if key[0] == number]:
+            del self._due[key]
+            self.counts["waits_left"] += 1
 
     def _answered(self, server: Any, peer: Any, found: Found) -> None:
         """A lookup that waited is answered."""
@@ -411,11 +591,6 @@ class Waits:
         is_own = all(slot.entry.namespace is session.namespace for slot in slots)
         self._expect(is_own, "bytes of other weights are found")
         self.counts["waits_to_the_end"] += wait.deadline <= self._system.now / SECOND
-
-    def _expect(self, is_right: bool, otherwise: str) -> None:
-        # What is raised within the loop would be taken for a client's fault.
-        if not is_right:
-            self._wrong.append(otherwise)
 
 
 def _drops(server: Any, namespace: object) -> tuple[object, ...]:

@@ -1,40 +1,39 @@
-"""Clients beside the engines: an operator, a seeker of what is in tiers, and a liar."""
+"""Clients beside the engines: an operator, a seeker of what is in tiers, and liars."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from hybridkv.core.coverage import largest_hit, slot_shapes
+from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.packed import pack_u64
-from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
-    NEVER,
     PROTOCOL_VERSION,
     Clear,
-    Commit,
     Done,
-    Drained,
     Engines,
+    Error,
     Explain,
     Explained,
     Found,
-    Free,
     Hello,
     Identify,
     ListEngines,
     Lookup,
     Release,
     Report,
-    ReportCorrupt,
-    Request,
-    Reserve,
     Stats,
     geometry_to_wire,
 )
-from tests.daemonsim.callers import Caller, Client, Ref, Scene, named, packed_of
+from hybridkv.wire.protocol import ConnectionState
+from tests.daemonsim.callers import Caller, Client, Scene, named
 from tests.daemonsim.oracle import PROMPTS, Copy, prompt_hashes, sizes
-from tests.daemonsim.sockets import SimProcess, SimSocket
+from tests.daemonsim.sockets import SimProcess
 from tests.daemonsim.system import SOCKET_PATH
+from tests.fuzz.liar import KINDS, Liar, Line
+
+LIARS = 5
+"""Liars of a seed, each of another kind."""
+PIECES_MAX = 5
+"""What a liar sends at once."""
 
 
 class Operator(Client):
@@ -152,92 +151,59 @@ class Seeker(Client):
         self._tries, self._has_no_room = 0, False
 
 
-class Liar(Client):
-    """A client that says anything: true messages with false contents, and arbitrary bytes."""
+class Liars(Client):
+    """Clients in one process that say anything: those of `tests.fuzz.liar`."""
 
-    def __init__(
-        self, scene: Scene, process: SimProcess, engine_ids: list[str], geometry: Geometry
-    ) -> None:
+    def __init__(self, scene: Scene, process: SimProcess, engine_ids: Sequence[str]) -> None:
+        """`engine_ids` are engines that do not lie."""
         super().__init__(scene, process)
-        self._engine_ids = engine_ids
-        self._geometry = geometry
-        self._sock: SimSocket | None = None
-        self._frames = Frames()
+        self._liar = Liar(self.rng, engine_ids)
+        self._kinds = self.rng.sample(range(len(KINDS)), LIARS)
+        self._lines: dict[int, Line] = {}
+        """Open connections, by the index of their kind in KINDS."""
 
     def step(self) -> None:
-        """A lie."""
-        system, rng = self.scene.system, self.rng
-        if self._sock is None:
-            if self.scene.calm:
-                return
-            sock = system.new_socket()
-            try:
-                sock.connect(str(SOCKET_PATH))
-            except OSError:
-                sock.close()
-                return
-            self._sock, self._frames = sock, Frames()
-        raw = b"".join(encode(self._lie()) for _ in range(rng.randrange(1, 4)))
-        if rng.random() < 0.1:
-            raw = raw[: rng.randrange(len(raw))] + rng.randbytes(rng.randrange(1, 40))
-        try:
-            self._sock.send(raw)
-            for body in self._frames.feed(self._sock.recv(1 << 16)):
-                decode_reply(body)
-            self.scene.counts["lies"] += 1
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._hang_up()
-        if self.scene.calm or rng.random() < 0.05:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-
-    def _lie(self) -> Request:
-        rng = self.rng
-        engine_id = rng.choice((*self._engine_ids, "liar"))
-        role = "engine" if engine_id == "liar" and rng.random() < 0.7 else "worker"
-        geometry = geometry_to_wire(self._geometry)
-        session = rng.choice((0, 1, 5, 1 << 40, NEVER))
-        refs = [self._ref() for _ in range(rng.randrange(4))]
-        offsets, generations = packed_of(refs)
-        groups = pack_u64([rng.randrange(4) for _ in refs])
-        hashes = b"".join(rng.choice(prompt_hashes(rng.randrange(PROMPTS))) for _ in refs)
-        shape = rng.choice(
-            [
-                shape
-                for group in self._geometry.groups
-                for shape in slot_shapes(self._geometry, group)
-            ]
-        )
-        return rng.choice(
-            (
-                Hello(1, PROTOCOL_VERSION, role, engine_id, b"liar" * 8, geometry, session=session),
-                Hello(1, rng.randrange(3), "control"),
-                Drained(session),
-                Lookup(
-                    2,
-                    rng.randrange(3),
-                    hashes[: rng.choice((None, 5))],
-                    *rng.choice(((), (1, 1), (30_000, 0))),
-                ),
-                Reserve(3, *shape, rng.randrange(3)),
-                Commit(offsets, generations, groups, hashes),
-                Free(offsets, generations[: rng.choice((None, 5))]),
-                Release(rng.randrange(3)),
-                ReportCorrupt(*packed_of(refs[:1])) if rng.random() < 0.2 else Stats(4),
-                Identify(5, b"rail" * 8),
-            )
-        )
-
-    def _ref(self) -> Ref:
-        """A slot of somebody, as it may have been overheard."""
+        """A few pieces of bytes."""
+        if self.scene.calm:
+            for kind in list(self._lines):
+                self._hang_up(kind)
+            return
         server = self.scene.system.server
-        if server is None or not server.daemon.store.slots:
-            return 0, 1
-        slot = self.rng.choice(list(server.daemon.store.slots.values()))
-        return slot.offset, slot.generation
+        if server is not None and server.daemon.store.slots:
+            slot = self.rng.choice(list(server.daemon.store.slots.values()))
+            self._liar.overhear(slot.offset, slot.generation)
+        kind = self.rng.choice(self._kinds)
+        line = self._lines.get(kind) or self._connect(kind)
+        if line is not None:
+            self._speak(line)
+            # The rest of a broken frame would be taken from those that follow.
+            hangs_up = 0.1 if line.out else 0.005 + line.peer.noise * 0.3
+            if line.is_over or self.rng.random() < hangs_up:
+                self._hang_up(kind)
+
+    def _connect(self, kind: int) -> Line | None:
+        sock = self.scene.system.new_socket()
+        try:
+            sock.connect(str(SOCKET_PATH))
+        except OSError:
+            sock.close()
+            return None
+        self._lines[kind] = Line(sock, self._liar.peer(kind))
+        return self._lines[kind]
+
+    def _speak(self, line: Line) -> None:
+        if not line.out and not line.is_greeting:
+            line.is_greeting = line.peer.state is ConnectionState.NEW
+            for _ in range(1 if line.is_greeting else self.rng.randrange(1, PIECES_MAX + 1)):
+                line.out += self._liar.piece(line.peer)
+                self.scene.counts["lies"] += 1
+        line.flush()
+        for reply in line.receive():
+            line.is_greeting = False
+            self._liar.heard(line.peer, reply)
+            what = reply.code if isinstance(reply, Error) else type(reply).__name__
+            self.scene.counts[f"liar_heard_{what}"] += 1
+            self.scene.counts["liar_hits"] += isinstance(reply, Found) and reply.chunks > 0
+
+    def _hang_up(self, kind: int) -> None:
+        self._lines.pop(kind).sock.close()

@@ -687,5 +687,16 @@ class System:
             yield
 
 
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """What runs here is not the daemon's: it cannot be killed, and no line of it is counted."""
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
 def _is_traced(code: CodeType) -> bool:
     return code.co_filename.endswith(TRACED) and code.co_name not in UNTRACED

@@ -23,12 +23,13 @@ from tests.daemonsim.oracle import (
     GEOMETRIES,
     PROMPTS,
     Books,
+    Protocol,
     Waits,
     largest_slot,
     prompt_hashes,
     sizes,
 )
-from tests.daemonsim.others import Liar, Operator, Seeker
+from tests.daemonsim.others import Liars, Operator, Seeker
 from tests.daemonsim.system import EPOCH_MS, SECOND, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 from tests.invariants import check_daemon
@@ -48,7 +49,7 @@ FAULTS = {
     "header": "bits of headers change",
     "identity": "an engine takes other weights",
     "clear": "somebody clears the cache",
-    "liar": "a client says anything",
+    "liar": "clients say anything, in messages and in bytes",
     "late": "commits of slots that are not one's own any more",
     "twice": "what was given back is given back again",
     "fail": "workers do not write",
@@ -196,6 +197,8 @@ class World:
         self._restarting = False
         self._over = False
         self._logged = Logged()
+        self._protocol = Protocol(system, self._books)
+        system.on_start = self._protocol.attend
         self._waits = Waits(system)
         self._vaults: list[Vault] = []
         if draw.tiers:
@@ -220,10 +223,14 @@ class World:
         system.make_threads = lambda tier, memory, done: SimThreads(
             system, tier, memory, done, self.counts
         )
-        system.on_start, system.on_turn = self._waits.attend, self._waits.turned
+        system.on_start, system.on_turn = self._attend, self._waits.turned
         if rng.random() < 0.5:
             self._do_tier_other()
         self.counts["seeds_with_tiers"] += 1
+
+    def _attend(self, server: loop.DaemonServer) -> None:
+        self._protocol.attend(server)
+        self._waits.attend(server)
 
     def run(self) -> dict[str, Any]:
         """Every count of the seed, and the digest of all that happened."""
@@ -253,15 +260,14 @@ class World:
     # The course of a seed
 
     def _live(self) -> None:
-        system, rng = self._system, self._rng
+        system = self._system
         self._start()
         for _ in range(self._draw.engines):
             self._add_engine()
         self._others.append(Operator(self._scene, system.spawn(), "clear" in self._draw.faults))
         if "liar" in self._draw.faults:
-            model = rng.choice(sorted(self._identities))
             names = [engine.engine_id for engine in self._engines]
-            self._others.append(Liar(self._scene, system.spawn(), names, GEOMETRIES[model]))
+            self._others.append(Liars(self._scene, system.spawn(), names))
         self._later(self._fault)
         self._go_on(lambda: system.now >= self._ends_at)
         self._calm()
@@ -325,7 +331,10 @@ class World:
         values = server.daemon.view.values().named()
         left = {
             name: values[name]
-            for name in ("sessions", "leases", "connections", "bytes_writing", "bytes_held")
+            for name in (
+                *("sessions", "leases", "connections", "watching"),
+                *("bytes_writing", "bytes_held"),
+            )
         }
         assert not any(left.values()), f"LEAK: {left}"
         assert not server._processes.pidfds, "LEAK: processes are watched for nobody"
@@ -438,6 +447,7 @@ class World:
             return
         daemon = server.daemon
         check_daemon(daemon)
+        self._protocol.check()
         self._waits.check()
         self._books.jobs()
         store = daemon.store

@@ -1,1 +1,1 @@
-"""The daemon answers or closes on any bytes, keeps its books and lives: see CONTRIBUTING.md."""
+"""Lies to a daemon process, and to the simulated daemons: see CONTRIBUTING.md."""

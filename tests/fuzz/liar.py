@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,7 @@ from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.wire.codec import encode
+from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -27,6 +27,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pending,
     Release,
     Reply,
     ReportCorrupt,
@@ -38,6 +39,7 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Stats,
+    Subscribe,
     Welcome,
     WireGeometry,
     WireGroup,
@@ -48,6 +50,8 @@ from hybridkv.wire.protocol import ConnectionState
 from tests.layouts import LAYOUTS
 
 NAMES = ("qwen3", "gemma3", "llama4", "qwen3next", "two_ranks_mla", "odd_window")
+USUAL = (*NAMES, *["qwen3"] * 4)
+"""The layouts of engines; of a single group more chunks are whole, and found."""
 WIRED = {name: geometry_to_wire(LAYOUTS[name]) for name in NAMES}
 SHAPES = {
     name: [shape for group in LAYOUTS[name].groups for shape in slot_shapes(LAYOUTS[name], group)]
@@ -134,8 +138,10 @@ KINDS = (
     (ConnectionState.CONTROL, 0.05),
     *[(ConnectionState.ENGINE, 0.8)] * 3,
     (ConnectionState.NEW, 0.8),
+    (ConnectionState.NEW, 0.05),
 )
 """What the clients are, and how often their bytes are broken."""
+RECEIVE_BYTES = 1 << 18
 
 
 @dataclass(eq=False)
@@ -152,14 +158,63 @@ class Peer:
     """(offset, generation, part bytes) of what was granted and not yet given away."""
 
 
+@dataclass(eq=False)
+class Line:
+    """One connection of a liar."""
+
+    sock: Any
+    """A socket that does not block, of this machine or of a simulated one."""
+    peer: Peer
+    frames: Frames = field(default_factory=Frames)
+    out: bytearray = field(default_factory=bytearray)
+    """What the daemon has not taken yet."""
+    is_greeting: bool = False
+    """A first piece was sent, and nothing came back yet."""
+    is_over: bool = False
+    """The daemon has closed the connection, and all that it sent is read."""
+
+    def flush(self) -> None:
+        """Send as much of `out` as fits; a daemon that has closed the connection takes nothing."""
+        try:
+            while self.out:
+                del self.out[: self.sock.send(self.out)]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self.out.clear()
+
+    def receive(self) -> list[Reply]:
+        """Read every reply that has come. Raises WireError where the bytes are none."""
+        replies: list[Reply] = []
+        try:
+            while received := self.sock.recv(RECEIVE_BYTES):
+                replies += map(decode_reply, self.frames.feed(received))
+            self.is_over = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self.is_over = True
+        return replies
+
+
 class Liar:
     """Makes what a peer says next."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, engine_ids: Sequence[str] = ()) -> None:
+        """Workers also call themselves workers of the engines `engine_ids`, which do not lie."""
         self._rng = rng
+        self._engine_ids = engine_ids
         self._slots: deque[tuple[int, int]] = deque([(0, 1)], maxlen=256)
         """Names that anybody heard of, to be told by anybody."""
         self._frames: deque[bytes] = deque([encode(Stats(1))], maxlen=64)
+        self._role_makers: list[Callable[[Peer], Request]] = [
+            self._drained,
+            self._explain,
+            lambda peer: ReportMapping(self._rng.random() < 0.5),
+            lambda peer: Stats(self._id()),
+            lambda peer: ListEngines(self._id()),
+        ]
+        """Of what workers and control connections may say: most else is refused there."""
         makers: dict[Callable[[Peer], Request], float] = {
             self._hello: 1,
             self._lookup: 20,
@@ -168,14 +223,11 @@ class Liar:
             self._abandon: 4,
             self._release: 16,
             self._condemn: 3,
-            self._drained: 3,
-            lambda peer: ReportMapping(self._rng.random() < 0.5): 0.5,
             self._identify: 3,
             self._tell: 2,
             self._describe: 1,
-            self._explain: 1,
-            lambda peer: Stats(self._id()): 0.5,
-            lambda peer: ListEngines(self._id()): 0.5,
+            lambda peer: Subscribe(): 0.5,
+            **dict.fromkeys(self._role_makers, 0.5),
             lambda peer: Clear(self._id()): 0.1,
             self._huge: 0.1,
         }
@@ -202,7 +254,7 @@ class Liar:
     def peer(self, kind: int) -> Peer:
         """A new client; `kind` says of which temper, an index into KINDS."""
         role, noise = KINDS[kind]
-        return Peer(noise, role, f"e{self._rng.randrange(6)}", self._rng.choice(NAMES))
+        return Peer(noise, role, f"e{self._rng.randrange(6)}", self._rng.choice(USUAL))
 
     def piece(self, peer: Peer) -> bytes:
         """The bytes that this peer sends next: mostly one frame."""
@@ -213,8 +265,10 @@ class Liar:
             and rng.random() < 0.9
         ):
             return encode(self._greeting(peer))
-        strange = peer.state is peer.role is ConnectionState.NEW and rng.random() < 0.5
-        maker = self._hello if strange else rng.choices(self._makers, cum_weights=self._weights)[0]
+        maker = rng.choices(self._makers, cum_weights=self._weights)[0]
+        if peer.role is not ConnectionState.ENGINE and rng.random() < 0.5:
+            is_new = peer.role is ConnectionState.NEW
+            maker = self._hello if is_new else rng.choice(self._role_makers)
         frame = encode(maker(peer))
         if len(frame) < 4096:
             self._frames.append(frame)
@@ -228,6 +282,8 @@ class Liar:
             if reply.chunks:
                 peer.leases.append(reply.lease)
                 self._slots.extend(_names(reply)[:4])
+        elif isinstance(reply, Pending):
+            peer.leases.append(reply.lease)
         elif isinstance(reply, Reserved):
             names = _names(reply)
             self._slots.extend(names[:4])
@@ -235,20 +291,23 @@ class Liar:
                 (offset, generation, reply.part_bytes) for offset, generation in names[:512]
             ]
 
+    def overhear(self, offset: int, generation: int) -> None:
+        """Learn the name of a slot, whosever it is."""
+        self._slots.append((offset, generation))
+
     # True messages
 
     def _id(self) -> int:
         return self._rng.randrange(1 << 16)
 
     def _identity(self, peer: Peer) -> bytes:
-        number = NAMES.index(peer.layout) * 2 + (self._rng.random() < 0.3)
-        return (
-            bytes([number if self._rng.random() < 0.98 else self._rng.randrange(256)]) * HASH_BYTES
-        )
+        layout = peer.layout if self._rng.random() < 0.95 else self._rng.choice(NAMES)
+        return bytes([NAMES.index(layout) * 2 + (self._rng.random() < 0.3)]) * HASH_BYTES
 
     def _greeting(self, peer: Peer) -> Hello:
         if peer.role is not ConnectionState.ENGINE:
-            return Hello(self._id(), PROTOCOL_VERSION, peer.role, peer.engine_id)
+            engine_id = self._rng.choice((peer.engine_id, *self._engine_ids))
+            return Hello(self._id(), PROTOCOL_VERSION, peer.role, engine_id)
         model = WireModel(peer.layout, 4096, "auto", [1, 2], None, 2048)
         return Hello(
             self._id(),
@@ -263,22 +322,20 @@ class Liar:
     def _hello(self, peer: Peer) -> Hello:
         rng = self._rng
         number = rng.choice(NUMBERS[:-2])
-        usual = rng.random() < 0.7
+        identity = rng.choice((self._identity(peer), *[rng.randbytes(HASH_BYTES)] * 5))
         return Hello(
             number,
-            PROTOCOL_VERSION if usual else number,
+            PROTOCOL_VERSION if rng.random() < 0.9 else number,
             rng.choice(("engine", "engine", "engine", "worker", "control")),
-            peer.engine_id if usual else rng.choice(("", "e" * 256)),
-            rng.choice((self._identity(peer), rng.randbytes(HASH_BYTES)))
-            if usual or rng.random() < 0.5
-            else None,
+            peer.engine_id if rng.random() < 0.9 else rng.choice(("", "e" * 256)),
+            identity if rng.random() < 0.9 else None,
             rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
         )
 
     def _geometry(self) -> WireGeometry:
-        """Any at all; mostly without the plainest contradictions, so that it comes further."""
+        """Any at all; half of them without the plainest contradictions, to come further."""
         rng = self._rng
-        plain = rng.random() < 0.8
+        plain = rng.random() < 0.5
         sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)
         groups: list[WireGroup] = []
         for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5))):
@@ -343,7 +400,7 @@ class Liar:
     def _packed(self, taken: list[tuple[int, int, int]], item: int) -> bytes:
         packed = pack_u64([one[item] for one in taken])
         return (
-            packed if self._rng.random() < 0.99 else packed[: self._rng.randrange(len(packed) + 1)]
+            packed if self._rng.random() < 0.97 else packed[: self._rng.randrange(len(packed) + 1)]
         )
 
     def _commit(self, peer: Peer) -> Commit:

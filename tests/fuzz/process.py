@@ -1,4 +1,4 @@
-"""The same lies over the real socket of a real daemon; a good client must notice nothing."""
+"""Lies over the real socket of a real daemon; a good client must notice nothing."""
 
 import contextlib
 import multiprocessing
@@ -8,7 +8,6 @@ import socket
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridkv.client.control import ControlClient
@@ -17,7 +16,6 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotState, unpack_header
-from hybridkv.wire.codec import Frames, decode_reply
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -31,7 +29,7 @@ from hybridkv.wire.messages import (
     geometry_to_wire,
 )
 from hybridkv.wire.protocol import CLOSING
-from tests.fuzz.liar import KINDS, Liar, Peer
+from tests.fuzz.liar import KINDS, Liar, Line
 from tests.layouts import LAYOUTS
 from tests.waiting import DEADLINE_SECONDS
 
@@ -40,17 +38,6 @@ PART = GEOMETRY.groups[0].block_bytes
 GOOD = Hello(1, PROTOCOL_VERSION, "engine", "good", b"g" * HASH_BYTES, geometry_to_wire(GEOMETRY))
 HELD = ("sessions", "leases", "bytes_writing", "connections")
 """What a client may hold, by the names of the daemon's values."""
-
-
-@dataclass(eq=False)
-class Line:
-    """One connection of a liar."""
-
-    sock: socket.socket
-    peer: Peer
-    frames: Frames = field(default_factory=Frames)
-    last: str = ""
-    """The code of the last reply, if it was an error."""
 
 
 class ProcessFuzz:
@@ -128,6 +115,8 @@ class _Liars:
         self._rng = random.Random(seed)
         self._liar = Liar(self._rng)
         self._socket_path = socket_path
+        self._ended: set[Line] = set()
+        """Those on which the daemon has said its last word."""
         self.seen: Counter[str] = Counter()
 
     def lie(self, cases: int) -> None:
@@ -140,7 +129,8 @@ class _Liars:
                 gone = self._rng.random() < 0.002
                 if not gone:
                     self._say(line, self._liar.piece(line.peer))
-                    gone = self._closed(line)
+                    self._hear(line)
+                    gone = line.is_over
                 if gone or self._rng.random() < line.peer.noise * 0.05:
                     line.sock.close()
                     lines[kind] = self._open(kind, stack)
@@ -154,38 +144,23 @@ class _Liars:
     def _say(self, line: Line, piece: bytes) -> None:
         """Send all of it, or as much as the daemon takes before it closes."""
         deadline = time.monotonic() + DEADLINE_SECONDS
-        left = memoryview(piece)
-        while left:
-            try:
-                left = left[line.sock.send(left) :]
-            except BlockingIOError:
-                assert time.monotonic() < deadline, "the daemon does not read"
-                select.select([line.sock], [line.sock], [], DEADLINE_SECONDS)
-            except (BrokenPipeError, ConnectionResetError):
-                return
+        line.out += piece
+        line.flush()
+        while line.out:
+            assert time.monotonic() < deadline, "the daemon does not read"
+            select.select([line.sock], [line.sock], [], DEADLINE_SECONDS)
+            line.flush()
 
-    def _closed(self, line: Line) -> bool:
-        """Read what is there; whether the daemon closed the connection, which needs a reason."""
-        while True:
-            try:
-                received = line.sock.recv(1 << 18)
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:
-                received = b""
-            if not received:
-                assert _closes(line.last), f"closed without a reason: {line.last}"
-                return True
-            for body in line.frames.feed(received):
-                assert not _closes(line.last), "an answer after the last word"
-                reply = decode_reply(body)
-                line.last = reply.code if isinstance(reply, Error) else ""
-                self.seen[line.last or type(reply).__name__] += 1
-                self._liar.heard(line.peer, reply)
-
-
-def _closes(code: str) -> bool:
-    return code in CLOSING
+    def _hear(self, line: Line) -> None:
+        """Read what is there; a closed connection needs a reason, which comes last."""
+        for reply in line.receive():
+            assert line not in self._ended, "an answer after the last word"
+            code = reply.code if isinstance(reply, Error) else ""
+            if code in CLOSING:
+                self._ended.add(line)
+            self.seen[code or type(reply).__name__] += 1
+            self._liar.heard(line.peer, reply)
+        assert line in self._ended or not line.is_over, "closed without a reason"
 
 
 def _hashes(first: int, count: int) -> bytes:
