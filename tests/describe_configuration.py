@@ -40,8 +40,9 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "write": (
             "`through`",
-            "When objects are written to the tier. `through`: as soon as they are stored in RAM. "
-            "`back`: when they are "
+            "When objects are written to the tier. `through`: as soon as they are stored in RAM, "
+            "but chunks with tokens of an answer once somebody reads them, or when they are about "
+            "to be evicted. `back`: when they are "
             "about to be evicted from RAM. `off`: never; the tier is only read.",
         ),
         "hourly": (

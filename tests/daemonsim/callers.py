@@ -223,6 +223,6 @@ def commit_of(objects: list[tuple[Ref, int, bytes]]) -> Commit:
         groups,
         b"".join(names),
         parents=b"".join(map(chunk_before, names)),
-        interior=bytes(name[0] % 2 for name in names),
+        classes=bytes(name[0] % 3 for name in names),
         tenants=pack_u64([name[1] % 3 for name in names]),
     )

@@ -34,6 +34,7 @@ from hybridkv.wire.messages import (
     ReportIdentity,
     ReportMapping,
     ReportRequest,
+    ReportStale,
     Request,
     RequestExplanation,
     Reserve,
@@ -223,6 +224,7 @@ class Liar:
             self._abandon: 4,
             self._release: 16,
             self._condemn: 3,
+            lambda peer: ReportStale(self._rng.random() < 0.5): 0.5,
             self._identify: 3,
             self._tell: 2,
             self._describe: 1,
@@ -430,7 +432,10 @@ class Liar:
         return msgspec.structs.replace(
             commit,
             parents=b"".join(rng.choice((bytes(32), *HASHES[:16])) for _ in range(size)),
-            interior=rng.randbytes(size if rng.random() < 0.02 else len(taken)),
+            classes=bytes(
+                rng.choice((0, 0, 1, 2, 2, 3) if rng.random() < 0.02 else (0, 1, 2))
+                for _ in range(size if rng.random() < 0.02 else len(taken))
+            ),
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),
         )
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.packed import pack_u64, unpack_u64
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import SLOT_ALIGN, committed_slots, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -405,7 +405,9 @@ class DaemonMachine(RuleBasedStateMachine):
                 b"".join(chunk for _, _, chunk in batch),
                 0,
                 b"".join(parents) if mix.random() < 0.9 else b"",
-                mix.randbytes(len(batch)) if mix.random() < 0.5 else b"",
+                bytes(mix.choices(list(EvictionClass), k=len(batch)))
+                if mix.random() < 0.5
+                else b"",
                 pack_u64(tenants) if any(tenants) else b"",
             ),
         )

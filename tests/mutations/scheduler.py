@@ -266,7 +266,7 @@ FAULTS: tuple[Mutation, ...] = (
         "self.request.block_hashes[start:stop:step]",
         "self.request.block_hashes[start:stop]",
         ("D17",),
-        (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks",),
+        (f"{STORES}::test_a_commit_has_parents_tenants_and_eviction_classes",),
     ),
     Mutation(
         "room-of-one-step",
@@ -435,7 +435,7 @@ FAULTS: tuple[Mutation, ...] = (
         for group in geometry.groups
         """,
         ("A16", "A17"),
-        (f"{STORES}::test_a_commit_has_parents_tenants_and_interior_marks", GEMMA),
+        (f"{STORES}::test_a_commit_has_parents_tenants_and_eviction_classes", GEMMA),
     ),
     # Hits inside a block
     Mutation(

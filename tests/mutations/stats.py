@@ -149,10 +149,10 @@ FAULTS: tuple[Mutation, ...] = (
         "quota-untold",
         "an object that a quota left no room is announced for ever",
         "slot_requests:commit",
-        "is_stored = state.store.commit(slot, session.namespace, *name, bool(interior), tenant)",
+        "is_stored = state.store.commit(slot, session.namespace, *name, eviction_class, tenant)",
         """
         is_stored = (
-            state.store.commit(slot, session.namespace, *name, bool(interior), tenant) or True
+            state.store.commit(slot, session.namespace, *name, eviction_class, tenant) or True
         )
         """,
         ("C13",),

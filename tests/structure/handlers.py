@@ -56,6 +56,12 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
+        "EngineWeights._sample",
+        "except Exception",
+        "Weights that cannot be looked at are like no others, so no step is taken for another's.",
+        NO + "the log has a line, once",
+    ),
+    Handler(
         "EngineWeights._digest",
         "except Exception",
         "Weights that cannot be read are like no others, so the engine shares with nobody.",

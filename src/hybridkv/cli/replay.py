@@ -75,6 +75,11 @@ INTERVALS_MAX = 6  # The number of retention intervals that are tried.
         "worth a look)",
         action="append",
     ),
+    switch(
+        "--answers",
+        "the answers are stored too, as by engines with store_generated (their lengths are the "
+        "trace's output_length)",
+    ),
     option("--eviction", "as of `serve`", _EVICTION, choices=[*EvictionPolicy]),
     JSON,
     *model(bundled_models(), "the engine of the running daemon"),
@@ -86,6 +91,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
     prompts = replay.read_trace(arguments.trace, block_tokens, plain(str(arguments.trace)))
     if arguments.sessions is not None:
         prompts = replay.as_sessions(prompts, arguments.sessions, block_tokens)
+    if arguments.answers:
+        prompts = list(replay.answered(prompts, block_tokens))
+    else:
+        prompts = list(replay.unanswered(prompts))
     preview = _preview(arguments)
     assert preview.geometry is not None
     if arguments.retention and not recurrent_groups(preview.geometry):

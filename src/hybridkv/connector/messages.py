@@ -10,6 +10,7 @@ from typing import TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.copies import CopyRun
+from hybridkv.vllm.weights import WeightsAnswer
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -59,7 +60,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """Places in a store run of objects that some rank did not write, by the run's number."""
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
-    weights: dict[int, tuple[int, str, int]] = field(default_factory=dict)
+    weights: dict[int, WeightsAnswer] = field(default_factory=dict)
     """Each rank's EngineWeights.answer."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
 

@@ -81,6 +81,10 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "tiers (not_kept).",
         "event",
     ),
+    "weights_stale": counter(
+        "Times that the engine's own prefix cache had blocks of other weights, or may have had: "
+        "nothing is loaded or stored until it is reset."
+    ),
     "events": counter("Whatever else was counted, by event.", "event"),
     "quarantined": gauge("How many roles (the scheduler's and each worker's) are switched off."),
     "quarantined_since": gauge(
@@ -119,6 +123,7 @@ EXACT: Mapping[str, Cell] = {
     "connects": ("daemon_connects", ()),
     "losses": ("daemon_losses", ()),
     "slots_condemned": ("condemned_slots", ()),
+    "weights_stale": ("weights_stale", ()),
     "chunks_announced": ("kv_event_chunks", ("stored",)),
     "chunks_withdrawn": ("kv_event_chunks", ("removed",)),
     "chunks_not_kept": ("kv_event_chunks", ("not_kept",)),

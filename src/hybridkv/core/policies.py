@@ -1,6 +1,14 @@
 """The policies between which settings choose."""
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+
+
+class EvictionClass(IntEnum):
+    """What an object that nobody has read is to its prompt; the value of its byte in Commit."""
+
+    PROMPT = 0  # A hit at the prompt's end, or a chunk before it, needs the object.
+    INTERIOR = 1  # Only a shorter hit needs it.
+    GENERATED = 2  # It has tokens of the answer.
 
 
 class EvictionPolicy(StrEnum):

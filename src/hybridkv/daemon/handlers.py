@@ -44,6 +44,7 @@ class Daemon(DaemonState):
             wire.Hello: self._hello,
             wire.Drained: self.sessions.drained,
             wire.ReportMapping: self._report_mapping,
+            wire.ReportStale: self._report_stale,
             wire.Identify: self._identify,
             wire.Subscribe: self.subscriptions.subscribe,
             wire.Lookup: self._lookup,
@@ -159,6 +160,10 @@ class Daemon(DaemonState):
         connection.is_unmapped = not told.is_mapped
         self.counters["mappings_failed"] += connection.is_unmapped
 
+    def _report_stale(self, connection: ClientConnection, told: wire.ReportStale) -> None:
+        self.counters["engines_gone_stale"] += told.is_stale > connection.is_stale
+        connection.is_stale = told.is_stale
+
     # Lookups
 
     def _lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> Reply:
@@ -242,8 +247,8 @@ class Daemon(DaemonState):
                 needed = entries[need.start : need.stop]
                 # Every entry of a hit is whole.
                 slots += [entry[index] for entry in needed]  # type: ignore[index, misc]
-            self.store.pin(slots)
             self.demotion.read(slots)
+            self.store.pin(slots)
             session.leases[asked.lease] = slots
             session.asked[asked.lease] = asked.asked_at, asked.tokens_per_second
             self.counters["lookups_hit"] += 1
@@ -269,6 +274,9 @@ class Daemon(DaemonState):
         self.promotion.cancel(connection.number, release.lease)
         slots = session.leases.pop(release.lease, None)
         if slots is not None:
+            if release.tokens or release.failed:
+                for slot in slots:
+                    slot.is_doubted = release.failed
             self.store.unpin(slots)
         asked_at, speed = session.asked.pop(release.lease, (0.0, 0))
         if release.tokens or release.failed:

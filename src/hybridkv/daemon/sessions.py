@@ -102,6 +102,7 @@ class ClientConnection:
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
     is_unmapped: bool = False  # Whether it is a worker that cannot map the arena.
+    is_stale: bool = False  # Whether it is an engine that serves nothing until it is reset.
     session: Session = field(init=False, repr=False)  # The session that it opened, as an engine's.
 
 

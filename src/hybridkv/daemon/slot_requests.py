@@ -5,6 +5,7 @@ from itertools import islice
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, pack_u64, unpack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.sessions import ClientConnection, RequestError, Session, owner_of
 from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
@@ -48,7 +49,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
     session = connection.session
     groups: list[int] = []
     hashes: list[bytes] = []
-    for slot, group, chunk_hash, parent, interior, tenant in _rows(session, request):
+    for slot, group, chunk_hash, parent, eviction_class, tenant in _rows(session, request):
         if slot is None or session.writing.pop(slot.offset, None) is None:
             state.counters["commits_unknown"] += 1
             is_stored = False
@@ -57,7 +58,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
             hashes.append(chunk_hash)
             session.writing_bytes -= slot.size_bytes
             name = group, chunk_hash, b"" if parent == NO_PARENT else parent
-            is_stored = state.store.commit(slot, session.namespace, *name, bool(interior), tenant)
+            is_stored = state.store.commit(slot, session.namespace, *name, eviction_class, tenant)
             if is_stored:
                 state.counters["objects_stored"] += 1
                 state.counters["bytes_stored"] += slot.part_bytes * slot.parts
@@ -70,8 +71,8 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
 
 def _rows(
     session: Session, request: wire.Commit
-) -> list[tuple[Slot | None, int, bytes, bytes, int, int]]:
-    """Each object's slot, group, hash, parent, whether it is interior, and tenant, checked.
+) -> list[tuple[Slot | None, int, bytes, bytes, EvictionClass, int]]:
+    """Each object's slot, group, hash, parent, eviction class and tenant, checked.
 
     The slot is None where the session does not hold it. Raises RequestError.
     """
@@ -81,11 +82,14 @@ def _rows(
         raise RequestError(ErrorCode.COMMIT, f"{count} slots with {len(hashes)} bytes of hashes")
     groups = _for_each(request.groups, count)
     tenants = _for_each(request.tenants or bytes(U64), count)
-    interior = request.interior or bytes(count)
+    try:
+        classes = [EvictionClass(number) for number in request.classes or bytes(count)]
+    except ValueError as error:
+        raise RequestError(ErrorCode.COMMIT, f"there is no such class: {error}") from error
     parents = request.parents or bytes(len(hashes))
     if len(parents) == HASH_BYTES:
         parents = (parents + hashes)[: len(hashes)]
-    if {len(groups), len(tenants), len(interior), len(parents) / HASH_BYTES} != {count}:
+    if {len(groups), len(tenants), len(classes), len(parents) / HASH_BYTES} != {count}:
         message = f"{count} slots with more or less of what belongs to them"
         raise RequestError(ErrorCode.COMMIT, message)
     slots = [session.unwritten(*ref) for ref in refs]
@@ -94,7 +98,7 @@ def _rows(
         if slot is not None and (group >= len(shapes) or slot.shape not in shapes[group]):
             fault = f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
             raise RequestError(ErrorCode.COMMIT, fault)
-    return list(zip(slots, groups, _cut(hashes), _cut(parents), interior, tenants, strict=True))
+    return list(zip(slots, groups, _cut(hashes), _cut(parents), classes, tenants, strict=True))
 
 
 def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -> None:

@@ -80,6 +80,7 @@ class DaemonView:
             "leases": sum(len(session.leases) for session in sessions.all),
             "connections": len(sessions.connections),
             "workers_unmapped": sum(one.is_unmapped for one in sessions.connections.values()),
+            "engines_stale": sum(one.is_stale for one in sessions.connections.values()),
             "spans_dropped": 0 if state.spans is None else state.spans.dropped,
             "lookups_waited": state.waits.cumulative[-1][1],
             "lookup_wait_seconds": state.waits.total,

@@ -7,6 +7,7 @@ busy.
 """
 
 import heapq
+import itertools
 import mmap
 import operator
 from bisect import bisect_right
@@ -23,7 +24,7 @@ from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, store
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.core.tails import (
     first_tail_chunk,
@@ -58,6 +59,7 @@ class TracePrompt(
     blocks: Sequence[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
     """A number for each started block of its tokens; it covers all blocks before it too."""
     answer_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of the answer, which a cache stores behind the prompt; `blocks` covers them then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,19 @@ class ReplayModel:
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
+    def answer(
+        self, prompt: TracePrompt, chunks: int
+    ) -> Iterator[tuple[int, int, Sequence[bytes], int]]:
+        """(group, chunk, the hashes of all chunks, bytes) of what is stored behind `chunks`."""
+        if not prompt.answer_tokens:
+            return
+        whole = TracePrompt(prompt.tokens + prompt.answer_tokens, prompt.blocks)
+        hashes = self.hashes(whole)
+        for index, sizes in enumerate(self.objects(whole, len(hashes))):
+            for chunk, size in sizes.items():
+                if chunk >= chunks:
+                    yield index, chunk, hashes, size
+
     def needed(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
         """What a hit of so many chunks reads, as (group, hash)."""
         for at, group in enumerate(self.geometry.groups):
@@ -221,6 +236,10 @@ class UnlimitedCache:
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
+        for index, chunk, names, size in model.answer(prompt, len(hashes)):
+            if names[chunk] not in self._seen[index]:
+                self._seen[index].add(names[chunk])
+                self.stored_bytes += size
         return hit
 
 
@@ -351,20 +370,37 @@ class TraceReplay:
                 for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):
                     if chunk in sizes and not masks[index][chunk]:
                         named = hashes[chunk], hashes[chunk - 1] if chunk else b""
-                        self._store_object(index, *named, sizes[chunk], chunk < needs[index])
+                        inside = chunk < needs[index]
+                        kind = EvictionClass.INTERIOR if inside else EvictionClass.PROMPT
+                        self._store_object(index, *named, sizes[chunk], kind)
+        self._store_answer(prompt, len(hashes))
         tail, chunk = model.tail(prompt)
         if tail:
             before = hashes[chunk - 1] if chunk else b""
             for index, size in enumerate(model.tail_sizes()):
                 if self._namespace.get(tail, index) is None:
-                    self._store_object(index, tail, before, size, False)
+                    self._store_object(index, tail, before, size)
+
+    def _store_answer(self, prompt: TracePrompt, chunks: int) -> None:
+        """The chunks behind the first ones, which are the prompt's."""
+        for index, chunk, hashes, size in self._model.answer(prompt, chunks):
+            if self._namespace.get(hashes[chunk], index) is None:
+                before = hashes[chunk - 1] if chunk else b""
+                self._store_object(
+                    index, hashes[chunk], before, size, eviction_class=EvictionClass.GENERATED
+                )
 
     def _store_object(
-        self, index: int, chunk_hash: bytes, parent: bytes, size: int, interior: bool
+        self,
+        index: int,
+        chunk_hash: bytes,
+        parent: bytes,
+        size: int,
+        eviction_class: EvictionClass = EvictionClass.PROMPT,
     ) -> None:
         pages = max(1, round(size / self._scale / SLOT_ALIGN))
         for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
-            self._store.commit(slot, self._namespace, index, chunk_hash, parent, interior)
+            self._store.commit(slot, self._namespace, index, chunk_hash, parent, eviction_class)
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:
@@ -401,6 +437,23 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
     return prompts
 
 
+def unanswered(prompts: Iterable[TracePrompt]) -> Iterator[TracePrompt]:
+    """The prompts, without answers that a cache would store."""
+    return (TracePrompt(prompt.tokens, prompt.blocks) for prompt in prompts)
+
+
+def answered(prompts: Iterable[TracePrompt], block_tokens: int) -> Iterator[TracePrompt]:
+    """The prompts with numbers for the blocks of their answers, where the trace has none.
+
+    Nobody goes on with an answer that the trace does not name, so its blocks are nobody else's.
+    """
+    numbers = itertools.count(-1, -1)
+    for prompt in prompts:
+        blocks = -(-(prompt.tokens + prompt.answer_tokens) // block_tokens)
+        unnamed = itertools.islice(numbers, max(0, blocks - len(prompt.blocks)))
+        yield TracePrompt(prompt.tokens, (*prompt.blocks, *unnamed), prompt.answer_tokens)
+
+
 def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]:
     """Of each prompt, the tokens at its beginning that an earlier one had, but for its last token.
 
@@ -410,7 +463,7 @@ def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]
     known = []
     for prompt in prompts:
         count, is_known = 0, True
-        for at, number in enumerate(prompt.blocks):
+        for at, number in enumerate(prompt.blocks[: -(-prompt.tokens // block_tokens)]):
             tokens = min(block_tokens, prompt.tokens - at * block_tokens)
             if is_known:
                 seen = min(tokens, had.get(number, 0))
@@ -441,7 +494,9 @@ def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -
             for session in sessions:
                 prompt, added = next(request)
                 tokens = lengths[session] + added
-                blocks = range(session << 32, (session << 32) + -(-tokens // block_tokens))
+                # The next turn's prompt has the answer, in blocks of the same numbers.
+                end = -(-(tokens + prompt.answer_tokens) // block_tokens)
+                blocks = range(session << 32, (session << 32) + end)
                 made.append(TracePrompt(tokens, blocks, prompt.answer_tokens))
                 lengths[session] = tokens + prompt.answer_tokens
     return made

@@ -52,6 +52,7 @@ PLAIN: Mapping[str, MetricFamily] = {
     "commits_unknown": counter("Committed slots that the session did not hold; they are ignored."),
     "duplicates": counter("Stored objects that were there already; their slot was freed."),
     "mappings_failed": counter("Times that a worker could not map the arena; it tries again."),
+    "engines_gone_stale": counter("Times that an engine had blocks of other weights in its cache."),
     "evicted": counter("Objects that were evicted for room."),
     "over_quota": counter("Objects not kept, or evicted, for their cache_salt's quota."),
     "slots_granted": counter("Write slots given to engines."),
@@ -82,6 +83,10 @@ PLAIN: Mapping[str, MetricFamily] = {
     "leases": gauge("Read leases."),
     "connections": gauge("Connections to the socket."),
     "workers_unmapped": gauge("Workers that cannot map the arena: nothing is loaded or stored."),
+    "engines_stale": gauge(
+        "Engines with blocks of other weights in their own prefix cache: nothing is loaded or "
+        "stored until it is reset while no request runs."
+    ),
     "lookups_waiting": gauge("Lookups that wait for tiers."),
     "writes_waiting": gauge("Objects that wait to be written to tiers, or are being written."),
 }

@@ -1,15 +1,18 @@
 """The order in which items are evicted. Pure: ticks instead of a clock, and items of any type.
 
-Three stages, each least recently used first, and emptied in this order::
+Four stages, each least recently used first, and emptied in this order::
 
     interior    stored behind the end of a prompt's prefix and never read: longer hits do without it
+    generated   stored with tokens of an answer and never read, as far as it is more than its part
+                of the bytes; the rest of it is as old as probation's and goes with that
     probation   stored and never read, or not read for long
     protected   read, or stored again soon after its eviction; only with the policy "2q", and only
                 in a part of the bytes
 
 With "2q" a scan, prompts that nobody repeats, passes through probation and does not evict what is
-read; with "lru" a read item is the most recently used one of probation. docs/decisions/0004 has the
-figures behind the defaults.
+read; with "lru" a read item is the most recently used one of probation. Answers that nobody goes on
+with pass through their part and evict no prompt, and a conversation finds its last answer there.
+docs/decisions/0004 and 0014 have the figures behind the defaults.
 """
 
 import heapq
@@ -19,13 +22,20 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 
 T = TypeVar("T", bound=Hashable)
 
 PROTECTED_SHARE = 2  # At most 1/2 of the bytes are protected.
+GENERATED_SHARE = 16  # Of more than 1/16 of the bytes, unread answers go before unread prompts.
 _STALE_MAX = 64
-_INTERIOR, _PROBATION, _PROTECTED = range(3)  # The stages, where items wait for their eviction.
+_INTERIOR, _GENERATED, _PROBATION, _PROTECTED = range(4)
+"""The stages, where items wait for their eviction."""
+_STAGES = {
+    EvictionClass.INTERIOR: _INTERIOR,
+    EvictionClass.GENERATED: _GENERATED,
+    EvictionClass.PROMPT: _PROBATION,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -46,19 +56,29 @@ class EvictionQueue(Generic[T]):
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
         self._bound_bytes = bound_bytes
         self._items: dict[T, _QueuedItem] = {}
-        self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [])
+        self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [])
         """By stage (tick, entry, item). Its tick may have grown; other entries of it are stale."""
         self._stale = 0
         self._numbers = count(1)
-        self.protected_bytes = 0
+        self._stage_bytes = [0] * len(self._heaps)
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of items that were evicted unread, by their key, oldest first."""
         self._ghost_bytes = 0
 
-    def add(self, item: T, size: int, interior: bool, key: bytes) -> None:
+    @property
+    def protected_bytes(self) -> int:
+        """The bytes of the protected items."""
+        return self._stage_bytes[_PROTECTED]
+
+    @property
+    def _has_many_answers(self) -> bool:
+        return self._stage_bytes[_GENERATED] > self._bound_bytes // GENERATED_SHARE
+
+    def add(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
         """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
-        stage = _INTERIOR if interior else _PROBATION
+        stage = _STAGES[eviction_class]
         queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
+        self._stage_bytes[stage] += size
         ghost = self._ghosts.pop(key, None)
         if ghost is not None:
             self._ghost_bytes -= ghost
@@ -85,7 +105,9 @@ class EvictionQueue(Generic[T]):
 
     def remove(self, item: T) -> None:
         """Forget the item, which is gone for whatever reason."""
-        self._move(self._items.pop(item), _PROBATION)
+        queued = self._items.pop(item)
+        self._move(queued, queued.stage)
+        self._stage_bytes[queued.stage] -= queued.size
         if self._stale > len(self._items) + _STALE_MAX:
             valid = {queued.entry for queued in self._items.values()}
             for heap in self._heaps:
@@ -96,7 +118,8 @@ class EvictionQueue(Generic[T]):
     def remember(self, item: T, key: bytes) -> None:
         """Note that the item is about to be evicted: stored again soon, it is protected."""
         queued = self._items[item]
-        if not self._two_queues or queued.stage == _PROTECTED:
+        is_scan = queued.stage == _GENERATED and self._has_many_answers
+        if not self._two_queues or queued.stage == _PROTECTED or is_scan:
             return
         self._ghosts[key] = self._ghosts.pop(key, 0) + queued.size
         self._ghost_bytes += queued.size
@@ -111,14 +134,23 @@ class EvictionQueue(Generic[T]):
         found = self._oldest(_INTERIOR, may_go)
         if found is not None:
             return found
-        if self.protected_bytes > self._bound_bytes // PROTECTED_SHARE:
+        if self._has_many_answers:
+            found = self._oldest(_GENERATED, may_go)
+            if found is not None:
+                return found
+        if self._stage_bytes[_PROTECTED] > self._bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
             cold = self._oldest(_PROTECTED, may_go)
             if cold is not None:
                 self._move(self._items[cold], _PROBATION)
                 self.offer(cold)
-        found = self._oldest(_PROBATION, may_go)
-        return found if found is not None else self._oldest(_PROTECTED, may_go)
+        unread = [self._oldest(stage, may_go) for stage in (_GENERATED, _PROBATION)]
+        oldest = min(
+            (item for item in unread if item is not None),
+            key=lambda item: self._items[item].tick,
+            default=None,
+        )
+        return oldest if oldest is not None else self._oldest(_PROTECTED, may_go)
 
     def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         heap = self._heaps[stage]
@@ -141,5 +173,6 @@ class EvictionQueue(Generic[T]):
         """Withdraw an item from the heap that it was offered in, and let it wait in a stage."""
         self._stale += bool(queued.entry)
         queued.entry = 0
-        self.protected_bytes += queued.size * ((stage == _PROTECTED) - (queued.stage == _PROTECTED))
+        self._stage_bytes[queued.stage] -= queued.size
+        self._stage_bytes[stage] += queued.size
         queued.stage = stage

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.policies import EvictionClass
 from hybridkv.shm.slots import SlotState, slot_bytes
 
 
@@ -23,7 +24,9 @@ class Slot:
     group_index: int = 0
     parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
     tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
-    interior: bool = False  # Whether only a shorter hit needs the object, see store.eviction.
+    eviction_class: EvictionClass = EvictionClass.PROMPT  # As of an object that is not read yet.
+    is_doubted: bool = False
+    """Whether a load failed in which the object took part: the next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, or is about to.
 
     @property

@@ -12,7 +12,7 @@ from functools import partial
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm import slots as layout
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
@@ -182,25 +182,31 @@ class Store:
         group_index: int,
         chunk_hash: bytes,
         parent: bytes = b"",
-        interior: bool = False,
+        eviction_class: EvictionClass = EvictionClass.PROMPT,
         tenant: int = 0,
     ) -> bool:
         """Make a written slot an object. False, and the slot is free, where the object exists.
 
-        `parent` is the hash of the chunk before, if any; see store.eviction for `interior`. False
-        too where the tenant has no room, and no object of its own that may go.
+        An object that is doubted goes, and the new one, which its writer has just signed, stays.
+        `parent` is the hash of the chunk before, if any; see store.eviction for `eviction_class`.
+        False too where the tenant has no room, and no object of its own that may go.
         """
         assert slot.state is SlotState.WRITING
-        is_there = namespace.get(chunk_hash, group_index) is not None
+        there = namespace.get(chunk_hash, group_index)
+        if there is not None and there.is_doubted:
+            self.drop(there)
+            there = None
+        is_there = there is not None
         if is_there or not self._make_room_of(tenant, slot.size_bytes):
             self.duplicates += is_there
             self.over_quota += not is_there
             self.free(slot)
             return False
-        if namespace.prefixes[group_index] and parent:
+        is_suffix = namespace.prefixes[group_index] and parent
+        if is_suffix and namespace.get(parent, group_index) is None:
             # As long as the chunk before it is missing, no hit can reach it.
-            interior = interior or namespace.get(parent, group_index) is None
-        slot.tenant, slot.interior = tenant, interior
+            eviction_class = EvictionClass.INTERIOR
+        slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
         self._enter(slot, namespace, group_index, chunk_hash, parent)
         if self.on_change is not None:
@@ -231,6 +237,8 @@ class Store:
         """Keep objects where they are until `unpin`, and count them as used."""
         self.hold(slots)
         self.queue.use(slots)
+        for slot in slots:
+            slot.eviction_class = EvictionClass.PROMPT
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
                 self._tenant_queues[slot.tenant].use((slot,))
@@ -331,7 +339,7 @@ class Store:
         if slot.tenant and self._tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
-            queue.add(slot, slot.size_bytes, slot.interior, _ghost_key(slot))
+            queue.add(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
 
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction again, if it may go from now on."""

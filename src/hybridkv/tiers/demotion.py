@@ -1,11 +1,15 @@
-"""Demotion: objects are written to tiers below, when they are stored or before they are evicted."""
+"""Demotion: objects are written to tiers below, when they are stored or before they are evicted.
+
+Of an answer, with which often nobody goes on, objects are written once somebody reads them, or
+before they are evicted, wherever prompts are written when they are stored.
+"""
 
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
+from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import WritePolicy
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
@@ -50,7 +54,7 @@ class Demotion:
         self._through = [tier for tier in tiers if tier.spec.write is WritePolicy.THROUGH]
         self._back = [tier for tier in tiers if tier.spec.write is WritePolicy.BACK]
         self._now = 0.0
-        if self._back:
+        if self._back or self._through:
             store.before_evict = self._write_back
 
     @property
@@ -68,12 +72,19 @@ class Demotion:
 
     def stored(self, slots: Iterable[Slot]) -> None:
         """Queue new objects of the index, also those that were read from another tier."""
-        self._queue(self._through, slots, is_read=False)
+        asked = [slot for slot in slots if slot.eviction_class is not EvictionClass.GENERATED]
+        self._queue(self._through, asked, is_read=False)
 
     def read(self, slots: Iterable[Slot]) -> None:
-        """Queue objects that were hit, where an hourly bound did not admit them when stored."""
+        """Queue objects that are hit, where they were not queued when they were stored.
+
+        Those are what an hourly bound did not admit, and answers. To be called before `Store.pin`.
+        """
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
         self._queue(bounded, slots if bounded else (), is_read=True)
+        if self._through:
+            answers = (slot for slot in slots if slot.eviction_class is EvictionClass.GENERATED)
+            self._queue(self._through, answers, is_read=True)
 
     def pump(self, now: float) -> None:
         """Start what can be started."""
@@ -172,7 +183,8 @@ class Demotion:
         """Hold the objects of a chunk that is to be evicted, for each tier that takes them."""
         assert victim.entry is not None, "a victim is in the index"
         free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
-        for slot, tier in product(free, self._back):
+        late = [(slot, tier) for slot in free for tier in self._late_tiers(slot)]
+        for slot, tier in late:
             is_wanted = not slot.in_tiers & tier.bit and tier.writes(self._now)
             if is_wanted and self._has_room(tier, slot.size_bytes):
                 record = self._to_write(tier, slot, is_read=True)
@@ -181,6 +193,11 @@ class Demotion:
                     self._leaving[tier.number].append(JobItem(record, slot))
                     self._hold(tier, self._leaving[tier.number][-1])
         return victim.pins > 0
+
+    def _late_tiers(self, slot: Slot) -> list[TierState]:
+        """The tiers to which an object is written before it is evicted."""
+        is_answer = slot.eviction_class is EvictionClass.GENERATED
+        return [*self._back, *self._through] if is_answer else self._back
 
     def _write_leaving(self, tier: TierState, leaving: deque[JobItem]) -> None:
         while leaving and self._takes(tier):

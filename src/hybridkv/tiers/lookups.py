@@ -13,7 +13,7 @@ from itertools import accumulate, cycle, islice
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, stored_counts
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tails import is_tail_hit, tail_chunk, tail_tokens
 from hybridkv.shm.slots import slot_bytes
@@ -22,6 +22,7 @@ from hybridkv.tiers.record import RecordName
 from hybridkv.tiers.state import TierState
 
 CUTS = 8  # Boundaries that are compared with each other.
+FIND_KEYS_MAX = 4096  # Objects that a tier is asked about at once.
 
 ObjectPlace = tuple[int, int]
 """(group index, place) of an object of a prompt: its chunk, or behind the last chunk its tail."""
@@ -134,7 +135,8 @@ class WaitingLookup:
     """The hits for which is read, ascending: the target, and one that comes earlier."""
     located: dict[ObjectPlace, TierState] = field(default_factory=dict)  # The tier that has it.
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
-    """Objects of which some tier must be asked whether it has them."""
+    """Objects of which some tier must be asked whether it has them, and was not."""
+    asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
     finding: int = 0  # Tiers that are asked, or will be when it is the lookup's turn.
     todo: deque[NeededObject] = field(default_factory=deque)
     reading: int = 0  # Objects that are being read.
@@ -149,6 +151,56 @@ class WaitingLookup:
     """The name of the tier that gave (a part of) a chunk."""
     shortfall: str = ""  # Why it gets less than the tiers have, if it does.
     short_of: set[ShortfallKind] = field(default_factory=set)  # The reasons that were counted.
+
+
+def next_finds(lookup: WaitingLookup) -> list[ObjectPlace]:
+    """The next objects to ask tiers about, which are not `unknown` any more; empty = no more.
+
+    Up to FIND_KEYS_MAX unknown objects are asked about at once. Of more, those that every hit needs
+    come first, prefix first, and end where one is missing. Then come windows and states, the last
+    ones first, until nothing behind the longest hit is unknown: no need moves down while hits grow,
+    so no longer hit needs what is before it. What the hits need with which that is compared comes
+    last.
+    """
+    unknown = lookup.unknown
+    if len(unknown) > FIND_KEYS_MAX or lookup.asked:
+        masks = _masks(lookup)
+        reach = _reach(lookup, masks)
+        for place in [place for place in unknown if place[1] >= reach]:
+            del unknown[place]
+        groups = lookup.request.geometry.groups
+        prefix = [place for place in unknown if groups[place[0]].kind is GroupKind.FULL]
+        hit = _longest(lookup, masks)
+        is_longer = hit.tokens > lookup.request.resident.tokens
+        behind = [place for place in unknown if place[1] >= hit.chunks or not is_longer]
+        if prefix:
+            order = sorted(prefix, key=lambda place: (place[1], place[0]))
+        elif behind:
+            order = sorted(behind, key=lambda place: (-place[1], place[0]))
+        else:
+            hits = (lookup.request.hit_of(cut) for cut in _cuts(hit.chunks))
+            needed = (place for hit in hits for place in lookup.request.needed(hit))
+            order = [place for place in dict.fromkeys(needed) if place in unknown]
+    else:
+        order = list(unknown)
+    if not order:
+        unknown.clear()
+    for place in order[:FIND_KEYS_MAX]:
+        del unknown[place]
+    return order[:FIND_KEYS_MAX]
+
+
+def _reach(lookup: WaitingLookup, masks: Sequence[bytes]) -> int:
+    """The chunks before the first one that is known to lack an object which every hit needs."""
+    reach = lookup.request.chunks
+    for index, group in enumerate(lookup.request.geometry.groups):
+        chunk = masks[index].find(0, 0, reach) if group.kind is GroupKind.FULL else -1
+        while 0 <= chunk < reach:
+            if (index, chunk) not in lookup.unknown:
+                reach = chunk
+                break
+            chunk = masks[index].find(0, chunk + 1, reach)
+    return reach
 
 
 def plan_reads(
@@ -224,8 +276,13 @@ def _candidates(
     request = lookup.request
     whole = largest_hit(request.geometry, masks, longest.chunks - bool(longest.tail))
     reach = sizes.largest(masks, whole, request.resident, room_bytes)
-    parts = (-(-reach * part // CUTS) for part in range(1, CUTS + 1))
-    return {longest, *(request.hit_of(largest_hit(request.geometry, masks, at)) for at in parts)}
+    cuts = _cuts(reach)
+    return {longest, *(request.hit_of(largest_hit(request.geometry, masks, at)) for at in cuts)}
+
+
+def _cuts(chunks: int) -> list[int]:
+    """The boundaries, up to that one, that are compared with each other; the largest first."""
+    return [-(-chunks * part // CUTS) for part in range(CUTS, 0, -1)]
 
 
 class HitSizes:

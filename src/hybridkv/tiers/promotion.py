@@ -3,7 +3,7 @@
 A waiting lookup goes through three steps, and ends as soon as nothing more can come, at its
 deadline at the latest. The daemon then answers it from what RAM has::
 
-    find    tiers that cannot say at once what they have are asked
+    find    tiers that cannot say at once what they have are asked, of long prompts in rounds
     plan    up to which boundary reading is worth it (tiers.lookups), and what is missing
     read    prefix first, into slots that become objects like any other
 
@@ -29,6 +29,7 @@ from hybridkv.tiers.lookups import (
     ObjectPlace,
     ShortfallKind,
     WaitingLookup,
+    next_finds,
     plan_reads,
 )
 from hybridkv.tiers.record import Record
@@ -36,7 +37,6 @@ from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
 WAITING_MAX = 1024  # Lookups that wait at the same time; more are answered from RAM.
 READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
-FIND_KEYS_MAX = 4096  # Objects that one lookup asks a tier about.
 DAMAGED_MAX = 1024
 """Damaged objects of one tier that wait to be put aside; of more the oldest ones stay there."""
 
@@ -81,10 +81,7 @@ class Promotion:
             return False
         lookup.target = lookup.request.chunks
         _locate(lookup, masks, tiers)
-        for tier in tiers if lookup.unknown else ():
-            self._turns[tier][lookup] = None
-            lookup.finding += 1
-            self._take_turns(tier, now)
+        self._ask(lookup, now)
         if lookup.finding:
             self._hold_hits(lookup)
         elif not self._go_on(lookup, now):
@@ -156,6 +153,7 @@ class Promotion:
                 items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
                 tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
         for lookup in list(self._lookups.values()):
+            self._ask(lookup, now)
             if not lookup.finding and not self._go_on(lookup, now):
                 ended.append(self._end(lookup, now))
         return ended
@@ -166,6 +164,18 @@ class Promotion:
         return min(deadlines, default=float("inf"))
 
     # Find
+
+    def _ask(self, lookup: WaitingLookup, now: float) -> None:
+        """Begin the next round of a lookup of which no tier is being asked, if there is one."""
+        while not lookup.finding and not lookup.is_planned:
+            lookup.asked = next_finds(lookup)
+            if not lookup.asked:
+                break
+            for tier in self._tiers:
+                if tier.reads(now):
+                    self._turns[tier][lookup] = None
+                    lookup.finding += 1
+                    self._take_turns(tier, now)
 
     def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""
@@ -178,8 +188,7 @@ class Promotion:
                 self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
                 continue
             asked: dict[ObjectPlace, JobItem] = {}
-            by_chunk = sorted(lookup.unknown, key=lambda place: (place[1], place[0]))
-            for place in by_chunk[:FIND_KEYS_MAX]:
+            for place in lookup.asked:
                 name = lookup.request.name_of(*place)
                 is_there = tier.peek(name.key)
                 if is_there:

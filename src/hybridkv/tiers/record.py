@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.policies import EvictionClass
 from hybridkv.shm import slots as layout
 from hybridkv.shm.slots import (
     HEADER_BYTES,
@@ -221,4 +222,5 @@ def record_of(slot: Slot) -> Record:
     namespace = entry.namespace
     parent = (slot.parent_short if slot.is_prefix else 0).to_bytes(SHORT_HASH_BYTES, "little")
     name = RecordName(namespace.identity, namespace.gids[slot.group_index], entry.chunk_hash)
-    return Record(name, *slot.shape, slot.generation, parent, slot.tenant, slot.interior)
+    interior = slot.eviction_class is EvictionClass.INTERIOR
+    return Record(name, *slot.shape, slot.generation, parent, slot.tenant, interior)

@@ -11,15 +11,16 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybridkv.core.sizes import format_size
+from hybridkv.vllm.module_tensors import closures, is_handler, own_tensors
+from hybridkv.vllm.weights_sample import sample_weights
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -51,6 +52,20 @@ class WeightsDigest(NamedTuple):
     """Modules whose weights a library keeps where they cannot be read."""
     size_bytes: int
     seconds: float
+
+
+class WeightsAnswer(NamedTuple):
+    """What a worker says of its weights in the report of a step."""
+
+    question: int
+    """The scheduler role's last question."""
+    digest: str
+    """Empty while the weights are not known."""
+    version: int
+    """How often they may have changed, because a method ran that may change them."""
+    era: int
+    """How often they were seen to be others, or another version. They are looked at (a sample) in
+    each step in which they are not known, so steps of one era had the same weights."""
 
 
 class StoppedError(Exception):
@@ -110,6 +125,15 @@ class PackedWeights:
         return digest.digest()
 
 
+class _Reading(NamedTuple):
+    """A complete reading, with what it was for and a sample that was the same before and after."""
+
+    question: int
+    version: int
+    found: WeightsDigest
+    sample: bytes
+
+
 class EngineWeights:
     """The models of one worker, found through the call that registers its KV caches.
 
@@ -122,8 +146,10 @@ class EngineWeights:
         self._packed = PackedWeights()
         self._question, self._version = 0, 0
         """The scheduler role's last question, and how often the weights may have changed."""
-        self._read: tuple[int, int, WeightsDigest] | None = None
-        """The last complete reading, with the question and version that it was for."""
+        self._read: _Reading | None = None  # The last complete one.
+        self._is_unseen = False  # Whether they could not be looked at.
+        self._seen, self._era = (0, b""), 0
+        """The version and the sample of the weights when they were last looked at, and the era."""
         self._reader: tuple[threading.Thread, threading.Event, tuple[int, int]] | None = None
         """The thread that reads now, what stops it, and what it reads for."""
         for owner in (runner, worker):
@@ -147,23 +173,39 @@ class EngineWeights:
         return cls(runner)
 
     @property
-    def answer(self) -> tuple[int, str, int]:
-        """(question, digest, version); the digest is empty while the weights are not known."""
-        known = self._read is not None and self._read[:2] == (self._question, self._version)
-        digest = self._read[2].digest if self._read is not None and known else ""
-        return self._question, digest, self._version
+    def answer(self) -> WeightsAnswer:
+        """What the report of the present step says."""
+        read = self._read
+        digest = read.found.digest if read is not None and self._is_known(read) else ""
+        return WeightsAnswer(self._question, digest, self._version, self._era)
 
     def read(self) -> WeightsDigest:
         """Read the weights now, which may take seconds."""
+        self._look()
         found = self._digest(lambda: False)
-        self._read = self._question, self._version, found
+        self._read = _Reading(self._question, self._version, found, self._seen[1])
         return found
+
+    def _is_known(self, read: "_Reading") -> bool:
+        """Whether the reading is of the weights that the last look saw."""
+        asked = read.question, read.version, read.sample
+        return asked == (self._question, self._version, self._seen[1])
+
+    def _look(self) -> None:
+        """Sample the weights, and begin an era if they are others."""
+        seen = self._version, self._sample()
+        if seen != self._seen or not seen[1]:
+            self._seen, self._era = seen, self._era + 1
 
     def step(self, question: int) -> None:
         """A step begins; read the weights beside it if the question or the weights are new."""
         self._question = max(self._question, question)
         now = self._question, self._version
-        is_read = self._read is not None and self._read[:2] == now
+        read = self._read
+        if read is not None and self._is_known(read):
+            return
+        self._look()
+        is_read = read is not None and self._is_known(read)
         if is_read or (self._reader is not None and self._reader[2] == now):
             return
         before = self._reader
@@ -174,12 +216,17 @@ class EngineWeights:
         def run() -> None:
             if before is not None:
                 before[0].join()
+            sample = self._sample()
             try:
                 found = self._digest(stopped.is_set)
             except StoppedError:
                 return
-            if not stopped.is_set():
-                self._read = *now, found
+            if stopped.is_set():
+                return
+            if self._sample() == sample:
+                self._read = _Reading(*now, found, sample)
+            else:
+                self._reader = None  # They changed meanwhile, and the next step begins anew.
 
         thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
         self._reader = thread, stopped, now
@@ -214,19 +261,32 @@ class EngineWeights:
 
         return call
 
+    def _models(self) -> dict[str, torch.nn.Module]:
+        """The model and its drafter."""
+        runner = self._runner
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        models = (getattr(owner, "model", None) for owner in (runner, drafter))
+        named = zip(("model", "drafter"), models, strict=True)
+        return {role: model for role, model in named if isinstance(model, torch.nn.Module)}
+
+    def _sample(self) -> bytes:
+        """A sample of the weights; empty where that fails, so that no step is like another."""
+        try:
+            with torch.inference_mode():
+                return sample_weights(self._models().values())
+        except Exception:
+            if not self._is_unseen:
+                logger.exception("hybridkv: the weights cannot be looked at in each step")
+            self._is_unseen = True
+            return b""
+
     def _digest(self, stop: Callable[[], bool]) -> WeightsDigest:
         """Read all weights of the model and of its drafter."""
-        runner, models = self._runner, {}
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        for role, owner in (("model", runner), ("drafter", drafter)):
-            model = getattr(owner, "model", None)
-            if isinstance(model, torch.nn.Module):
-                models[role] = model
         started = time.perf_counter()
         try:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
-                found = digest_weights(models, self._packed, stop)
+                found = digest_weights(self._models(), self._packed, stop)
         except StoppedError:
             raise
         except Exception as error:
@@ -256,7 +316,7 @@ def digest_weights(
     if not models:
         whole.add_unread("no model")
     every = (module for model in models.values() for module in model.modules())
-    kept = (one for module in every for _, one in _closures(module) if _is_handler(one))
+    kept = (one for module in every for _, one in closures(module) if is_handler(one))
     whole.packed.begin(kept)
     for role, model in models.items():
         parents: dict[int, list[torch.nn.Module]] = {}
@@ -284,15 +344,15 @@ class _WholeDigest:
         """A module's own parameters and buffers, and what kernels made of them."""
         if self._stop():
             raise StoppedError
-        for name, tensor in _own_tensors(module):
+        for name, tensor in own_tensors(module):
             self._add(f"{where}.{name}", tensor)
         emptied = _emptied(module)
         is_found = emptied is None
-        for function, kept in _closures(module):
+        for function, kept in closures(module):
             if isinstance(kept, torch.Tensor):
                 is_found = True
                 self._add(f"{where}()", kept)
-            elif emptied is not None and _is_handler(kept):
+            elif emptied is not None and is_handler(kept):
                 is_found = True
                 digest, is_read = self.packed.digest(kept, function, emptied, self._stop)
                 self._size_bytes += kept.k * kept.n * emptied.element_size()
@@ -332,42 +392,10 @@ class _WholeDigest:
         self._parts.append((f"{name} {form}\n", content))
 
 
-def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of this module alone, wrappers taken apart."""
-    for kind in (module.named_parameters, module.named_buffers):
-        for name, tensor in kind(recurse=False):
-            yield from _plain_tensors(name, tensor)
-
-
-def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    partitions = getattr(tensor, "partitions", None)
-    if isinstance(partitions, Mapping):
-        # vLLM's SharedWeightParameter.
-        for key, part in partitions.items():
-            yield from _plain_tensors(f"{name}.{key}", part)
-    elif is_traceable_wrapper_subclass(tensor):
-        for inner in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(f"{name}.{inner}", getattr(tensor, inner))
-    elif not tensor.is_meta:
-        yield name, tensor
-
-
 def _emptied(module: torch.nn.Module) -> torch.Tensor | None:
     """The parameter whose values were packed elsewhere, as vLLM's CPU kernels do."""
     own = module.parameters(recurse=False)
     return next((one for one in own if one.numel() == 0 and not one.is_meta), None)
-
-
-def _closures(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What the module's functions keep, each after its function."""
-    for value in vars(module).values():
-        for cell in getattr(value, "__closure__", None) or ():
-            yield value, cell.cell_contents
-
-
-def _is_handler(kept: object) -> bool:
-    """Whether oneDNN has a matrix for it."""
-    return type(kept).__name__ == "CPUDNNLGEMMHandler"
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -207,6 +207,15 @@ class ReportMapping(_Message, frozen=True, tag="report_mapping"):
     is_mapped: bool
 
 
+class ReportStale(_Message, frozen=True, tag="report_stale"):
+    """Whether the engine's own prefix cache has blocks of other weights, or may have some.
+
+    Until it is reset while no request runs, the engine neither loads nor stores.
+    """
+
+    is_stale: bool
+
+
 class Greeting(_Numbered, frozen=True, tag="hello"):
     """The part of Hello that all versions have in common."""
 
@@ -262,8 +271,8 @@ class Reserve(_Numbered, frozen=True, tag="reserve"):
 class Commit(_Message, frozen=True, tag="commit"):
     """Make objects of written slots; the i-th item of every list belongs to the i-th slot.
 
-    `parents` are the hashes of the chunks before (zeros: there is none). `interior` has a 1 for
-    each object that only a hit short of the prompt's end needs. Both decide what is evicted first.
+    `parents` are the hashes of the chunks before (zeros: there is none). `classes` has the
+    core.policies.EvictionClass of each object, a byte each. Both decide what is evicted first.
     `tenants` says whose quota the objects count against (0: nobody's). All three may be left out.
     A single number in `groups` or `tenants` is that of all objects. A single hash in `parents` is
     the one before the first object, and each object comes after the one before it in `hashes`.
@@ -275,7 +284,7 @@ class Commit(_Message, frozen=True, tag="commit"):
     hashes: ChangedHashes
     tokens: Count = 0
     parents: ChangedHashes = b""
-    interior: Annotated[bytes, Meta(max_length=CHANGES_MAX)] = b""
+    classes: Annotated[bytes, Meta(max_length=CHANGES_MAX)] = b""
     tenants: Changed = b""
 
 
@@ -446,7 +455,7 @@ class Error(_Numbered, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-SessionMessage = Hello | Drained | ReportMapping | Identify | Subscribe
+SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify | Subscribe
 SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity
 """What an engine sends; control connections send the rest."""

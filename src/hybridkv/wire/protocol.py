@@ -77,6 +77,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     Hello: MessageRule(_NEW, wire.Welcome),
     wire.Drained: MessageRule(_WORKER, None),
     wire.ReportMapping: MessageRule(_WORKER, None),
+    wire.ReportStale: MessageRule(_ENGINE, None),
     wire.Identify: MessageRule(_ENGINE, wire.Done),
     wire.Subscribe: MessageRule(_ENGINE, None),
     wire.Lookup: MessageRule(_ENGINE, wire.Found, wire.Pending),

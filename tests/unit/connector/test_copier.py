@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -238,6 +239,24 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
+def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
+    """A region is damaged, or a slot is another object's by now: one load finds all of it."""
+    rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
+    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    rig.store(ops)
+    for op in ops[1:3]:
+        arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
+    other = CopyOp(replace(ops[3].slot, generation=1), 0, 3, 1, 0, (4,))
+    error = rig.load(0, [*ops[:3], other])
+    assert isinstance(error, BadSlotError)
+    assert sorted(error.slots, key=lambda slot: slot.offset) == [
+        *(ops[1].slot, ops[2].slot, other.slot)
+    ]
+    assert rig.load(0, ops[:1]) is None
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
 def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "on")
@@ -248,7 +267,7 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
         arena.memory[place] ^= 0x10
         error = rig.load(0, [op])
         assert isinstance(error, BadSlotError)
-        assert error.op == op
+        assert error.slots == [op.slot]
         arena.memory[place] ^= 0x10
     assert rig.load(0, [op]) is None
     rig.close()

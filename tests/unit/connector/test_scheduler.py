@@ -18,6 +18,7 @@ from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire.messages import Commit, Found, Free, Lookup
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
@@ -613,10 +614,15 @@ def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
+def answered(digest: str) -> dict[int, WeightsAnswer]:
+    """What the one rank says of its weights, after the first question."""
+    return {0: WeightsAnswer(1, digest, 0, 0)}
+
+
 def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     """vLLM tells them with `reset_connector` alone; the same weights hit again at once."""
     connector, watch = connector_of(rig), rig.side._weights
-    watch.named, watch._heard = ("a",), {0: (0, "a", 0)}
+    watch.named, watch._heard = ("a",), {0: WeightsAnswer(0, "a", 0, 0)}
     manager = SimpleNamespace(get_blocks=None, block_pool=None, reset_prefix_cache=lambda: True)
     connector.bind_kv_cache_manager(manager)
     request = rig.request(1, STORED * CHUNK + 1)
@@ -628,7 +634,7 @@ def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     plan = rig.side.planned(output, lambda _: [])
     assert (plan.question, plan.weights) == (1, ())
     boots = {rig.side._session.boot: 1}
-    rig.side.reported(set(), set(), rig.report(boots=boots, weights={0: (1, "a", 0)}))
+    rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered("a")))
     assert rig.side.matched(request, 0) == STORED * CHUNK
     rig.side.finished("r")
 
@@ -640,7 +646,7 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     """A prompt's windows and states stand in the engine for one step only."""
     rig = Rig(daemon)
     watch = rig.side._weights
-    watch.named, watch._heard = ("a",), {0: (0, "a", 0)}
+    watch.named, watch._heard = ("a",), {0: WeightsAnswer(0, "a", 0, 0)}
     watch.facts_of = lambda digests: {"weights": digests}
     rig.await_slots()
     rig.side.reset(True)
@@ -653,10 +659,10 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     assert plan.stores
     assert not plan.weights
     done, boots = {number: {0} for number in plan.stores}, {rig.side._session.boot: 1}
-    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights={0: (1, "", 0)}))
+    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights=answered("")))
     assert not rig.side._changes
     assert rig.side.has_pending(), "they are not committed"
-    rig.side.reported(set(), set(), rig.report(boots=boots, weights={0: (1, weights, 0)}))
+    rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered(weights)))
     assert {type(message) for message in rig.side._changes} == {Commit if weights == "a" else Free}
     assert not rig.side.has_pending()
     rig.side.close()

@@ -17,6 +17,7 @@ from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.vllm.adapters import RECHECK_SECONDS, Adapters
 from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
@@ -77,7 +78,7 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
     "name", ["qwen3", "gemma3", "llama4", "gpu_blocks", "odd_window", "two_ranks"]
 )
 @pytest.mark.parametrize("prompt_chunks", [0, 1, 7, 20])
-def test_a_commit_has_parents_tenants_and_interior_marks(name: str, prompt_chunks: int) -> None:
+def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chunks: int) -> None:
     """20 chunks of prompt and generated tokens are stored in one step, and committed."""
     geometry = LAYOUTS[name]
     chunks = 20
@@ -114,25 +115,24 @@ def test_a_commit_has_parents_tenants_and_interior_marks(name: str, prompt_chunk
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
         group, before = geometry.groups[index], commit.parents
-        assert len(commit.hashes) == len(commit.interior) * HASH_BYTES
-        for at in range(len(commit.interior)):
+        assert len(commit.hashes) == len(commit.classes) * HASH_BYTES
+        for at in range(len(commit.classes)):
             chunk = hashes.index(commit.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
             assert before == (hashes[chunk - 1] if chunk else bytes(HASH_BYTES))
             before = hashes[chunk]
             ends = (prompt_chunks, max(0, prompt_chunks - 1))
-            wanted = chunk >= prompt_chunks or any(
-                chunk in needed_chunks(geometry, group, end) for end in ends
-            )
-            if group.kind is GroupKind.FULL or wanted:
-                assert not commit.interior[at], (
-                    f"chunk {chunk} of group {group.gid} is needed at the prompt's end"
-                )
+            place = f"chunk {chunk} of group {group.gid}"
+            wanted = any(chunk in needed_chunks(geometry, group, end) for end in ends)
+            if chunk >= prompt_chunks:
+                assert commit.classes[at] == EvictionClass.GENERATED, place
+            elif group.kind is GroupKind.FULL or wanted:
+                assert commit.classes[at] == EvictionClass.PROMPT, f"{place} is needed at the end"
             elif chunk < min(
                 (needed_chunks(geometry, group, end) or range(end, end)).start
                 for end in ends
                 if end
             ):
-                assert commit.interior[at], f"chunk {chunk} of group {group.gid} is inside"
+                assert commit.classes[at] == EvictionClass.INTERIOR, place
             seen.add((index, chunk))
     assert len(seen) == sum(
         part_bytes(geometry, group, chunk) > 0

@@ -3,6 +3,7 @@
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.store.store import Store
 from hybridkv.wire.messages import (
@@ -56,7 +57,13 @@ def grant(
 
 
 def commit(
-    daemon: Daemon, connection: int, slots: list[tuple[int, int]], group: int, numbers: list[int]
+    daemon: Daemon,
+    connection: int,
+    slots: list[tuple[int, int]],
+    group: int,
+    numbers: list[int],
+    *,
+    eviction_class: EvictionClass = EvictionClass.PROMPT,
 ) -> Reply | None:
     return daemon.handle(
         connection,
@@ -65,6 +72,7 @@ def commit(
             pack_u64([generation for _, generation in slots]),
             pack_u64([group] * len(slots)),
             hashes(*numbers),
+            classes=bytes([eviction_class] * len(slots)),
         ),
     )
 

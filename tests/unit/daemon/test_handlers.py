@@ -31,6 +31,7 @@ from hybridkv.wire.messages import (
     ReportIdentity,
     ReportMapping,
     ReportRequest,
+    ReportStale,
     Request,
     RequestExplanation,
     Reserve,
@@ -67,6 +68,7 @@ MINIMAL: dict[type[Request], Request] = {
         ReportCorrupt(b"", b""),
         ReportRequest("r", RequestExplanation(1, 0)),
         ReportIdentity({}),
+        ReportStale(True),
         Explain(1, "r"),
         Stats(1),
         ListEngines(1),
@@ -314,6 +316,23 @@ def test_a_condemned_object_is_a_miss() -> None:
     assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
     daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation])))
     assert lookup(daemon, 1, 2, 1, 2).chunks == 1
+    check_daemon(daemon)
+
+
+def test_what_a_failed_load_read_is_replaced_by_what_is_stored_next() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+    for lease, (tokens, failed, is_new) in enumerate(
+        [(0, False, False), (256, False, False), (0, True, True)]
+    ):
+        found = lookup(daemon, 1, lease, 1, 2)
+        daemon.handle(1, Release(lease, tokens, failed=failed))
+        commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
+        again = lookup(daemon, 1, 100 + lease, 1, 2)
+        daemon.handle(1, Release(100 + lease, 256))
+        assert again.chunks == 2
+        assert (again.generations != found.generations) == is_new
     check_daemon(daemon)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.coverage import part_bytes
+from hybridkv.core.packed import unpack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
@@ -191,6 +193,30 @@ def test_written_back_when_it_goes(tmp_path: Path) -> None:
         found = node.answer()
     assert is_found(found).chunks == 2
     node.prove(FULL, is_found(found), [1, 2])
+
+
+@pytest.mark.parametrize("way", ["read", "evicted"])
+def test_an_answer_is_written_once_it_is_read_or_goes(tmp_path: Path, way: str) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=512 << 10)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2], eviction_class=EvictionClass.GENERATED)
+    node.work()
+    assert not list(tmp_path.glob("objects/*/??/*")), "often nobody goes on with it"
+    if way == "read":
+        found = is_found(node.ask(1, 2, wait_ms=0))
+        node.tick()
+        node.work()
+        read = len(unpack_u64(found.offsets))
+        assert len(list(tmp_path.glob("objects/*/??/*"))) == read < 2 * len(FULL.groups)
+    else:
+        for first in range(10, 130, 2):
+            node.store_if_room(FULL, [first, first + 1])
+        reply = node.ask(1, 2)
+        if isinstance(reply, Pending):
+            node.work()
+            reply = node.answer()
+        assert is_found(reply).chunks == 2
+        node.prove(FULL, is_found(reply), [1, 2])
 
 
 def test_an_hourly_bound_spares_what_nobody_reads_twice(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import unpack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
@@ -72,7 +73,13 @@ class Node:
         if self.checks:
             check_daemon(self.daemon)
 
-    def store(self, geometry: Geometry, numbers: list[int], connection: int = 1) -> None:
+    def store(
+        self,
+        geometry: Geometry,
+        numbers: list[int],
+        connection: int = 1,
+        eviction_class: EvictionClass = EvictionClass.PROMPT,
+    ) -> None:
         """Store whole chunks of a prompt, with bytes that their names tell."""
         for index, group in enumerate(geometry.groups):
             for chunk, number in enumerate(numbers):
@@ -80,7 +87,8 @@ class Node:
                 if size:
                     (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
                     self.fill(slot, size, geometry.parts(group), content(index, number))
-                    commit(self.daemon, connection, [slot], index, [number])
+                    name = connection, [slot], index, [number]
+                    commit(self.daemon, *name, eviction_class=eviction_class)
         self.tick()
 
     def store_if_room(self, geometry: Geometry, numbers: list[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.replay import (
     BLOCK_TOKENS,
@@ -39,9 +39,14 @@ class Unmarked(TraceReplay):
     """A cache that is not told where prompts end."""
 
     def _store_object(
-        self, index: int, chunk_hash: bytes, parent: bytes, size: int, interior: bool
+        self,
+        index: int,
+        chunk_hash: bytes,
+        parent: bytes,
+        size: int,
+        eviction_class: EvictionClass = EvictionClass.PROMPT,
     ) -> None:
-        super()._store_object(index, chunk_hash, parent, size, False)
+        super()._store_object(index, chunk_hash, parent, size)
 
 
 def with_scans(prompts: Sequence[TracePrompt], every: int) -> Iterator[tuple[TracePrompt, bool]]:

@@ -270,7 +270,7 @@ def test_sessions_add_what_was_new_and_each_answer() -> None:
     prompts = as_sessions([TracePrompt(*one) for one in lengths], 2, 512)
     assert [(one.tokens, list(one.blocks)) for one in prompts] == [
         (600, [0, 1]),
-        (500, [1 << 32]),
+        (500, [1 << 32, (1 << 32) + 1]),
         (600 + 10 + 90, [0, 1]),
         (500 + 20 + 700, [1 << 32, (1 << 32) + 1, (1 << 32) + 2]),
     ]

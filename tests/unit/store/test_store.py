@@ -1,7 +1,9 @@
 """The RAM tier against a model: a dictionary of what should be there."""
 
+import itertools
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     SlotState,
@@ -87,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         group=st.integers(0, 1),
         pick=st.integers(0, 99),
         parent=st.integers(-1, 5),
-        interior=st.booleans(),
+        eviction_class=st.sampled_from(EvictionClass),
         tenant=st.integers(0, 2),
     )
     def commit(
@@ -97,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         group: int,
         pick: int,
         parent: int,
-        interior: bool,
+        eviction_class: EvictionClass,
         tenant: int,
     ) -> None:
         slot = self.writing.pop(pick % len(self.writing))
@@ -105,7 +107,8 @@ class StoreMachine(RuleBasedStateMachine):
         entry = space.entries.get(key(number))
         there = entry is not None and entry.slots[group] is not None
         before = b"" if parent < 0 else key(parent)
-        kept = self.store.commit(slot, space, group, key(number), before, interior, tenant)
+        name = group, key(number), before
+        kept = self.store.commit(slot, space, *name, eviction_class, tenant)
         assert not (there and kept)
         assert kept or there or (tenant and self.quota is not None), (
             "only a quota keeps an object out"
@@ -218,6 +221,15 @@ def put(
         before = key(number)
 
 
+def put_answer(store: Store, space: Namespace, chain: Sequence[int]) -> None:
+    """Store what was generated behind the first chunk of `chain`, which is there."""
+    for before, number in pairwise(chain):
+        for slot in store.grant(SHAPE, 1):
+            store.commit(
+                *(slot, space, 0, key(number), key(before)), eviction_class=EvictionClass.GENERATED
+            )
+
+
 def kept(space: Namespace, group: int = 0) -> list[int]:
     return sorted(
         name[0] for name, entry in space.entries.items() if entry.slots[group] is not None
@@ -272,13 +284,62 @@ def test_the_oldest_prompt_goes_first_and_its_window_with_it() -> None:
 def test_what_only_a_shorter_hit_needs_goes_first_unless_it_was_read() -> None:
     store, space = store_of(8), full_and_window()
     put(store, space, [0, 1, 2])
-    put(store, space, [0, 1], group=1, interior=True)
+    put(store, space, [0, 1], group=1, eviction_class=EvictionClass.INTERIOR)
     put(store, space, [2], group=1)
     read(store, space, [1], group=1)
     put(store, space, [5, 6, 7])
     assert kept(space) == [0, 1, 2, 5, 6, 7]
     assert kept(space, 1) == [1, 2]
     assert store.evicted == 1
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_answers_that_nobody_reads_evict_no_prompt(policy: EvictionPolicy) -> None:
+    """Six prompts, each with an answer that is new in every round, in RAM that holds the prompts.
+
+    Two slots are the sixteenth of the bytes that answers may have before they go first.
+    """
+    store, space = store_of(32, policy), full_and_window()
+    prompts = [range(4 * prompt, 4 * prompt + 4) for prompt in range(6)]
+    for prompt in prompts:
+        put(store, space, prompt)
+    fresh = itertools.count(40)
+    for _ in range(8):
+        for prompt in prompts:
+            put_answer(store, space, [prompt[-1], *itertools.islice(fresh, 4)])
+    asked = [number for number in kept(space) if number < 40]
+    assert asked == list(range(24))
+    assert store.queue.protected_bytes == 0
+
+
+def test_the_last_answers_are_as_old_as_prompts_that_nobody_read() -> None:
+    store, space = store_of(32), full_and_window()
+    put(store, space, [0])
+    put_answer(store, space, [0, 100])
+    put(store, space, range(1, 30))
+    assert 100 in kept(space), "its part of the bytes is not full"
+    read(store, space, [0, 100])
+    for scan in range(8):
+        put(store, space, range(40 + 6 * scan, 46 + 6 * scan))
+    assert {0, 100} <= set(kept(space)), "a conversation went on with it"
+
+
+def test_an_object_of_a_failed_load_is_replaced_by_the_next_store() -> None:
+    store, space = store_of(8), full_and_window()
+    put(store, space, [0, 1])
+    old = space.entries[key(0)].slots[0]
+    put(store, space, [0])
+    assert space.entries[key(0)].slots[0] is old
+    assert store.duplicates == 1
+    assert old is not None
+    old.is_doubted = True
+    store.pin([old])
+    put(store, space, [0])
+    assert space.entries[key(0)].slots[0] is not old, "who stored it has just proven it"
+    assert old.generation == store.slots[old.offset].generation, "somebody reads it still"
+    store.unpin([old])
+    assert old.offset not in store.slots
+    check_store(store)
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)

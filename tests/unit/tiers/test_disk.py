@@ -606,8 +606,11 @@ def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) 
     check_disk(tier)
 
 
-def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path) -> None:
+def test_what_is_put_while_the_directory_is_opened_again_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after a night in standby, in which others took over what was there."""
+    caplog.set_level("INFO")
     tier = opened(tmp_path)
     shutil.rmtree(tmp_path / "objects/here")
 
@@ -618,6 +621,7 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(tmp_path: Path
 
     with mock.patch("hybridkv.tiers.disk.index.records", listed):
         tier.tend()
+    assert f"{tmp_path}/objects/here is gone: somebody removed" in caplog.text
     check_disk(tier)
     assert tier.put([sample(1).putting()]) == [None]
     assert read(tier, sample(1)) is None

@@ -1,8 +1,95 @@
-"""The reasons why a lookup gets less than tiers have, as people read them."""
+"""What tiers are asked about in turn, and the reasons why a lookup gets less than they have."""
+
+import random
 
 import pytest
 
-from hybridkv.tiers.lookups import ShortfallKind
+from hybridkv.core.coverage import stored_counts
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.store.index import Namespace
+from hybridkv.tiers import lookups
+from hybridkv.tiers.lookups import (
+    LookupRequest,
+    ObjectPlace,
+    PromptHit,
+    ShortfallKind,
+    WaitingLookup,
+    next_finds,
+)
+from tests.layouts import LAYOUTS
+
+CHUNKS = 24
+
+
+def lookup_of(layout: str) -> WaitingLookup:
+    """A lookup of CHUNKS chunks of which RAM has none and everything else is unknown."""
+    geometry = LAYOUTS[layout]
+    groups = geometry.groups
+    prefixes = tuple(group.kind is GroupKind.FULL for group in groups)
+    gids = tuple(group.gid for group in groups)
+    namespace = Namespace(bytes(HASH_BYTES), gids, (frozenset(),) * len(groups), prefixes)
+    hashes = b"".join(bytes([chunk + 1]) * HASH_BYTES for chunk in range(CHUNKS))
+    request = LookupRequest(
+        *(1, 1, 1, namespace, geometry, hashes),
+        asked_at=0.0,
+        deadline=1.0,
+        tokens_per_second=0,
+        resident=PromptHit(0, 0, 0),
+    )
+    lookup = WaitingLookup(request, target=CHUNKS)
+    for index, group in enumerate(groups):
+        counts = stored_counts(geometry, group)
+        for chunk in range(CHUNKS):
+            if counts[chunk % len(counts)]:
+                lookup.unknown[index, chunk] = None
+    return lookup
+
+
+def hit_after_finds(lookup: WaitingLookup, there: set[ObjectPlace]) -> tuple[PromptHit, list[int]]:
+    """The longest hit once nothing more is asked, and how many objects each round asked about."""
+    rounds: list[int] = []
+    while lookup.asked or not rounds:
+        lookup.asked = next_finds(lookup)
+        rounds.append(len(lookup.asked))
+        for place in set(lookup.asked) & there:
+            lookup.located[place] = None  # type: ignore[assignment]  # no tier is asked here
+    return lookups._longest(lookup, lookups._masks(lookup)), rounds
+
+
+@pytest.mark.parametrize("layout", ["qwen3", "gemma3", "llama4", "qwen3next", "mistral_swa"])
+def test_rounds_find_the_hit_that_one_question_finds(
+    layout: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = longest = 0
+    for _ in range(60):
+        everything = set(lookup_of(layout).unknown)
+        share = rng.choice((0.5, 0.9, 1.0))
+        there = {place for place in everything if rng.random() < share}
+        if rng.random() < 0.5:
+            # As eviction leaves it: whole prefixes of full attention, ends of the others.
+            reach = rng.randrange(CHUNKS + 1)
+            groups = LAYOUTS[layout].groups
+            there = {
+                (index, chunk)
+                for index, chunk in everything
+                if chunk < reach
+                and (groups[index].kind is GroupKind.FULL or (index, chunk) in there)
+            }
+        monkeypatch.setattr(lookups, "FIND_KEYS_MAX", 1 << 30)
+        hit, rounds = hit_after_finds(lookup_of(layout), there)
+        assert rounds == [len(everything), 0]
+        most = rng.choice((1, 5, 16))
+        monkeypatch.setattr(lookups, "FIND_KEYS_MAX", most)
+        bounded, rounds = hit_after_finds(lookup_of(layout), there)
+        assert bounded == hit, (most, sorted(there))
+        assert max(rounds) <= most
+        asked += sum(rounds) < len(everything)
+        longest = max(longest, hit.chunks)
+    assert longest > CHUNKS // 2
+    # Windows of these two are nearly as long as the prompts.
+    if layout not in ("llama4", "mistral_swa"):
+        assert asked > 20, "what no hit needs is not asked about"
 
 
 @pytest.mark.parametrize(

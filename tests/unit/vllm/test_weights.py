@@ -180,7 +180,7 @@ class Worker:
         return "done"
 
 
-def answered(weights: EngineWeights) -> tuple[int, str, int]:
+def answered(weights: EngineWeights) -> weights_module.WeightsAnswer:
     """What a worker says after a step, once the weights are read."""
     until(lambda: bool(weights.answer[1]), "the weights are read")
     return weights.answer
@@ -209,14 +209,14 @@ def test_weights_are_read_again_after_every_question_and_every_change() -> None:
     weights = worker.initialize()
     first = weights.read().digest
     weights.step(0)
-    assert weights.answer == (0, first, 0)
+    assert weights.answer[:3] == (0, first, 0)
     flip(worker.model_runner.model.first.weight)
     weights.step(0)
-    assert weights.answer == (0, first, 0), "nobody was told"
+    assert weights.answer[:3] == (0, first, 0), "nobody was told"
     weights.step(1)
-    assert answered(weights) == (1, digest(worker.model_runner.model), 0)
+    assert answered(weights)[:3] == (1, digest(worker.model_runner.model), 0)
     assert worker.update_weights() == "done"
-    assert weights.answer == (1, "", 1), "unknown at once"
+    assert weights.answer[:3] == (1, "", 1), "unknown at once"
     weights.step(1)
     flip(worker.model_runner.model.first.weight)
     with pytest.raises(OSError, match="no such checkpoint"):
@@ -225,6 +225,39 @@ def test_weights_are_read_again_after_every_question_and_every_change() -> None:
     weights.step(1)
     assert answered(weights)[:2] == (1, first)
     weights.close()
+
+
+def test_steps_of_one_era_had_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a reading takes long each step looks at a few words, and sees every other weight."""
+    worker = Worker(Runner(Model()))
+    weights = worker.initialize()
+    weights.read()
+    reading = Event()
+
+    def endless(*arguments: Any) -> Any:
+        reading.set()
+        while not arguments[2]():
+            pass
+        raise weights_module.StoppedError
+
+    monkeypatch.setattr(weights_module, "digest_weights", endless)
+    era, updated = weights.answer.era, worker.model_runner.model.first.weight.data
+    try:
+        for question in range(1, 4):
+            weights.step(question)
+            assert reading.wait(DEADLINE_SECONDS)
+            assert weights.answer == (question, "", 0, era), "nothing changed"
+        updated.neg_()
+        weights.step(4)
+        assert weights.answer.era == era + 1
+        updated.neg_()
+        weights.step(5)
+        assert weights.answer.era == era + 2, "the steps between were of other weights"
+        worker.update_weights()
+        weights.step(5)
+        assert weights.answer.era == era + 3, "whatever a method has changed"
+    finally:
+        weights.close()
 
 
 def test_an_engine_that_never_yields_gives_way_to_a_reading(
@@ -247,7 +280,7 @@ def test_an_engine_that_never_yields_gives_way_to_a_reading(
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not weights.answer[1] and time.monotonic() < deadline:
             weights.give_way()
-        assert weights.answer == (1, first, 0)
+        assert weights.answer[:3] == (1, first, 0)
     finally:
         sys.setswitchinterval(interval)
         weights.close()
@@ -271,7 +304,7 @@ def test_a_reading_ends_before_the_weights_change(monkeypatch: pytest.MonkeyPatc
     assert begun.wait(DEADLINE_SECONDS)
     worker.update_weights()
     assert ended.is_set(), "memory that is read may be gone after the change"
-    assert weights.answer == (1, "", 1)
+    assert weights.answer[:3] == (1, "", 1)
 
 
 class CPUDNNLGEMMHandler:

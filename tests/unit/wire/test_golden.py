@@ -38,6 +38,7 @@ from hybridkv.wire.messages import (
     ReportIdentity,
     ReportMapping,
     ReportRequest,
+    ReportStale,
     Request,
     RequestExplanation,
     Reserve,
@@ -225,6 +226,7 @@ REQUESTS: list[tuple[Request, str]] = [
     ),
     (Drained(session=3), "0a00000092a7647261696e656403"),
     (ReportMapping(is_mapped=False), "1100000092ae7265706f72745f6d617070696e67c2"),
+    (ReportStale(is_stale=True), "0f00000092ac7265706f72745f7374616c65c3"),
     (
         Identify(id=2, namespace=NAME),
         "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718"
@@ -258,14 +260,14 @@ REQUESTS: list[tuple[Request, str]] = [
             hashes=NAME + NAME,
             tokens=256,
             parents=bytes(32) + NAME,
-            interior=b"\1\0",
+            classes=b"\1\2",
             tenants=OFFSETS,
         ),
         "db00000099a6636f6d6d6974c410000102030405060708090a0b0c0d0e0fc41010111213141516171819"
         "1a1b1c1d1e1fc41000000000000000000000000000000000c440000102030405060708090a0b0c0d0e0f"
         "101112131415161718191a1b1c1d1e1f000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1fcd0100c44000000000000000000000000000000000000000000000000000000000000000"
-        "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020100c410000102"
+        "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020102c410000102"
         "030405060708090a0b0c0d0e0f",
     ),
     (
@@ -427,7 +429,7 @@ REPLIES: list[tuple[Reply, str]] = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 8, "another version has other examples"
+    assert PROTOCOL_VERSION == 9, "another version has other examples"
 
 
 @pytest.mark.parametrize(

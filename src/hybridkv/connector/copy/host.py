@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridkv.connector.copy.part import BadSlotError, PartLayout
+from hybridkv.connector.copy.part import BadSlotError, PartLayout, load_error
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import pack_u64
@@ -104,13 +104,12 @@ class HostCopier:
             done(op, error is None)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        for error in self._each(self._load_one, ops):
-            if isinstance(error, HybridKVError):
-                done(error)
-                return
-            if error is not None:
+        errors: list[HybridKVError] = []
+        for error in filter(None, self._each(self._load_one, ops)):
+            if not isinstance(error, HybridKVError):
                 raise error
-        done(None)
+            errors.append(error)
+        done(load_error(errors))
 
     def close(self) -> None:
         self._pool.shutdown()

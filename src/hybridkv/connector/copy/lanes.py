@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
 from hybridkv.connector.copy.device import DeviceError, Jobs, Lane, Waitable, over
-from hybridkv.connector.copy.part import BadSlotError
+from hybridkv.connector.copy.part import BadSlotError, load_error
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.staging import Descriptors, Flight, Shared, Slots, Staging
 from hybridkv.connector.copy.tables import encoded_bytes
@@ -47,7 +47,7 @@ class LoadJob:
     ops: deque[CopyOp]  # Those that are not on their way.
     ready: Waitable  # From then on the blocks may be written.
     done: Callable[[HybridKVError | None], None]
-    error: HybridKVError | None = None
+    errors: list[HybridKVError] = field(default_factory=list)
     flying: int = 0
 
 
@@ -227,19 +227,24 @@ class LoadLane(CopyLane[LoadJob]):
                     self._barrier = job
                     return
                 self._load = job
-            load = self._load
+            load, op = self._load, self._load.ops[0]
             try:
                 if self._shared.dead:
                     raise DeviceError(self._shared.dead)
-                flight = self._place(load, load.ops[0])
+                flight = self._place(load, op)
                 if flight is None:
                     return
                 load.ops.popleft()
                 yield from self._send(load, flight)
             except DeviceError:
                 raise
+            except BadSlotError as error:
+                # The load has failed, and goes on to find every other bad slot.
+                load.errors.append(error)
+                load.ops.popleft()
             except HybridKVError as error:
-                self._give_up(load, error)
+                load.errors.append(error)
+                load.ops.clear()
             if not load.ops:
                 self._load = None
                 self._report(load)
@@ -292,23 +297,16 @@ class LoadLane(CopyLane[LoadJob]):
                 raise BadSlotError(flight.op, "the engine's blocks are not what was copied")
             part.recheck(arena, flight.op)
         except BadSlotError as error:
-            self._give_up(load, error)
-            if self._load is load:
-                self._load = None
+            load.errors.append(error)
         self._flying.popleft()
         self._ended(flight)
         load.flying -= 1
         self._report(load)
 
-    def _give_up(self, load: LoadJob, error: HybridKVError) -> None:
-        """Begin no more of a load."""
-        load.error = load.error or error
-        load.ops.clear()
-
     def _report(self, load: LoadJob) -> None:
         """Call `done` if nothing of the load is left."""
         if not load.ops and not load.flying:
-            load.done(load.error)
+            load.done(load_error(load.errors))
 
     def _is_flying(self) -> bool:
         return bool(self._flying)
@@ -325,5 +323,5 @@ class LoadLane(CopyLane[LoadJob]):
             assert load is not None
             load.ops.clear()
             load.flying = 0
-            load.error = load.error or error
-            load.done(load.error)
+            load.errors.append(error)
+            load.done(load_error(load.errors))

@@ -4,7 +4,7 @@ A part of an object is ``[layer][stored block][bytes of the block]`` (core.copie
 part and writes its checksum. A load proves a part by its checksum and its slot's generation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,25 @@ from hybridkv.shm.slots import (
 
 
 class BadSlotError(HybridKVError):
-    """A slot does not hold the bytes it should."""
+    """Slots do not hold the bytes they should; the message names the first of them."""
 
     def __init__(self, op: CopyOp, why: str) -> None:
         super().__init__(f"slot {op.slot.offset} (group {op.group_index}, chunk {op.chunk}): {why}")
-        self.op = op
+        self.slots = [op.slot]
+
+
+def load_error(errors: Iterable[HybridKVError]) -> HybridKVError | None:
+    """What a load ended with: its first error, with the bad slots of all; None where it went well.
+
+    All are told at once, because what damages one slot damages its neighbours too, and each that
+    stays is another load that fails.
+    """
+    first: HybridKVError | None = None
+    for error in errors:
+        if isinstance(first, BadSlotError) and isinstance(error, BadSlotError):
+            first.slots += error.slots
+        first = first or error
+    return first
 
 
 class Copier(Protocol):
@@ -40,7 +54,10 @@ class Copier(Protocol):
         """
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """Copy blocks in; `done` is called once, when the blocks have the bytes or never will."""
+        """Copy blocks in; `done` is called once, when the blocks have the bytes or never will.
+
+        A BadSlotError has every slot of the load that was found bad, not the first alone.
+        """
 
     def close(self) -> None:
         """Finish what is running."""

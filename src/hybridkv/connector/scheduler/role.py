@@ -116,6 +116,7 @@ class SchedulerRole:
             self._loads.to_fail = before._loads.give_up()
         plans = before._plan_numbers if before else itertools.count(1)
         self._plan_numbers: Iterator[int] = plans
+        self._stale_greeting = 0  # The greeting in which the daemon heard that nothing is served.
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self._changes: list[wire.Commit | wire.Free] = []  # What leaves with the end of the step.
         self._poll(time.monotonic())
@@ -232,6 +233,7 @@ class SchedulerRole:
             self._reserve(now)
         if plan.stores:
             self._push_until = now + PUSH_SECONDS
+        self._report_staleness(now)
         self._lookups.patience.prefill.step_planned(number, output.total_num_scheduled_tokens, now)
         self._room.ran(output.num_scheduled_tokens)
         self._flush(now)
@@ -271,10 +273,13 @@ class SchedulerRole:
         digests = self._weights.heard(report.weights)
         if self._weights.is_stale and not was_stale:
             self._stores.abort()
+            self._counters["weights_stale"] += 1
             logger.warning(
                 "hybridkv: the weights changed, and the engine's own prefix cache has blocks of "
-                "the old ones; nothing is cached until it is reset (reset_prefix_cache)"
+                "the old ones, or may have; nothing is loaded or stored until it is reset "
+                "(reset_prefix_cache) while no request runs"
             )
+            self._report_staleness(now)
         if digests is not None:
             facts = self._weights.facts_of(digests)
             self.identify(fingerprint(facts), facts)
@@ -282,6 +287,14 @@ class SchedulerRole:
         if session.is_connected:
             self._events.update(lambda events: events.stored(self._stores.committed))
         self.counted(report)
+
+    def _report_staleness(self, now: float) -> None:
+        """Tell the daemon, once for each greeting, that nothing is served, and when that ends."""
+        greeting, is_stale = self._session.link.greetings, self._weights.is_stale
+        is_reported = self._stale_greeting == greeting
+        if self._session.is_connected and is_stale != is_reported:
+            self._session.send(wire.ReportStale(is_stale), now)
+            self._stale_greeting = greeting if is_stale else 0
 
     def counted(self, report: StepReport | None) -> None:
         """Add what the workers counted, also while this role is switched off."""

@@ -18,6 +18,7 @@ from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, batches, consecutive, pack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
 
 # A step runs this with cold caches: its cost is how much different code and data it touches.
@@ -248,10 +249,19 @@ class StorePlanner:
         self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
         # Only a shorter hit needs the run's first objects, the `inner` ones: neither a hit at the
         # prompt's end does, nor one that ends a chunk before that.
-        before_end = max(0, geometry.whole_chunks(tracked.request.num_prompt_tokens) - 1)
+        prompt_tokens = tracked.request.num_prompt_tokens
+        prompt_chunks = geometry.whole_chunks(prompt_tokens)
+        before_end = max(0, prompt_chunks - 1)
         needed = needed_chunks(geometry, geometry.groups[span.group_index], before_end)
         inner = min(run.objects, max(0, needed.start - span.first_chunk))
-        interior = b"\1" * inner + bytes(run.objects - inner)
+        asked = min(run.objects, max(inner, prompt_chunks - span.first_chunk))
+        if storing.tail_tokens:
+            asked = run.objects if storing.tail_tokens <= prompt_tokens else 0
+        classes = (
+            bytes([EvictionClass.INTERIOR]) * inner
+            + bytes([EvictionClass.PROMPT]) * (asked - inner)
+            + bytes([EvictionClass.GENERATED]) * (run.objects - asked)
+        )
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
         counted = self._full_groups[0] if self._full_groups else 0
         tokens = geometry.chunk_tokens
@@ -268,7 +278,7 @@ class StorePlanner:
                 hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
                 tokens * (end - at),
                 hashes[at * HASH_BYTES : (1 + at) * HASH_BYTES],
-                interior[at:end],
+                classes[at:end],
                 tenant,
             )
 

@@ -212,13 +212,13 @@ class WorkerRole:
         """Whether the plan was made for the weights that this worker has."""
         if self._weights is None:
             return True
-        question, digest, version = self._weights.answer
-        rank = self._part.rank
-        return plan.question == question and plan.weights[rank : rank + 1] == ((digest, version),)
+        answer, rank = self._weights.answer, self._part.rank
+        known = ((answer.digest, answer.version),)
+        return plan.question == answer.question and plan.weights[rank : rank + 1] == known
 
     def _is_asked(self, plan: StepPlan) -> bool:
         """Whether the plan was made while the answer to the last question was not known."""
-        is_last = self._weights is not None and self._weights.answer[0] == plan.question
+        is_last = self._weights is not None and self._weights.answer.question == plan.question
         return is_last and not plan.weights
 
     def _load(self, request_id: str, load: LoadPlan) -> None:
@@ -237,7 +237,9 @@ class WorkerRole:
                 self._failed.add(request_id)
                 self._report.counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
-                    self._report.corrupt.add((error.op.slot.offset, error.op.slot.generation))
+                    self._report.corrupt.update(
+                        (slot.offset, slot.generation) for slot in error.slots
+                    )
             text = "hybridkv: loading %s failed and is computed instead: %s"
             logger.warning(text, request_id, error)
 

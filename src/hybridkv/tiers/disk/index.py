@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.policies import EvictionPolicy
+from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.tiers.disk.files import FileName, records, taken_bytes
@@ -87,7 +87,8 @@ class FileIndex:
         self._taken_bytes += taken - self._strays.pop(path, 0)
         self._keys[short] = key
         self._children[before] += 1
-        self._order.add(key, taken, interior, key)
+        eviction_class = EvictionClass.INTERIOR if interior else EvictionClass.PROMPT
+        self._order.add(key, taken, eviction_class, key)
 
     def forget(self, key: bytes) -> None:
         """Drop a record whose file is gone."""

@@ -136,7 +136,7 @@ class DiskTier(Tier):
         now = time.monotonic()
         try:
             if not self._writers.show_alive(now):
-                told = "disk: others took over what was in %s, for it was silent for too long"
+                told = "disk: %s is gone: somebody removed or took it over; it begins anew"
                 logger.info(told, self._writers.home)
                 self.open()
             self._index.sweep()

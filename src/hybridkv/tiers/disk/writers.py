@@ -118,7 +118,7 @@ class Writers:
         self._seen.clear()
 
     def show_alive(self, now: float) -> bool:
-        """Touch `alive` where that is due; False where others took the directory over.
+        """Touch `alive` where that is due; False where the directory is gone.
 
         Raises TierError where another daemon writes to it.
         """
