@@ -14,6 +14,43 @@ from tests.mutations.mutation import Mutation
 
 FAULTS: tuple[Mutation, ...] = (
     # The protocol, the daemon and its tiers
+    # Hits that are found, repaired and kept
+    Mutation(
+        "ends-with-the-first-round",
+        "of a long prompt only the first objects are asked about",
+        "Promotion._ask",
+        "lookup.asked = next_finds(lookup)",
+        "lookup.asked = [] if lookup.asked else next_finds(lookup)",
+        ("B35",),
+        (f"{TIERS}::test_a_tier_is_asked_in_rounds",),
+    ),
+    Mutation(
+        "any-hit-ends-the-rounds",
+        "no more is asked once there is a hit, though a longer one may need what was not asked",
+        "next_finds",
+        "place[1] >= hit.chunks or not is_longer",
+        "not is_longer",
+        ("B35",),
+        ("tests/unit/tiers/test_lookups.py::test_rounds_find_the_hit_that_one_question_finds",),
+    ),
+    Mutation(
+        "old-bytes-win",
+        "what a failed load read stays, whatever is stored",
+        "Store.commit",
+        "there is not None and (not there.is_doubted or there.pins > 0)",
+        "there is not None",
+        ("B36",),
+        (f"{HANDLERS}::test_what_a_failed_load_read_is_replaced_by_what_is_stored_next",),
+    ),
+    Mutation(
+        "answers-are-prompts",
+        "answers that nobody reads evict prompts",
+        "EvictionQueue.victim",
+        "if self._has_many_answers:",
+        "if False:",
+        ("C42",),
+        ("tests/unit/store/test_store.py::test_answers_that_nobody_reads_evict_no_prompt",),
+    ),
     # The daemon's files
     Mutation(
         "socket-not-made-again",

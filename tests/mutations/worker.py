@@ -455,7 +455,7 @@ FAULTS: tuple[Mutation, ...] = (
         "no-look-at-the-weights",
         "a step in which the weights are not known does not look at them",
         "EngineWeights._look",
-        "if seen != self._seen or not seen[1]:",
+        "if not sample or (self._version, sample) != (self._sampled_version, self._sample):",
         "if False:",
         ("D16",),
         (f"{IN_MEMORY}::test_steps_of_one_era_had_the_same_weights",),

@@ -56,7 +56,7 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
-        "EngineWeights._sample",
+        "EngineWeights._take_sample",
         "except Exception",
         "Weights that cannot be looked at are like no others, so no step is taken for another's.",
         NO + "the log has a line, once",

@@ -160,9 +160,9 @@ class Daemon(DaemonState):
         connection.is_unmapped = not told.is_mapped
         self.counters["mappings_failed"] += connection.is_unmapped
 
-    def _report_stale(self, connection: ClientConnection, told: wire.ReportStale) -> None:
-        self.counters["engines_gone_stale"] += told.is_stale > connection.is_stale
-        connection.is_stale = told.is_stale
+    def _report_stale(self, connection: ClientConnection, report: wire.ReportStale) -> None:
+        self.counters["engines_gone_stale"] += report.is_stale > connection.is_stale
+        connection.is_stale = report.is_stale
 
     # Lookups
 

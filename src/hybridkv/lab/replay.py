@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -80,6 +80,15 @@ class ReplayHits:
     def rate(self) -> float:
         """The share of the tokens that were hit."""
         return self.tokens_hit / self.tokens if self.tokens else 0.0
+
+
+class ReplayObject(NamedTuple):
+    """An object that is stored."""
+
+    group_index: int
+    chunk_hash: bytes
+    parent: bytes  # The hash of the chunk before; empty: there is none.
+    size_bytes: int
 
 
 class ReplayModel:
@@ -152,10 +161,8 @@ class ReplayModel:
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
-    def answer(
-        self, prompt: TracePrompt, chunks: int
-    ) -> Iterator[tuple[int, int, Sequence[bytes], int]]:
-        """(group, chunk, the hashes of all chunks, bytes) of what is stored behind `chunks`."""
+    def answer(self, prompt: TracePrompt, chunks: int) -> Iterator[ReplayObject]:
+        """What is stored of the prompt's answer, behind the prompt's `chunks`."""
         if not prompt.answer_tokens:
             return
         whole = TracePrompt(prompt.tokens + prompt.answer_tokens, prompt.blocks)
@@ -163,7 +170,8 @@ class ReplayModel:
         for index, sizes in enumerate(self.objects(whole, len(hashes))):
             for chunk, size in sizes.items():
                 if chunk >= chunks:
-                    yield index, chunk, hashes, size
+                    before = hashes[chunk - 1] if chunk else b""
+                    yield ReplayObject(index, hashes[chunk], before, size)
 
     def needed(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
         """What a hit of so many chunks reads, as (group, hash)."""
@@ -236,10 +244,10 @@ class UnlimitedCache:
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
-        for index, chunk, names, size in model.answer(prompt, len(hashes)):
-            if names[chunk] not in self._seen[index]:
-                self._seen[index].add(names[chunk])
-                self.stored_bytes += size
+        for generated in model.answer(prompt, len(hashes)):
+            if generated.chunk_hash not in self._seen[generated.group_index]:
+                self._seen[generated.group_index].add(generated.chunk_hash)
+                self.stored_bytes += generated.size_bytes
         return hit
 
 
@@ -369,38 +377,29 @@ class TraceReplay:
             for index, sizes in enumerate(objects):
                 for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):
                     if chunk in sizes and not masks[index][chunk]:
-                        named = hashes[chunk], hashes[chunk - 1] if chunk else b""
-                        inside = chunk < needs[index]
-                        kind = EvictionClass.INTERIOR if inside else EvictionClass.PROMPT
-                        self._store_object(index, *named, sizes[chunk], kind)
-        self._store_answer(prompt, len(hashes))
+                        before = hashes[chunk - 1] if chunk else b""
+                        stored = ReplayObject(index, hashes[chunk], before, sizes[chunk])
+                        is_inside = chunk < needs[index]
+                        self._store_object(
+                            stored, EvictionClass.INTERIOR if is_inside else EvictionClass.PROMPT
+                        )
+        for generated in model.answer(prompt, len(hashes)):
+            if self._namespace.get(generated.chunk_hash, generated.group_index) is None:
+                self._store_object(generated, EvictionClass.GENERATED)
         tail, chunk = model.tail(prompt)
         if tail:
             before = hashes[chunk - 1] if chunk else b""
             for index, size in enumerate(model.tail_sizes()):
                 if self._namespace.get(tail, index) is None:
-                    self._store_object(index, tail, before, size)
+                    self._store_object(
+                        ReplayObject(index, tail, before, size), EvictionClass.PROMPT
+                    )
 
-    def _store_answer(self, prompt: TracePrompt, chunks: int) -> None:
-        """The chunks behind the first ones, which are the prompt's."""
-        for index, chunk, hashes, size in self._model.answer(prompt, chunks):
-            if self._namespace.get(hashes[chunk], index) is None:
-                before = hashes[chunk - 1] if chunk else b""
-                self._store_object(
-                    index, hashes[chunk], before, size, eviction_class=EvictionClass.GENERATED
-                )
-
-    def _store_object(
-        self,
-        index: int,
-        chunk_hash: bytes,
-        parent: bytes,
-        size: int,
-        eviction_class: EvictionClass = EvictionClass.PROMPT,
-    ) -> None:
-        pages = max(1, round(size / self._scale / SLOT_ALIGN))
+    def _store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
+        pages = max(1, round(stored.size_bytes / self._scale / SLOT_ALIGN))
+        name = stored.group_index, stored.chunk_hash, stored.parent
         for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
-            self._store.commit(slot, self._namespace, index, chunk_hash, parent, eviction_class)
+            self._store.commit(slot, self._namespace, *name, eviction_class)
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:

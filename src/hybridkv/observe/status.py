@@ -179,9 +179,9 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         text = f"{count:,.0f} workers cannot map the arena, so that nothing is loaded or stored"
         found.append(wire.Problem("bad", f"{text}; engine and daemon need one /dev/shm"))
     if count := snapshot.values.of("engines_stale"):
-        text = f"{count:,.0f} engines serve nothing: their prefix caches have blocks of other"
-        text += " weights; reset_prefix_cache while no request runs ends it"
-        found.append(wire.Problem("bad", text))
+        text = f"{count:,.0f} engines serve nothing: their caches have blocks of other weights"
+        cure = "reset_prefix_cache while no request runs ends it"
+        found.append(wire.Problem("bad", f"{text}; {cure}"))
     if count := snapshot.values.of("objects_condemned"):
         text = f"{count:,.0f} objects had wrong bytes in RAM and were dropped"
         found.append(wire.Problem("warn", f"{text}, since the daemon began"))

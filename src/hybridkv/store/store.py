@@ -187,21 +187,20 @@ class Store:
     ) -> bool:
         """Make a written slot an object. False, and the slot is free, where the object exists.
 
-        An object that is doubted goes, and the new one, which its writer has just signed, stays.
+        One that is doubted, and that nobody reads, goes: the new one's writer has just signed it.
         `parent` is the hash of the chunk before, if any; see store.eviction for `eviction_class`.
         False too where the tenant has no room, and no object of its own that may go.
         """
         assert slot.state is SlotState.WRITING
         there = namespace.get(chunk_hash, group_index)
-        if there is not None and there.is_doubted:
-            self.drop(there)
-            there = None
-        is_there = there is not None
-        if is_there or not self._make_room_of(tenant, slot.size_bytes):
-            self.duplicates += is_there
-            self.over_quota += not is_there
+        is_kept = there is not None and (not there.is_doubted or there.pins > 0)
+        if is_kept or not self._make_room_of(tenant, slot.size_bytes):
+            self.duplicates += is_kept
+            self.over_quota += not is_kept
             self.free(slot)
             return False
+        if there is not None:
+            self.drop(there)
         is_suffix = namespace.prefixes[group_index] and parent
         if is_suffix and namespace.get(parent, group_index) is None:
             # As long as the chunk before it is missing, no hit can reach it.

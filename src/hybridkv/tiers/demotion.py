@@ -187,7 +187,8 @@ class Demotion:
         for slot, tier in late:
             is_wanted = not slot.in_tiers & tier.bit and tier.writes(self._now)
             if is_wanted and self._has_room(tier, slot.size_bytes):
-                record = self._to_write(tier, slot, is_read=True)
+                is_read = slot.eviction_class is not EvictionClass.GENERATED
+                record = self._to_write(tier, slot, is_read)
                 if record is not None:
                     slot.in_tiers |= tier.bit
                     self._leaving[tier.number].append(JobItem(record, slot))

@@ -106,6 +106,9 @@ class Promotion:
         """Take over what a tier said it has."""
         lookup, places = self._finds.pop(job)
         lookup.finding -= 1
+        if outcome.error is not None:
+            facts = {"tier": self._tiers[job.tier].name, "error": str(outcome.error)}
+            self._fall_short(lookup, ShortfallKind.FAILED, **facts)
         for place, is_there in zip(places, outcome.found, strict=False):
             if is_there:
                 lookup.located.setdefault(place, self._tiers[job.tier])
@@ -171,11 +174,14 @@ class Promotion:
             lookup.asked = next_finds(lookup)
             if not lookup.asked:
                 break
-            for tier in self._tiers:
-                if tier.reads(now):
-                    self._turns[tier][lookup] = None
-                    lookup.finding += 1
-                    self._take_turns(tier, now)
+            tiers = [tier for tier in self._tiers if tier.reads(now)]
+            if not tiers:
+                self._fall_short(lookup, ShortfallKind.TIERS_AWAY)
+                lookup.unknown.clear()
+            for tier in tiers:
+                self._turns[tier][lookup] = None
+                lookup.finding += 1
+                self._take_turns(tier, now)
 
     def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""

@@ -148,8 +148,9 @@ class EngineWeights:
         """The scheduler role's last question, and how often the weights may have changed."""
         self._read: _Reading | None = None  # The last complete one.
         self._is_unseen = False  # Whether they could not be looked at.
-        self._seen, self._era = (0, b""), 0
-        """The version and the sample of the weights when they were last looked at, and the era."""
+        self._sampled_version, self._sample = -1, b""
+        """What the last look saw; empty where it failed."""
+        self._era = -1
         self._reader: tuple[threading.Thread, threading.Event, tuple[int, int]] | None = None
         """The thread that reads now, what stops it, and what it reads for."""
         for owner in (runner, worker):
@@ -183,19 +184,20 @@ class EngineWeights:
         """Read the weights now, which may take seconds."""
         self._look()
         found = self._digest(lambda: False)
-        self._read = _Reading(self._question, self._version, found, self._seen[1])
+        self._read = _Reading(self._question, self._version, found, self._sample)
         return found
 
     def _is_known(self, read: "_Reading") -> bool:
         """Whether the reading is of the weights that the last look saw."""
-        asked = read.question, read.version, read.sample
-        return asked == (self._question, self._version, self._seen[1])
+        is_asked = (read.question, read.version) == (self._question, self._version)
+        return is_asked and read.sample == self._sample
 
     def _look(self) -> None:
         """Sample the weights, and begin an era if they are others."""
-        seen = self._version, self._sample()
-        if seen != self._seen or not seen[1]:
-            self._seen, self._era = seen, self._era + 1
+        sample = self._take_sample()
+        if not sample or (self._version, sample) != (self._sampled_version, self._sample):
+            self._era += 1
+        self._sampled_version, self._sample = self._version, sample
 
     def step(self, question: int) -> None:
         """A step begins; read the weights beside it if the question or the weights are new."""
@@ -206,7 +208,10 @@ class EngineWeights:
             return
         self._look()
         is_read = read is not None and self._is_known(read)
-        if is_read or (self._reader is not None and self._reader[2] == now):
+        reader = self._reader
+        # One that has ended saw weights that changed meanwhile, and another one begins.
+        is_reading = reader is not None and reader[2] == now and reader[0].is_alive()
+        if is_read or is_reading:
             return
         before = self._reader
         if before is not None:
@@ -216,17 +221,13 @@ class EngineWeights:
         def run() -> None:
             if before is not None:
                 before[0].join()
-            sample = self._sample()
+            sample = self._take_sample()
             try:
                 found = self._digest(stopped.is_set)
             except StoppedError:
                 return
-            if stopped.is_set():
-                return
-            if self._sample() == sample:
+            if self._take_sample() == sample and not stopped.is_set():
                 self._read = _Reading(*now, found, sample)
-            else:
-                self._reader = None  # They changed meanwhile, and the next step begins anew.
 
         thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
         self._reader = thread, stopped, now
@@ -269,7 +270,7 @@ class EngineWeights:
         named = zip(("model", "drafter"), models, strict=True)
         return {role: model for role, model in named if isinstance(model, torch.nn.Module)}
 
-    def _sample(self) -> bytes:
+    def _take_sample(self) -> bytes:
         """A sample of the weights; empty where that fails, so that no step is like another."""
         try:
             with torch.inference_mode():

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout, load_error
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
@@ -246,14 +246,24 @@ def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
     rig.store(ops)
     for op in ops[1:3]:
         arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
-    other = CopyOp(replace(ops[3].slot, generation=1), 0, 3, 1, 0, (4,))
-    error = rig.load(0, [*ops[:3], other])
+    reused = CopyOp(replace(ops[3].slot, generation=1), 0, 3, 1, 0, (4,))
+    error = rig.load(0, [*ops[:3], reused])
     assert isinstance(error, BadSlotError)
     assert sorted(error.slots, key=lambda slot: slot.offset) == [
-        *(ops[1].slot, ops[2].slot, other.slot)
+        *(ops[1].slot, ops[2].slot, reused.slot)
     ]
     assert rig.load(0, ops[:1]) is None
     rig.close()
+
+
+def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
+    bad = [
+        BadSlotError(CopyOp(SlotRef(4096 * at, 1), 0, at, 1, 0, (1,)), "torn") for at in range(2)
+    ]
+    error = load_error([HybridKVError("a block is outside"), *bad])
+    assert isinstance(error, BadSlotError)
+    assert [slot.offset for slot in error.slots] == [0, 4096]
+    assert load_error([]) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

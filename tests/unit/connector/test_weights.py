@@ -84,6 +84,20 @@ def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int], is_known:
     assert watch.is_current, "nothing of what was computed in doubt is left"
 
 
+def test_two_resets_in_a_row_before_the_first_report() -> None:
+    """As with steps that are planned ahead: the doubt begins before anything was heard."""
+    watch = WeightsWatch(("a",))
+    watch.planned()
+    for _ in range(2):
+        watch.reset(False)
+        watch.planned()
+    for question in range(3):
+        watch.heard(said(question, "a" if question == 0 else ""))
+    assert watch.is_doubtful
+    watch.heard(said(2, "a"))
+    assert watch.is_current, "nobody saw other weights"
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_steps_that_nobody_heard_of(changed: bool) -> None:
     """The role was switched off, and begins anew."""
@@ -257,7 +271,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
     assert step(2, 0, ("of others", 0)) == (False, False)
     assert step(3, 0) == (False, True), "the scheduler role commits once it knows them"
     runner.update_weights()
-    assert role.report().weights == {0: WeightsAnswer(0, "", 1, era=1)}
+    assert role.report().weights == {0: WeightsAnswer(0, "", 1, era=0)}
     role.start_loads(StepPlan())
     role._weights._reader[0].join()
     assert step(5, 0, (digest, 1)) == (True, True), "they were changed to the same"

@@ -178,6 +178,15 @@ def test_what_is_gone_from_ram_is_not_tried_again() -> None:
     assert not node.daemon.store.objects
 
 
+def read_again(node: Node, *numbers: int) -> Found:
+    """The answer to a lookup, from RAM or from tiers."""
+    reply = node.ask(*numbers)
+    if isinstance(reply, Pending):
+        node.work()
+        reply = node.answer()
+    return is_found(reply)
+
+
 def test_written_back_when_it_goes(tmp_path: Path) -> None:
     node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back", arena=512 << 10)
     engine(node.daemon, 1, FULL)
@@ -187,12 +196,9 @@ def test_written_back_when_it_goes(tmp_path: Path) -> None:
     for first in range(10, 130, 2):
         node.store_if_room(FULL, [first, first + 1])
     assert list(tmp_path.glob("objects/*/??/*"))
-    found = node.ask(1, 2)
-    if isinstance(found, Pending):
-        node.work()
-        found = node.answer()
-    assert is_found(found).chunks == 2
-    node.prove(FULL, is_found(found), [1, 2])
+    found = read_again(node, 1, 2)
+    assert found.chunks == 2
+    node.prove(FULL, found, [1, 2])
 
 
 @pytest.mark.parametrize("way", ["read", "evicted"])
@@ -211,12 +217,9 @@ def test_an_answer_is_written_once_it_is_read_or_goes(tmp_path: Path, way: str) 
     else:
         for first in range(10, 130, 2):
             node.store_if_room(FULL, [first, first + 1])
-        reply = node.ask(1, 2)
-        if isinstance(reply, Pending):
-            node.work()
-            reply = node.answer()
-        assert is_found(reply).chunks == 2
-        node.prove(FULL, is_found(reply), [1, 2])
+        found = read_again(node, 1, 2)
+        assert found.chunks == 2
+        node.prove(FULL, found, [1, 2])
 
 
 def test_an_hourly_bound_spares_what_nobody_reads_twice(tmp_path: Path) -> None:

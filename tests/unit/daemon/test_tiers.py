@@ -8,7 +8,8 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.daemon import sessions
 from hybridkv.shm.slots import payload_offset
 from hybridkv.tiers.contract import ReadRequest, TierError
-from hybridkv.tiers.jobs import JobKind, TierJob, execute
+from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
+from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
@@ -490,6 +491,35 @@ def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
     node.prove(FULL, found, [1, 2])
     node.work((JobKind.READ,))
     assert node.answer().lease == 1
+
+
+@pytest.mark.parametrize("end", ["all", "fails", "is left alone"])
+def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tier cannot be asked about any more is a miss, and the answer says so."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2, 3])
+    node.work()
+    monkeypatch.setattr("hybridkv.tiers.lookups.FIND_KEYS_MAX", 2)
+    node = remote(records, "sim://0")
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    (first,) = node.jobs
+    node.jobs.clear()
+    assert len(first.items) == 2
+    if end == "is left alone":
+        monkeypatch.setattr(TierState, "reads", lambda *_: False)
+    node.finish(first, execute(node.daemon.tiers[0].tier, first, node.memory))
+    if end == "fails":
+        (second,) = node.jobs
+        node.jobs.clear()
+        node.finish(second, JobOutcome(error=TierError("no route")))
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.why) == {
+        "all": (3, ""),
+        "fails": (2, "disk: no route"),
+        "is left alone": (0, "no tier can be asked at the moment"),
+    }[end]
 
 
 def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> None:

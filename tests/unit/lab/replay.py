@@ -17,6 +17,7 @@ from hybridkv.lab.replay import (
     BLOCK_TOKENS,
     ReplayHits,
     ReplayModel,
+    ReplayObject,
     TracePrompt,
     TraceReplay,
     UnlimitedCache,
@@ -38,15 +39,8 @@ SCAN_CHUNKS = 200
 class Unmarked(TraceReplay):
     """A cache that is not told where prompts end."""
 
-    def _store_object(
-        self,
-        index: int,
-        chunk_hash: bytes,
-        parent: bytes,
-        size: int,
-        eviction_class: EvictionClass = EvictionClass.PROMPT,
-    ) -> None:
-        super()._store_object(index, chunk_hash, parent, size)
+    def _store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
+        super()._store_object(stored, EvictionClass.PROMPT)
 
 
 def with_scans(prompts: Sequence[TracePrompt], every: int) -> Iterator[tuple[TracePrompt, bool]]:

@@ -227,6 +227,30 @@ def test_weights_are_read_again_after_every_question_and_every_change() -> None:
     weights.close()
 
 
+def test_weights_that_change_while_they_are_read_are_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker(Runner(Model()))
+    weights = worker.initialize()
+    whole, updates = weights_module.digest_weights, iter([worker.model_runner.model.first.weight])
+
+    def changing(*arguments: Any) -> Any:
+        found = whole(*arguments)
+        for tensor in updates:
+            tensor.data.neg_()
+        return found
+
+    weights.read()
+    monkeypatch.setattr(weights_module, "digest_weights", changing)
+    weights.step(1)
+    assert weights._reader is not None
+    weights._reader[0].join(DEADLINE_SECONDS)
+    assert weights.answer.digest == "", "it is a digest of neither"
+    weights.step(1)
+    assert answered(weights).digest == digest(worker.model_runner.model)
+    weights.close()
+
+
 def test_steps_of_one_era_had_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a reading takes long each step looks at a few words, and sees every other weight."""
     worker = Worker(Runner(Model()))

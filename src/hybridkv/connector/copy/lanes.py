@@ -227,11 +227,11 @@ class LoadLane(CopyLane[LoadJob]):
                     self._barrier = job
                     return
                 self._load = job
-            load, op = self._load, self._load.ops[0]
+            load = self._load
             try:
                 if self._shared.dead:
                     raise DeviceError(self._shared.dead)
-                flight = self._place(load, op)
+                flight = self._place(load, load.ops[0])
                 if flight is None:
                     return
                 load.ops.popleft()

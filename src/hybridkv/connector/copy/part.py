@@ -4,7 +4,7 @@ A part of an object is ``[layer][stored block][bytes of the block]`` (core.copie
 part and writes its checksum. A load proves a part by its checksum and its slot's generation.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,17 +29,16 @@ class BadSlotError(HybridKVError):
         self.slots = [op.slot]
 
 
-def load_error(errors: Iterable[HybridKVError]) -> HybridKVError | None:
-    """What a load ended with: its first error, with the bad slots of all; None where it went well.
+def load_error(errors: Sequence[HybridKVError]) -> HybridKVError | None:
+    """What a load ended with: None where it went well, else the first error with all bad slots.
 
-    All are told at once, because what damages one slot damages its neighbours too, and each that
-    stays is another load that fails.
+    What damages a slot damages its neighbours too, and each that stays fails another load. So a
+    BadSlotError goes before errors of other kinds, which name no slot.
     """
-    first: HybridKVError | None = None
-    for error in errors:
-        if isinstance(first, BadSlotError) and isinstance(error, BadSlotError):
-            first.slots += error.slots
-        first = first or error
+    first = min(errors, key=lambda error: not isinstance(error, BadSlotError), default=None)
+    if isinstance(first, BadSlotError):
+        bad = (error for error in errors if isinstance(error, BadSlotError))
+        first.slots = [slot for error in bad for slot in error.slots]
     return first
 
 

@@ -136,8 +136,8 @@ class DiskTier(Tier):
         now = time.monotonic()
         try:
             if not self._writers.show_alive(now):
-                told = "disk: %s is gone: somebody removed or took it over; it begins anew"
-                logger.info(told, self._writers.home)
+                text = "disk: %s is gone: somebody removed or took it over; it begins anew"
+                logger.info(text, self._writers.home)
                 self.open()
             self._index.sweep()
             self._writers.tend(now)
