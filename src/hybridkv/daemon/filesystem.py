@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from hybridkv.shm.trailer import ARENA_VERSION, Trailer, read_superblock, traile
 
 logger = logging.getLogger("hybridkv.daemon")
 
+ENDING_SECONDS = 1.0
+"""A daemon that ends lets go of its socket first, and of the arena at the latest with its process.
+The next one waits so long for it, and makes an arena of its own if a thread hangs in there."""
 _ARENA = re.compile(r"hybridkv-\d+-[0-9a-f]{12}-[0-9a-f]{32}")
 """The name of an arena: a user, the digest of a socket's path and place, and a daemon's life."""
 _PLACE = re.compile(r"[0-9a-f]{32}")
@@ -393,13 +397,18 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
 
 
 def _attached(path: Path, slots_bytes: int) -> tuple[Arena, Trailer] | None:
-    try:
-        size_bytes = slots_bytes + trailer_bytes(slots_bytes)
-        arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
-    except (shm.ArenaGoneError, BlockingIOError) as error:
-        logger.warning("%s is not taken over: %s", path.name, error)
-        return None
-    return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
+    size_bytes = slots_bytes + trailer_bytes(slots_bytes)
+    deadline = time.monotonic() + ENDING_SECONDS
+    while True:
+        try:
+            arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
+        except (shm.ArenaGoneError, BlockingIOError) as error:
+            if isinstance(error, BlockingIOError) and time.monotonic() < deadline:
+                time.sleep(ENDING_SECONDS / 100)
+                continue
+            logger.warning("%s is not taken over: %s", path.name, error)
+            return None
+        return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
 
 
 def node_name(socket_path: Path) -> str:

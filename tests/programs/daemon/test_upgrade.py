@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.client.control import ControlClient, ensure_daemon
+from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.shm.trailer import ARENA_VERSION
 from tests.unit.daemon.tierclient import Client
 from tests.waiting import DEADLINE_SECONDS, has_ended, until
@@ -30,6 +31,21 @@ while main(words) == 3:
     pass
 """
 """A daemon whose protocol and arena are of other versions. It serves once nobody else does."""
+
+
+LATE = """
+import sys, time
+from hybridkv.shm.arena import Arena
+views, close = [], Arena.close
+def keep(self):
+    views.append(self.memory[:1])
+    close(self)
+Arena.close = keep
+from hybridkv.cli.main import main
+main(["serve", "--socket", sys.argv[1], "--ram", sys.argv[2], "--metrics-port", "-1"])
+time.sleep(0.3)
+"""
+"""A daemon that has its arena locked for a while after it has let go of its socket."""
 
 
 @contextlib.contextmanager
@@ -105,6 +121,21 @@ def test_the_cache_goes_on_where_the_arena_is_of_one_version(
     log = socket_path.with_suffix(".log").read_text()
     why = f"it is of version {ARENA_VERSION + arena} of the arena, and this hybridkv has"
     assert (f"{why} {ARENA_VERSION}\n" in log) == (kept == 0)
+
+
+def test_the_next_daemon_waits_for_the_arena_of_one_that_is_ending(socket_path: Path) -> None:
+    """It has the socket first. An arena that it left alone would be kept for an hour."""
+    late = subprocess.Popen([sys.executable, "-c", LATE, str(socket_path), RAM])
+    until(socket_path.is_socket, "the first one serves")
+    with others(socket_path, 1, 0):
+        late.send_signal(signal.SIGTERM)
+        assert late.wait(DEADLINE_SECONDS) == 0
+        until(socket_path.is_socket, "the second one serves")
+        with ControlClient(str(socket_path)) as control:
+            (arena,) = stale_arenas(socket_path)
+            assert control.welcome.arena_path == str(arena)
+            os.kill(control.welcome.pid, signal.SIGTERM)
+    ours(socket_path)
 
 
 @pytest.mark.engine
