@@ -33,6 +33,7 @@ from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.tiers import demotion, lookups
 from hybridkv.tiers.jobs import TierJob
 from tests.daemonsim.sockets import (
     READ,
@@ -681,6 +682,10 @@ class System:
                 for module in (loop, clients):
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, value))
+            # So that they matter to short prompts in short lives.
+            stack.enter_context(mock.patch.object(demotion, "USE_SECONDS", 0.2))
+            stack.enter_context(mock.patch.object(lookups, "FIND_KEYS_MAX", 6))
+            stack.enter_context(mock.patch.object(lookups, "FIND_KEYS_FIRST", 3))
             stack.enter_context(mock.patch.object(link, "socket", sockets))
             polls = SimpleNamespace(POLLHUP=select.POLLHUP, poll=Poll)
             stack.enter_context(mock.patch.object(link, "select", polls))

@@ -48,6 +48,7 @@ BEHAVIOURS = (
     "jobs_open",
     "jobs_tend",
     "jobs_find",
+    "jobs_use",
     "jobs_read",
     "jobs_write",
     "records_put",

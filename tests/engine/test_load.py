@@ -1,15 +1,18 @@
-"""Fifty requests at once: how much of them comes from outside, and that nothing is wrong (B44)."""
+"""Many requests at once and long ones: how much comes from outside, and that it is right (B44)."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, deviation
 from tests.engine.support import answer, engine, forget, prompt, stats
+from tests.programs.tiers.servers import ValkeyServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -81,3 +84,61 @@ def test_hit_rates_in_a_session_after_a_restart_and_under_load(tmp_path: Path) -
     assert rates["cold"] == 0
     assert rates["after a restart"] == pytest.approx(MAX_RATE)
     assert min(rates["same session"], rates["under load"]) >= 0.9, rates
+
+
+LONG = 100_000
+LONG_ARGUMENTS = (
+    "--block-size=32",
+    f"--max-model-len={LONG + 64}",
+    f"--hf-overrides={json.dumps({'max_position_embeddings': LONG + 64})}",
+    "--max-num-batched-tokens=4096",
+    f"--kv-cache-memory-bytes={2 << 30}",
+)
+LONG_EXTRA: dict[str, object] = {
+    "hybrid_chunk_size": 32,  # 3,125 chunks of at least two groups: more than one question.
+    "load_policy": "always",
+    "lookup_timeout_ms": 30_000,
+    "load_timeout_seconds": 30,
+}
+
+
+@pytest.mark.parametrize("model", ["gemma3", "lfm2"])
+def test_a_server_gives_the_hit_of_ram_to_prompts_of_100_000_tokens(
+    model: str, tmp_path: Path
+) -> None:
+    """Whatever number of objects a tier can be asked about at once."""
+    text = prompt(3, LONG)
+    seconds: dict[str, float] = {}
+    with ValkeyServer(tmp_path) as server:
+        options = ["--tier", f"valkey+unix://{server.socket}?timeout=30"]
+        with (
+            DaemonProcess(str(tmp_path / "daemon.sock"), "4GiB", options=options) as daemon,
+            engine(
+                *(model, tmp_path / "log", daemon.socket_path, *LONG_ARGUMENTS), extra=LONG_EXTRA
+            ) as running,
+        ):
+
+            def ask(name: str) -> dict[str, Any]:
+                (result,) = running.run(text, max_tokens=4)
+                seconds[name] = result["ttft_seconds"]
+                return result
+
+            computed = ask("computed")
+            until(lambda: not stats(daemon.socket_path)["writes_waiting"], "all is written")
+            objects = stats(daemon.socket_path)["objects"]
+            own = ask("own hit")
+            forget(running)
+            from_ram = ask("RAM")
+            with ControlClient(daemon.socket_path) as control:
+                control.clear()
+            forget(running)
+            from_tier = ask("server")
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    print(f"{model}: {objects:.0f} objects, hit {from_tier['cached_tokens']} of {LONG}")
+    print(f"{model}, time to the first token: {times}")
+    assert computed["cached_tokens"] == 0
+    assert from_ram["cached_tokens"] > LONG - 2 * 4096
+    assert from_tier["cached_tokens"] == from_ram["cached_tokens"]
+    if own["cached_tokens"] == from_ram["cached_tokens"]:
+        assert answer(own) == answer(from_ram)
+    assert answer(from_tier) == answer(from_ram)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,7 +22,20 @@ from tests.engine.forked import lines_of
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 HIT = 3 * 128
-Answers = dict[str, tuple[list[int], int | None]]
+
+
+class Answer(NamedTuple):
+    """What came of one request."""
+
+    tokens: list[int]
+    loaded: int | None  # Tokens from outside; None without a connector.
+
+
+class Answers(dict[str, Answer]):
+    """By what was asked."""
+
+    stale: frozenset[str] = frozenset()
+    """Those at which the daemon showed an engine that serves nothing."""
 
 
 def answers(way: str, daemon: DaemonProcess, tmp_path: Path) -> Answers:
@@ -32,17 +46,19 @@ def answers(way: str, daemon: DaemonProcess, tmp_path: Path) -> Answers:
 
 
 def by_name(lines: Sequence[str]) -> Answers:
-    """(tokens, tokens loaded) of each answer, by its name; the last one where a name is twice."""
+    """Each answer by its name; the last one where a name is twice."""
     print(*(line for line in lines if "were read in" in line), sep="\n")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    return {line["name"]: (line["tokens"], line["loaded"]) for line in found}
+    said = Answers({line["name"]: Answer(line["tokens"], line["loaded"]) for line in found})
+    said.stale = frozenset(line["name"] for line in found if line["stale"])
+    return said
 
 
 def check_two(said: Answers, one: str, other: str) -> None:
     """Neither takes the other's KV; the first finds its own again (its last answer is seen)."""
-    assert said[f"plain {one}"][0] != said[f"plain {other}"][0], "the models answer differently"
-    assert said[f"cached {other}"] == (said[f"plain {other}"][0], 0)
-    assert said[f"cached {one}"] == (said[f"plain {one} again"][0], HIT)
+    assert said[f"plain {one}"].tokens != said[f"plain {other}"].tokens, "the models differ"
+    assert said[f"cached {other}"] == (said[f"plain {other}"].tokens, 0)
+    assert said[f"cached {one}"] == (said[f"plain {one} again"].tokens, HIT)
 
 
 @pytest.mark.soak
@@ -96,7 +112,7 @@ def test_weights_that_change_while_the_engine_serves(
 ) -> None:
     """Row 5, and all that resets a cache or may change weights: the same weights hit at once."""
     said = answers(way, daemon, tmp_path)
-    old, new = said["plain old, reset"][0], said["plain new, reset"][0]
+    old, new = said["plain old, reset"].tokens, said["plain new, reset"].tokens
     assert old != new
     assert said["cached old"] == (old, 0)
     assert said["cached old, reset"] == (old, HIT), "the first request after a reset"
@@ -107,6 +123,7 @@ def test_weights_that_change_while_the_engine_serves(
         return
     assert said["cached awake from 1"] == said["cached awake from 2"] == (old, HIT)
     assert said["cached new, paused meanwhile"] == (new, HIT)
-    mixed = said["cached old, and blocks of the new"]
-    assert mixed[1] == 0, "the engine's own cache is of other weights, so nothing is offered"
+    mixed = "cached old, and blocks of the new"
+    assert said[mixed].loaded == 0, "the engine's own cache is of other weights: nothing is offered"
+    assert said.stale == {mixed}, "the daemon hears when that begins, and when it ends"
     assert said["cached old once more"] == (old, HIT), "and nothing of it was stored"

@@ -1,7 +1,8 @@
 """Engines whose weights come in all the ways there are, one after the other, all on one daemon.
 
 Run as `python -m tests.engine.weights SOCKET DIRECTORY WAY`; prints a line of JSON for each answer:
-what was asked, its tokens, and how many of them were loaded (null without a connector).
+what was asked, its tokens, how many of them were loaded, and how many engines the daemon shows as
+stale (both null without a connector).
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader import register_model_loader, weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils import runai_utils
 
+from hybridkv.client.control import ControlClient
 from hybridkv.connector import MultiConnector
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
@@ -63,7 +65,7 @@ class Served:
     def __init__(
         self, name: str, socket_path: str | None, *arguments: str, is_multi: bool = False
     ) -> None:
-        self._name, self._requests = name, 0
+        self._name, self._requests, self._socket_path = name, 0, socket_path
         extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:
@@ -92,6 +94,13 @@ class Served:
             connector = connector._children.all[0].connector
         return int(connector.counters.get("tokens_loaded", 0))
 
+    def stale(self) -> float | None:
+        """Engines of which the daemon was told that nothing is served; None without a connector."""
+        if self._socket_path is None:
+            return None
+        with ControlClient(self._socket_path) as control:
+            return control.stats().values["engines_stale"]
+
     def ask(self, what: str = "") -> None:
         """Answer the one prompt that all engines get, and print what came of it."""
         self._requests += 1
@@ -108,7 +117,7 @@ class Served:
         after = self.loaded()
         loaded = None if after is None or before is None else after - before
         said = {"name": f"{self._name} {what}".strip(), "tokens": tokens, "loaded": loaded}
-        print(json.dumps({**said, "seconds": seconds}), flush=True)
+        print(json.dumps({**said, "stale": self.stale(), "seconds": seconds}), flush=True)
 
     def change(self, factor: float) -> None:
         """Other weights in place, as a trainer's own code does it: nobody is told."""

@@ -7,7 +7,9 @@ from tests.mutations.files import (
     GOLDEN,
     HANDLERS,
     LARGE_HITS,
+    LIARS,
     SHM_DIR,
+    TIER_WRITES,
     TIERS,
 )
 from tests.mutations.mutation import Mutation
@@ -264,6 +266,100 @@ FAULTS: tuple[Mutation, ...] = (
         "pass",
         ("D18",),
         (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
+    ),
+    Mutation(
+        "hits-that-wait-are-nobodys",
+        "what a waiting lookup hits in RAM may be evicted before it is answered",
+        "Promotion._hold_hits",
+        "",
+        "return",
+        ("D18",),
+        (
+            f"{TIERS}::test_what_is_hit_already_stays_until_the_answer",
+            f"{TIERS}::test_what_is_hit_already_stays_while_tiers_are_asked_for_more",
+        ),
+    ),
+    Mutation(
+        "tiers-hear-of-no-use",
+        "tiers do not hear of what RAM hits, and nobody hears that they lost it",
+        "Demotion.read",
+        "due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]",
+        "due = []",
+        ("B35",),
+        (
+            f"{TIER_WRITES}::test_what_a_tier_lost_is_written_again_once_it_is_hit",
+            f"{TIER_WRITES}::test_what_a_tier_refused_is_written_once_it_is_hit",
+            f"{TIER_WRITES}::test_a_directory_keeps_what_ram_hits",
+        ),
+    ),
+    Mutation(
+        "charged-for-what-is-there",
+        "an hourly bound is charged for what the tier has already",
+        "TierState.refund",
+        "",
+        "return",
+        ("B35",),
+        (f"{TIER_WRITES}::test_an_hourly_bound_is_not_charged_for_what_is_there",),
+    ),
+    Mutation(
+        "unwritten-uncounted",
+        "what goes before a tier has it is counted nowhere",
+        "Demotion._write_back",
+        "if not victim.pins:",
+        "if victim.pins < 0:",
+        ("B35",),
+        (f"{TIER_WRITES}::test_what_goes_unwritten_is_counted",),
+    ),
+    Mutation(
+        "damage-one-by-one",
+        "what is beside a damaged object stays until somebody reads it",
+        "TierState.suspect",
+        "",
+        "return",
+        ("B36",),
+        (f"{TIERS}::test_a_damaged_region_costs_one_visit",),
+    ),
+    Mutation(
+        "refused-and-counted",
+        "a lookup is counted before it is refused",
+        "Daemon._lookup",
+        "if len(lookup.hashes) % HASH_BYTES:",
+        """
+        self.counters["lookups"] += 1
+        if len(lookup.hashes) % HASH_BYTES:
+        """,
+        ("C42",),
+        (LIARS,),
+    ),
+    Mutation(
+        "frees-what-others-write",
+        "any client may give back any write slot",
+        "slot_requests:free",
+        "slot = session.unwritten(offset, generation)",
+        "slot = state.store.get(offset, generation)",
+        ("C42",),
+        (LIARS,),
+    ),
+    Mutation(
+        "broken-frames-go-on",
+        "a client whose frames are broken is served on",
+        "ClientSockets._refuse",
+        "client.closing = code.closes",
+        "client.closing = False",
+        ("C42",),
+        (LIARS,),
+    ),
+    Mutation(
+        "statistics-for-strangers",
+        "a client that has not greeted is answered",
+        "Daemon.handle",
+        "if (code := refused(connection.state, type(request))) is not None:",
+        """
+        code = refused(connection.state, type(request))
+        if code is not None and type(request) is not wire.Stats:
+        """,
+        ("C42",),
+        (LIARS,),
     ),
     Mutation(
         "deadline-of-nobody",

@@ -179,6 +179,12 @@ HANDLERS = (
         "failures",
     ),
     Handler(
+        "_write",
+        "suppress(TierError)",
+        "A record that may be damaged is written over where it cannot be removed before.",
+        NO + "the write that follows fails or heals it",
+    ),
+    Handler(
         "TierThreads._work",
         "except BaseException",
         "A panic in a tier's library must not end the thread, because the job must be answered.",

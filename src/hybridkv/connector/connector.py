@@ -164,7 +164,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         report.counters.update(self._uncounted.take())
         if not self._supervisor.healthy:
             # This worker loads nothing any more, so nothing may be offered.
-            report.boots = {}
+            report.boots, report.is_disabled = {}, True
         return report
 
     def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:

@@ -63,6 +63,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
     """Each rank's EngineWeights.answer."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
+    is_disabled: bool = False
+    """Whether some rank copies nothing: its device failed or had no room, or it pauses."""
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """The report of the workers of both."""
@@ -74,6 +76,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
             self.corrupt | other.corrupt,
             {**self.weights, **other.weights},
             _merged(self.counters, other.counters, operator.add),
+            self.is_disabled or other.is_disabled,
         )
 
 

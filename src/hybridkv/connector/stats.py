@@ -77,8 +77,8 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "daemon_unsent": counter("Messages that found no connection, by message.", "message"),
     "condemned_slots": counter("Slots whose bytes were proven wrong before they could be used."),
     "kv_event_chunks": counter(
-        "Chunks that KV events told routers of, by event (stored, removed), or cannot tell of in "
-        "tiers (not_kept).",
+        "Chunks that KV events told routers of, by event (stored, removed), or cannot tell of: in "
+        "tiers (not_kept), or at all, since as many are known as there is room for (not_shown).",
         "event",
     ),
     "weights_stale": counter(
@@ -127,6 +127,7 @@ EXACT: Mapping[str, Cell] = {
     "chunks_announced": ("kv_event_chunks", ("stored",)),
     "chunks_withdrawn": ("kv_event_chunks", ("removed",)),
     "chunks_not_kept": ("kv_event_chunks", ("not_kept",)),
+    "chunks_not_shown": ("kv_event_chunks", ("not_shown",)),
 }
 """The cell of each counter that has one of its own."""
 PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from hybridkv.core.sizes import format_size
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.access import is_trusted, peer_of
@@ -268,7 +269,11 @@ class ClientSockets:
             self.drop(client)
             return
         del client.out[:sent]
-        if len(client.out) > SEND_QUEUE_BYTES_MAX or (client.closing and not client.out):
+        is_full = len(client.out) > SEND_QUEUE_BYTES_MAX
+        if is_full:
+            said = client.number, format_size(len(client.out))
+            logger.warning("client %d leaves %s of answers unread and is disconnected", *said)
+        if is_full or (client.closing and not client.out):
             self.drop(client)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)

@@ -107,6 +107,8 @@ class Daemon(DaemonState):
                 self.promotion.found(job, outcome)
             case JobKind.WRITE:
                 self.demotion.finished(tier, job, outcome)
+            case JobKind.USE:
+                self.demotion.used(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
                 self.demotion.opened(self.sessions.slots())
 
@@ -267,6 +269,7 @@ class Daemon(DaemonState):
             span = self.spans.put("lookup", (asked.asked_at, self.now), facts)
             if chunks:
                 session.spans[asked.lease] = self.now, span
+        why = why[: wire.FACT_MAX]  # An error's text may be of any length.
         return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why, tail)
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
@@ -309,7 +312,8 @@ class Daemon(DaemonState):
         self.history.add_request(RequestOutcome(*ended, self.now))
 
     def _report_identity(self, connection: ClientConnection, told: wire.ReportIdentity) -> None:
-        self.history.add_identity(connection.session.namespace.identity, told.facts)
+        in_use = {session.namespace.identity for session in self.sessions.all}
+        self.history.add_identity(connection.session.namespace.identity, told.facts, in_use)
 
     def _explain(self, _: ClientConnection, explain: wire.Explain) -> Reply:
         history = self.history

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.shm.trailer import WorkerProcess
+from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.record import RecordName
@@ -198,9 +198,13 @@ class Sessions:
             # What the process said before may be of an engine of the same name that has ended. A
             # worker that only lost its connection says it again.
             progress = CopyProgress(connection.number, 0)
-            self._workers.setdefault(owner, {})[connection.process] = progress
             if connection.process.pid or hello.lock:
-                self._store.trailer.remember(WorkerProcess(owner, *connection.process))
+                worker = WorkerProcess(owner, *connection.process)
+                if not self._store.trailer.remember(worker):
+                    # The next daemon would give away slots into which it still writes.
+                    fault = f"there are {PROCESSES_MAX} processes of workers already"
+                    raise RequestError(ErrorCode.SESSIONS, fault)
+            self._workers.setdefault(owner, {})[connection.process] = progress
         connection.state = ConnectionState(hello.role)
         if connection.state is not ConnectionState.CONTROL:
             connection.engine_id = hello.engine_id

@@ -10,7 +10,6 @@ from hybridkv.daemon.sessions import ClientConnection, RequestError, Session, ow
 from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.store.index import Slot
-from hybridkv.tiers.jobs import JobKind, TierJob
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import CHANGES_MAX
 from hybridkv.wire.protocol import ErrorCode
@@ -126,8 +125,7 @@ def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.Report
 def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.Done:
     """Drop at most CHANGES_MAX objects, and have tiers below RAM remove theirs if asked to."""
     for tier in state.tiers if request.tiers else ():
-        if tier.is_open and tier.has_thread(JobKind.CLEAR):
-            tier.submit(TierJob(JobKind.CLEAR, tier.number), state.now)
+        tier.clear(state.now)
     state.ceiling.cleared()
     slots = list(islice(state.sessions.slots(), CHANGES_MAX))
     for slot in slots:

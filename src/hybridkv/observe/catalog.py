@@ -82,7 +82,9 @@ PLAIN: Mapping[str, MetricFamily] = {
     "watching": gauge("Engines that are told which objects go, for their KV events."),
     "leases": gauge("Read leases."),
     "connections": gauge("Connections to the socket."),
-    "workers_unmapped": gauge("Workers that cannot map the arena: nothing is loaded or stored."),
+    "workers_unmapped": gauge(
+        "Workers that cannot map the arena, or cannot copy: nothing is loaded or stored."
+    ),
     "engines_stale": gauge(
         "Engines with blocks of other weights in their own prefix cache: nothing is loaded or "
         "stored until it is reset while no request runs."
@@ -107,8 +109,10 @@ _TIER = {
     "bytes_max": gauge("The tier's bound in bytes."),
     "objects": gauge("Objects that the tier holds."),
     "objects_of_others": gauge("Objects of other daemons in the same directory."),
+    "files_failed": counter("Files that could not be looked at, moved or removed, and were left."),
     "discards_waiting": gauge("Objects that wait to be removed."),
     "client_starts": counter("Processes that were started to speak to the store."),
+    "finds_cut": counter("Times that a tier was asked what it has, and answered in part."),
     "jobs_running": gauge("Jobs of the tier's threads."),
     "jobs_late": counter("Jobs that took longer than the tier's timeout."),
     "is_open": gauge("1 while the tier can be used at all."),
@@ -126,7 +130,9 @@ _TIER = {
     "objects_undecodable": counter("Objects that need a library or a key that the daemon lacks."),
     "objects_wrong_in_ram": counter("Objects not written because RAM had wrong bytes."),
     "objects_refused": counter("Objects that the tier had no room for."),
-    "objects_shed": counter("Objects not written because too many waited."),
+    "objects_shed": counter("Objects not written because too many waited, or that went before."),
+    "objects_given_up": counter("Objects not written because that failed again and again."),
+    "damage_left": counter("Damaged objects that stay until they are read again: too many waited."),
     "objects_not_admitted": counter("Objects not written for the hourly bound."),
     "failures": counter("Calls and objects that failed."),
 }

@@ -10,7 +10,7 @@ had no time. Counters only grow, so what happened between any two samples is the
 import math
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
@@ -140,7 +140,10 @@ class RequestOutcome(NamedTuple):
 
 
 class RequestHistory:
-    """The last REQUESTS_MAX requests and IDENTITIES_MAX identities, for `hybridkv explain`."""
+    """The last REQUESTS_MAX requests and IDENTITIES_MAX identities, for `hybridkv explain`.
+
+    Identities of living engines are kept beyond that.
+    """
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, RequestOutcome] = OrderedDict()
@@ -153,12 +156,15 @@ class RequestHistory:
         if len(self._requests) > REQUESTS_MAX:
             self._requests.popitem(last=False)
 
-    def add_identity(self, identity: bytes, facts: Mapping[str, str]) -> None:
-        """Keep what an identity is made of."""
+    def add_identity(
+        self, identity: bytes, facts: Mapping[str, str], in_use: Container[bytes] = ()
+    ) -> None:
+        """Keep what an identity is made of; the oldest one that is not `in_use` goes for it."""
         self._identities[identity] = facts
         self._identities.move_to_end(identity)
         if len(self._identities) > IDENTITIES_MAX:
-            self._identities.popitem(last=False)
+            unused = (one for one in self._identities if one not in in_use)
+            self._identities.pop(next(unused, b""), None)
 
     def request(self, request_id: str) -> RequestOutcome | None:
         """A request by its id, or by the id that clients know, to which vLLM may append."""

@@ -27,7 +27,8 @@ LEVELS = ("bad", "warn", "note")  # The worst first.
 TIER_NOTES = {
     "objects_damaged": "were damaged and were removed",
     "objects_refused": "found no room there",
-    "objects_shed": "were not written because too many waited",
+    "objects_shed": "were not written: too many waited, or they had to go before",
+    "objects_given_up": "were not written: that failed again and again",
 }
 NEWS = {
     "loads_failed": ("bad", "loads failed; the engines computed instead"),
@@ -176,8 +177,9 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         if (count := recent.growth(name))
     ]
     if count := snapshot.values.of("workers_unmapped"):
-        text = f"{count:,.0f} workers cannot map the arena, so that nothing is loaded or stored"
-        found.append(wire.Problem("bad", f"{text}; engine and daemon need one /dev/shm"))
+        text = f"{count:,.0f} workers cannot map the arena, or cannot copy"
+        what = "so that nothing is loaded or stored; their engines' logs say why"
+        found.append(wire.Problem("bad", f"{text}, {what}"))
     if count := snapshot.values.of("engines_stale"):
         text = f"{count:,.0f} engines serve nothing: their caches have blocks of other weights"
         cure = "reset_prefix_cache while no request runs ends it"
@@ -302,7 +304,7 @@ def sentences_of_reply(told: Explained) -> dict[str, str]:
             f"{one.name}: {one.here} here, {one.there} there" for one in other.differences
         )
         facts[f"also under {other.identity.hex()[:12]}"] = (
-            differences or "in what they differ was not told"
+            differences or "in what they differ is not known, or not any more"
         )
     return facts
 

@@ -27,7 +27,9 @@ class Slot:
     eviction_class: EvictionClass = EvictionClass.PROMPT  # As of an object that is not read yet.
     is_doubted: bool = False
     """Whether a load failed in which the object took part: the next store of it replaces it."""
-    in_tiers: int = 0  # A bit for each tier below that has the object, or is about to.
+    in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
+    queued_in: int = 0  # A bit for each tier to which it waits to be written.
+    used_at: float = 0.0  # When tiers heard of it last: that it is written, or used.
 
     @property
     def shape(self) -> SlotShape:

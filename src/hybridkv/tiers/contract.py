@@ -110,6 +110,13 @@ class Tier(ABC):
         Keys are in the order of prefixes. Raises TierError where nobody answers.
         """
 
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """Count records as used, which are hit in RAM; for each key whether its record is there.
+
+        What is used goes last where a tier evicts in such an order. Raises TierError as `find`.
+        """
+        return self.find(keys)
+
     @abstractmethod
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         """Read records, prefix first; for each item None, or its error and any bytes.

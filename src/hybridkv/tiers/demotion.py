@@ -2,6 +2,9 @@
 
 Of an answer, with which often nobody goes on, objects are written once somebody reads them, or
 before they are evicted, wherever prompts are written when they are stored.
+
+Tiers do not see what RAM hits. So they hear of it now and then: what is used most goes last there,
+and what they lost or refused is written again.
 """
 
 import math
@@ -15,13 +18,15 @@ from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, MissingError
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
-from hybridkv.tiers.record import Record, record_of
+from hybridkv.tiers.record import record_of
 from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
 QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier; more are not written.
 TRIES_MAX = 3
 """Writes of an object that fail, before it is given up; while all writes fail none is counted."""
 LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
+USE_SECONDS = 600.0
+"""How often tiers hear at most that an object in RAM is used; with S3 that is a HEAD each time."""
 HELD_SHARE = 8  # At most 1/8 of the arena is held for one tier, unless one object is more.
 HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one job at a time.
 
@@ -47,6 +52,9 @@ class Demotion:
         self._queues: list[deque[QueuedWrite]] = [deque() for _ in tiers]
         self._leaving: list[deque[JobItem]] = [deque() for _ in tiers]
         """Per tier the objects that would be evicted, and are held until they are written."""
+        self._used: list[deque[QueuedWrite]] = [deque(maxlen=QUEUE_MAX) for _ in tiers]
+        """Per tier the objects it should have that were hit, and that it has not heard of yet."""
+        self._telling: dict[TierJob, Sequence[QueuedWrite]] = {}
         self._unqueued: deque[Slot] = deque()
         """Objects that were stored before a tier was open, and are in no queue yet."""
         self._looks = LOOKS_MAX  # How many more objects are looked at in this turn.
@@ -72,19 +80,32 @@ class Demotion:
 
     def stored(self, slots: Iterable[Slot]) -> None:
         """Queue new objects of the index, also those that were read from another tier."""
-        asked = [slot for slot in slots if slot.eviction_class is not EvictionClass.GENERATED]
+        asked = []
+        for slot in slots:
+            slot.used_at = self._now
+            if slot.eviction_class is not EvictionClass.GENERATED:
+                asked.append(slot)
         self._queue(self._through, asked, is_read=False)
 
     def read(self, slots: Iterable[Slot]) -> None:
         """Queue objects that are hit, where they were not queued when they were stored.
 
-        Those are what an hourly bound did not admit, and answers. To be called before `Store.pin`.
+        Those are what an hourly bound did not admit, and answers; each USE_SECONDS also what a tier
+        refused. To be called before `Store.pin`.
         """
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
         self._queue(bounded, slots if bounded else (), is_read=True)
         if self._through:
             answers = (slot for slot in slots if slot.eviction_class is EvictionClass.GENERATED)
             self._queue(self._through, answers, is_read=True)
+        due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]
+        for slot in due:
+            slot.used_at = self._now
+            for tier in self._tiers:
+                if slot.in_tiers & tier.bit:
+                    used = QueuedWrite(slot, slot.generation, is_read=True)
+                    self._used[tier.number].append(used)
+        self._queue(self._through, due, is_read=True)
 
     def pump(self, now: float) -> None:
         """Start what can be started."""
@@ -96,6 +117,7 @@ class Demotion:
         for tier in self._tiers:
             self._write_leaving(tier, self._leaving[tier.number])
             self._write_queued(tier, self._queues[tier.number])
+            self._tell_used(tier, self._used[tier.number])
 
     def finished(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
         """Release the objects of a write job, and queue those again with which the tier failed."""
@@ -105,12 +127,24 @@ class Demotion:
             if isinstance(error, WrongBytesError):
                 self._store.drop(_slot(item))
             self._release(tier, item, is_written=error is None)
+            if outcome.found and outcome.found[at]:
+                tier.refund(item.record.size_bytes)
             is_final = isinstance(error, (WrongBytesError, FullError, MissingError))
             if queued and error is not None and not is_final:
                 again = queued[at]
-                if _is_there(again) and again.tries < TRIES_MAX:
+                if again.tries >= TRIES_MAX:
+                    tier.counters["objects_given_up"] += 1
+                elif _is_there(again):
                     # At the end, so that an object that always fails keeps nothing else waiting.
                     self._append(tier, again)
+
+    def used(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
+        """Take over which of the objects that were used a tier still has; write the others anew."""
+        for queued, is_there in zip(self._telling.pop(job), outcome.found, strict=False):
+            if not is_there and _is_there(queued):
+                queued.slot.in_tiers &= ~tier.bit
+                if tier in self._through:
+                    self._queue((tier,), (queued.slot,), is_read=True)
 
     def held(self) -> Iterator[Slot]:
         """Slots that are held, once for each time."""
@@ -122,7 +156,7 @@ class Demotion:
     def _queue(self, tiers: Sequence[TierState], slots: Iterable[Slot], is_read: bool) -> None:
         for slot in slots:
             for tier in tiers:
-                if not slot.in_tiers & tier.bit and slot.entry is not None:
+                if not (slot.in_tiers | slot.queued_in) & tier.bit and slot.entry is not None:
                     self._append(tier, QueuedWrite(slot, slot.generation, is_read))
 
     def _append(self, tier: TierState, queued: QueuedWrite) -> None:
@@ -130,8 +164,22 @@ class Demotion:
         if len(queue) >= QUEUE_MAX:
             tier.counters["objects_shed"] += 1
             return
-        queued.slot.in_tiers |= tier.bit
+        queued.slot.queued_in |= tier.bit
         queue.append(queued)
+
+    def _tell_used(self, tier: TierState, used: deque[QueuedWrite]) -> None:
+        while used and self._looks and tier.reads(self._now) and tier.has_thread(JobKind.USE):
+            some: list[QueuedWrite] = []
+            while used and self._looks and len(some) < JOB_ITEMS_MAX:
+                self._looks -= 1
+                if _is_there(used[0]):
+                    some.append(used[0])
+                used.popleft()
+            if some:
+                items = [JobItem(record_of(queued.slot)) for queued in some]
+                job = TierJob(JobKind.USE, tier.number, items)
+                self._telling[job] = some
+                tier.submit(job, self._now)
 
     def _write_queued(self, tier: TierState, queue: deque[QueuedWrite]) -> None:
         while queue and self._looks and self._takes(tier):
@@ -157,24 +205,26 @@ class Demotion:
                     break
                 if not self._has_room(tier, size):
                     break
-                record = self._to_write(tier, slot, queued.is_read, queued.is_admitted)
-                if record is not None:
+                item = self._to_write(tier, slot, queued.is_read, queued.is_admitted)
+                if item is not None:
                     is_alone, job_bytes = queued.tries > 0, size
                     tries = queued.tries + (not tier.writing.is_open)
-                    batch[JobItem(record, slot)] = queued._replace(tries=tries, is_admitted=True)
+                    batch[item] = queued._replace(tries=tries, is_admitted=True)
             queue.popleft()
         return batch
 
     def _to_write(
         self, tier: TierState, slot: Slot, is_read: bool, is_admitted: bool = False
-    ) -> Record | None:
-        """The record of an object, unless the tier has it or its hourly bound does not admit it."""
+    ) -> JobItem | None:
+        """What is written, unless the tier has it or its hourly bound does not admit it."""
         record = record_of(slot)
-        if tier.peek(record.name.key) is True:
-            return None
-        if is_admitted or tier.admits(slot.size_bytes, is_read, self._now):
-            return record
-        slot.in_tiers &= ~tier.bit
+        is_suspect = record.name.key in tier.suspects
+        slot.queued_in &= ~tier.bit
+        if tier.peek(record.name.key) is True and not is_suspect:
+            slot.in_tiers |= tier.bit
+        elif is_admitted or tier.admits(slot.size_bytes, is_read, self._now):
+            slot.queued_in |= tier.bit
+            return JobItem(record, slot, replaces=is_suspect)
         return None
 
     # Eviction
@@ -184,15 +234,23 @@ class Demotion:
         assert victim.entry is not None, "a victim is in the index"
         free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
         late = [(slot, tier) for slot in free for tier in self._late_tiers(slot)]
+        # Those whose queue comes too late, and those that cannot take it now.
+        lost = [tier for tier in self._tiers if victim.queued_in & tier.bit]
         for slot, tier in late:
-            is_wanted = not slot.in_tiers & tier.bit and tier.writes(self._now)
-            if is_wanted and self._has_room(tier, slot.size_bytes):
-                is_read = slot.eviction_class is not EvictionClass.GENERATED
-                record = self._to_write(tier, slot, is_read)
-                if record is not None:
-                    slot.in_tiers |= tier.bit
-                    self._leaving[tier.number].append(JobItem(record, slot))
-                    self._hold(tier, self._leaving[tier.number][-1])
+            if (slot.in_tiers | slot.queued_in) & tier.bit:
+                continue
+            if not (tier.writes(self._now) and self._has_room(tier, slot.size_bytes)):
+                if slot is victim:
+                    lost.append(tier)
+                continue
+            is_read = slot.eviction_class is not EvictionClass.GENERATED
+            item = self._to_write(tier, slot, is_read)
+            if item is not None:
+                self._leaving[tier.number].append(item)
+                self._hold(tier, item)
+        if not victim.pins:
+            for tier in lost:
+                tier.counters["objects_shed"] += 1
         return victim.pins > 0
 
     def _late_tiers(self, slot: Slot) -> list[TierState]:
@@ -212,6 +270,7 @@ class Demotion:
             self._write(tier, items)
         if not tier.writes(self._now):
             # The tier became ill: nobody takes these objects, so they may be evicted.
+            tier.counters["objects_shed"] += len(leaving)
             for item in leaving:
                 self._release(tier, item)
             leaving.clear()
@@ -235,8 +294,9 @@ class Demotion:
     def _release(self, tier: TierState, item: JobItem, is_written: bool = False) -> None:
         slot = _slot(item)
         self._held_bytes[tier] -= item.record.size_bytes
-        if not is_written:
-            slot.in_tiers &= ~tier.bit
+        slot.queued_in &= ~tier.bit
+        if is_written:
+            slot.in_tiers |= tier.bit
         self._store.unpin((slot,))
 
     def _has_room(self, tier: TierState, size: int) -> bool:

@@ -42,7 +42,12 @@ class EncodedTier(Tier):
         return False if key in self._undecodable else self._tier.peek(key)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        found = self._tier.find(keys)
+        return self._decodable(keys, self._tier.find(keys))
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._decodable(keys, self._tier.use(keys))
+
+    def _decodable(self, keys: Sequence[bytes], found: Sequence[bool]) -> list[bool]:
         return [
             is_there and key not in self._undecodable
             for key, is_there in zip(keys, found, strict=True)

@@ -5,6 +5,7 @@ daemon keeps for the job until its outcome is known. A tier has threads of its o
 hangs blocks no other tier.
 """
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ class JobKind(StrEnum):
     OPEN = "open"
     TEND = "tend"
     FIND = "find"
+    USE = "use"  # The tier hears of what RAM hits, and says whether it still has that.
     READ = "read"
     WRITE = "write"
     DISCARD = "discard"  # Damaged records are put aside.
@@ -41,7 +43,7 @@ class JobKind(StrEnum):
 
 LIMITS = {JobKind.READ: 4, JobKind.WRITE: 4, JobKind.FIND: 2}
 """Jobs of a kind that may run at once; 1 of the other kinds."""
-THREADS = sum(LIMITS.values()) + 3
+THREADS = sum(LIMITS.values()) + 4
 """Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
 
 
@@ -51,6 +53,7 @@ class JobItem(NamedTuple):
     record: Record
     """What is written. For a read: the name, the shape, and the seed of the slot's signatures."""
     slot: Slot | None = None
+    replaces: bool = False  # Whether it is written although a record is there, maybe a damaged one.
 
     @property
     def key(self) -> bytes:
@@ -81,7 +84,8 @@ class JobOutcome:
     error: TierError | None = None  # The error of the whole job, which did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)
     """For READ and WRITE: the error of each item, or None."""
-    found: Sequence[bool] = ()  # For FIND: whether each record is there.
+    found: Sequence[bool] = ()
+    """For FIND and USE: whether each record is there; for WRITE: whether it was, and is kept."""
     tenants: Sequence[int] = ()  # For READ: the tenant of each item.
     config: ConfigError | None = None  # For OPEN: why the tier's settings can never work.
 
@@ -96,6 +100,8 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
                 tier.tend()
             case JobKind.FIND:
                 return JobOutcome(found=tier.find([item.key for item in job.items]))
+            case JobKind.USE:
+                return JobOutcome(found=tier.use([item.key for item in job.items]))
             case JobKind.DISCARD:
                 tier.discard([item.key for item in job.items], damaged=True)
             case JobKind.CLEAR:
@@ -105,7 +111,7 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
             case JobKind.READ:
                 return _read(tier, job.items, memory)
             case JobKind.WRITE:
-                return JobOutcome(errors=_write(tier, job.items, memory))
+                return _write(tier, job.items, memory)
     except TierError as error:
         return JobOutcome(error=error)
     except ConfigError as error:
@@ -158,10 +164,16 @@ def _prove(wanted: Record, head: memoryview, slot: memoryview) -> int:
     return record.tenant
 
 
-def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[TierError | None]:
+def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutcome:
     errors: list[TierError | None] = [None] * len(items)
     requests: dict[int, WriteRequest] = {}
-    found = tier.find([item.key for item in items])
+    if replaced := [item.key for item in items if item.replaces]:
+        with contextlib.suppress(TierError):  # A tier that cannot remove it may write over it.
+            tier.discard(replaced)
+    found = [
+        is_there and not item.replaces
+        for item, is_there in zip(items, tier.find([item.key for item in items]), strict=True)
+    ]
     for at, (item, head, slot, pieces) in enumerate(_places(items, memory)):
         record = item.record
         try:
@@ -173,7 +185,7 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> list[Tie
     told = tier.put(list(requests.values()))
     for at, error in zip(requests, told, strict=True):
         errors[at] = error
-    return errors
+    return JobOutcome(errors=errors, found=found)
 
 
 class TierThreads:

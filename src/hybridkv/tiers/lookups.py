@@ -23,6 +23,7 @@ from hybridkv.tiers.state import TierState
 
 CUTS = 8  # Boundaries that are compared with each other.
 FIND_KEYS_MAX = 4096  # Objects that a tier is asked about at once.
+FIND_KEYS_FIRST = 8  # In the first round.
 
 ObjectPlace = tuple[int, int]
 """(group index, place) of an object of a prompt: its chunk, or behind the last chunk its tail."""
@@ -156,20 +157,26 @@ class WaitingLookup:
 def next_finds(lookup: WaitingLookup) -> list[ObjectPlace]:
     """The next objects to ask tiers about, which are not `unknown` any more; empty = no more.
 
-    Up to FIND_KEYS_MAX unknown objects are asked about at once. Of more, those that every hit needs
-    come first, prefix first, and end where one is missing. Then come windows and states, the last
-    ones first, until nothing behind the longest hit is unknown: no need moves down while hits grow,
-    so no longer hit needs what is before it. What the hits need with which that is compared comes
-    last.
+    The first FIND_KEYS_FIRST that every hit needs are asked about alone: of a prompt that nobody
+    stored that is all. Then up to FIND_KEYS_MAX are asked about at once. Of more, those that every
+    hit needs come first, prefix first, and end where one is missing. Then come windows and states,
+    the last ones first, until nothing behind the longest hit is unknown: no need moves down while
+    hits grow, so no longer hit needs what is before it. What the hits need with which that is
+    compared comes last.
     """
-    unknown = lookup.unknown
-    if len(unknown) > FIND_KEYS_MAX or lookup.asked:
-        masks = _masks(lookup)
+    unknown, most = lookup.unknown, FIND_KEYS_MAX
+    masks = _masks(lookup)
+    if lookup.asked:
         reach = _reach(lookup, masks)
         for place in [place for place in unknown if place[1] >= reach]:
             del unknown[place]
-        groups = lookup.request.geometry.groups
-        prefix = [place for place in unknown if groups[place[0]].kind is GroupKind.FULL]
+    groups = lookup.request.geometry.groups
+    prefix = [place for place in unknown if groups[place[0]].kind is GroupKind.FULL]
+    if prefix and not lookup.asked:
+        most = min(FIND_KEYS_FIRST, FIND_KEYS_MAX)
+    if len(unknown) <= most:
+        order = list(unknown)
+    else:
         hit = _longest(lookup, masks)
         is_longer = hit.tokens > lookup.request.resident.tokens
         behind = [place for place in unknown if place[1] >= hit.chunks or not is_longer]
@@ -181,13 +188,11 @@ def next_finds(lookup: WaitingLookup) -> list[ObjectPlace]:
             hits = (lookup.request.hit_of(cut) for cut in _cuts(hit.chunks))
             needed = (place for hit in hits for place in lookup.request.needed(hit))
             order = [place for place in dict.fromkeys(needed) if place in unknown]
-    else:
-        order = list(unknown)
     if not order:
         unknown.clear()
-    for place in order[:FIND_KEYS_MAX]:
+    for place in order[:most]:
         del unknown[place]
-    return order[:FIND_KEYS_MAX]
+    return order[:most]
 
 
 def _reach(lookup: WaitingLookup, masks: Sequence[bytes]) -> int:

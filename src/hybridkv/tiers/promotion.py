@@ -38,7 +38,7 @@ from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 WAITING_MAX = 1024  # Lookups that wait at the same time; more are answered from RAM.
 READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
 DAMAGED_MAX = 1024
-"""Damaged objects of one tier that wait to be put aside; of more the oldest ones stay there."""
+"""Damaged objects of one tier that wait to be put aside; more stay there until they are read."""
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Promotion:
         self._finds: dict[TierJob, tuple[WaitingLookup, list[ObjectPlace]]] = {}
         self._turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
         """Lookups of which a tier is asked as soon as it has a thread for it, in order."""
-        self._damaged = {tier: deque[JobItem](maxlen=DAMAGED_MAX) for tier in tiers}
+        self._damaged = {tier: deque[JobItem]() for tier in tiers}
         self._reading_bytes: Counter[TierState] = Counter()
         self.counters: Counter[tuple[str, str]] = Counter()
         """Lookups that fell short, by the (metric, label) of the reason."""
@@ -123,13 +123,14 @@ class Promotion:
             self._reading_bytes[tier] -= read.slot.size_bytes
             came: Slot | TierError | None = outcome.error or outcome.errors[at]
             if came is None:
+                tier.suspects.discard(item.key)
                 came = self._enter(read, outcome.tenants[at])
                 if came is read.slot:
                     stored.append(read.slot)
             else:
                 self._store.free(read.slot)
                 if isinstance(came, DamagedError):
-                    self._damaged[tier].append(item._replace(slot=None))
+                    self._found_damaged(tier, item, read.lookups)
             touched.update(read.lookups)
             for lookup in read.lookups:
                 self._came(lookup, read.need, came, now)
@@ -137,6 +138,24 @@ class Promotion:
             # It comes too late for any lookup, but now the tier's speed is known.
             tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
         return stored
+
+    def _found_damaged(
+        self, tier: TierState, item: JobItem, lookups: Sequence[WaitingLookup]
+    ) -> None:
+        """Have a damaged record put aside, and those replaced that would have been read after it.
+
+        Damage comes in regions, and these lookups end here: each would find one record of it.
+        """
+        damaged = self._damaged[tier]
+        if len(damaged) < DAMAGED_MAX:
+            damaged.append(item._replace(slot=None))
+        else:
+            tier.counters["damage_left"] += 1
+        tier.suspect((item.key,))
+        for lookup in lookups:
+            name_of = lookup.request.name_of
+            left = (need for need in lookup.todo if need.tier is tier)
+            tier.suspect(name_of(need.group_index, need.at).key for need in left)
 
     def tick(self, now: float) -> list[WaitingLookup]:
         """Go on where something came, or there is room or a thread; the lookups that ended."""

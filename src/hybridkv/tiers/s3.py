@@ -16,11 +16,11 @@ import asyncio
 import concurrent.futures
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -36,8 +36,9 @@ from hybridkv.tiers.remote import KEY_DIGITS, Deadline, copy_steps, in_batches
 FLIGHT_BYTES_MAX = 64 << 20
 """Bytes of objects that are on their way at once, where it is more than one."""
 FLIGHT_REQUESTS_MAX = 16
-WAVE_FIRST = 4
-WAVE_MAX = 32
+WAVE_REQUESTS = 32  # Objects that are asked about at once.
+FIND_SHARE = 0.75
+"""The share of `timeout` after which `find` returns what it knows, so that it is never late."""
 ASIDE = "quarantine/"
 QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5
@@ -113,6 +114,7 @@ class S3Tier(Tier):
         self._thread: threading.Thread  # Serves the loop, where there is one.
         self._closed = False
         self._aside = 0
+        self._finds_cut = 0
 
     # The contract
 
@@ -136,19 +138,22 @@ class S3Tier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
-        # share of the bucket. Keys come prefix first, and waves of requests double: a prompt that
-        # nobody stored costs one wave of WAVE_FIRST, since a wave that finds nothing is the last.
-        # A hole does not end it: objects that only a shorter hit needs may have gone first.
-        deadline = Deadline(self._timeout_seconds)
-        found: list[bool] = []
-        wave = WAVE_FIRST
-        while len(found) < len(keys):
-            asked = keys[len(found) : len(found) + wave]
+        # share of the bucket. What fails, or does not answer in time, is not found; only if all
+        # fails nobody answers.
+        deadline = Deadline(FIND_SHARE * self._timeout_seconds)
+        answers: list[Any] = []
+        while len(answers) < len(keys):
+            asked = keys[len(answers) : len(answers) + WAVE_REQUESTS]
             requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
-            found += [not isinstance(one, TierError) for one in self._sound(requests, deadline)]
-            if not any(found[-len(asked) :]):
+            answers += self._each(requests, deadline)
+            if all(map(_is_failure, answers[-len(asked) :])):
                 break
-            wave = min(2 * wave, WAVE_MAX)
+        errors = list(filter(_is_failure, answers))
+        if errors and len(errors) == len(answers):
+            raise errors[0]
+        with self._lock:
+            self._finds_cut += bool(errors)
+        found = [not isinstance(answer, TierError) for answer in answers]
         return found + [False] * (len(keys) - len(found))
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
@@ -206,6 +211,10 @@ class S3Tier(Tier):
             if ours := _OURS.fullmatch(name):
                 yield bytes.fromhex(ours[2])
 
+    def gauges(self) -> Mapping[str, float]:
+        """How often `find` did not learn of every object whether it is there."""
+        return {"finds_cut": float(self._finds_cut)}
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -242,9 +251,8 @@ class S3Tier(Tier):
     def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
         """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
         answers = self._each(requests, deadline)
-        for answer in answers:
-            if isinstance(answer, TierError) and not isinstance(answer, contract.MissingError):
-                raise answer
+        for error in filter(_is_failure, answers):
+            raise error
         return answers
 
     def _each(
@@ -313,6 +321,10 @@ class S3Tier(Tier):
 
 def _path(key: bytes) -> str:
     return f"{key[:1].hex()}/{key.hex()}"
+
+
+def _is_failure(answer: object) -> TypeGuard[TierError]:
+    return isinstance(answer, TierError) and not isinstance(answer, contract.MissingError)
 
 
 async def _do(request: _Request[_T]) -> _T | Exception:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
@@ -16,7 +16,7 @@ from hybridkv.tiers.contract import (
     TierError,
     UndecodableError,
 )
-from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, WrongBytesError
+from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -25,6 +25,7 @@ JOB_BYTES_MAX = 8 << 20
 JOB_BYTES_FIRST = 1 << 20  # Bytes of a job for a tier whose speed is not known.
 JOB_SECONDS = 0.1
 """How long a job should take at most, because its objects count only when all are there."""
+SUSPECTS_MAX = 1 << 14  # Beyond that, damage is found record by record.
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
@@ -59,6 +60,9 @@ class TierState:
         self.writing_speed = Speed()  # Bytes per second of one job.
         self.is_open = False
         self.counters: Counter[str] = Counter()
+        self.suspects: set[bytes] = set()
+        """Keys of records that may be damaged, until they are read whole or written anew."""
+        self._clears_again = False  # Whether it was to be cleared while it was being cleared.
         self._submit = submit
         self._reading = Breaker()
         self.writing = Breaker()  # Of writes; while it is open, the next write is a probe.
@@ -115,12 +119,35 @@ class TierState:
         self._budget -= size
         return True
 
+    def refund(self, size: int) -> None:
+        """Take back a charge of the hourly bound: the tier had the object."""
+        if self.spec.hourly_bytes is not None:
+            self._budget += size
+
+    def clear(self, now: float) -> None:
+        """Remove all records; once more where that is being done, for those that came meanwhile."""
+        if not self.is_open:
+            return
+        if self.has_thread(JobKind.CLEAR):
+            self.submit(TierJob(JobKind.CLEAR, self.number), now)
+        else:
+            self._clears_again = True
+
+    def suspect(self, keys: Iterable[bytes]) -> None:
+        """Count records as maybe damaged, which are beside a damaged one and were not read.
+
+        They are read as before, and the next write of their objects replaces them.
+        """
+        for key in keys:
+            if len(self.suspects) < SUSPECTS_MAX:
+                self.suspects.add(key)
+
     def submit(self, job: TierJob, now: float) -> None:
         """Give a job to a thread."""
         job.submitted_at = now
         self._running[job] = None
         self._busy[job.kind] += 1
-        if job.kind in (JobKind.READ, JobKind.FIND):
+        if job.kind in (JobKind.READ, JobKind.FIND, JobKind.USE):
             self._reading = self._reading.asked(now)
         elif job.kind is JobKind.WRITE:
             self.writing = self.writing.asked(now)
@@ -144,13 +171,17 @@ class TierState:
                 self.is_open, self._open_at = not failed, now + OPEN_AGAIN_SECONDS
                 self._reading = after(self._reading)
                 self.writing = self.writing if failed else Breaker()
-            case JobKind.READ | JobKind.FIND:
+            case JobKind.READ | JobKind.FIND | JobKind.USE:
                 self._reading = after(self._reading)
             case JobKind.WRITE:
                 self.writing = after(self.writing)
-                if not failed:
+                written = [item.record.size_bytes for item, _ in _moved(job, outcome)]
+                if not failed and written:
                     seconds = now - job.submitted_at
-                    self.writing_speed = self.writing_speed.measured(job.size_bytes, seconds, now)
+                    self.writing_speed = self.writing_speed.measured(sum(written), seconds, now)
+            case JobKind.CLEAR if self._clears_again:
+                self._clears_again = False
+                self.submit(TierJob(JobKind.CLEAR, self.number), now)
             case JobKind.TEND if failed:
                 self._reading, self.writing = after(self._reading), after(self.writing)
         self._count(job, outcome)
@@ -198,7 +229,7 @@ class TierState:
         verb = {JobKind.READ: "read", JobKind.WRITE: "written"}.get(job.kind)
         if verb is None or outcome.error is not None:
             return
-        for item, error in zip(job.items, outcome.errors, strict=True):
+        for item, error in _moved(job, outcome):
             if error is None:
                 self.counters[f"objects_{verb}"] += 1
                 self.counters[f"bytes_{verb}"] += item.record.size_bytes
@@ -209,6 +240,15 @@ class TierState:
             if isinstance(error, UndecodableError) and self.counters["objects_undecodable"] == 1:
                 told = "%s: an object cannot be decoded, which is a miss: %s"
                 logger.warning(told, self.name, error)
+
+
+def _moved(job: TierJob, outcome: JobOutcome) -> Iterator[tuple[JobItem, TierError | None]]:
+    """The items that a READ or WRITE moved, or failed to: without those that were there."""
+    kept = outcome.found or [False] * len(job.items)
+    errors = outcome.errors or [outcome.error] * len(job.items)
+    for item, error, is_kept in zip(job.items, errors, kept, strict=True):
+        if not is_kept:
+            yield item, error
 
 
 def _is_ill(errors: Sequence[TierError | None], kind: JobKind) -> bool:

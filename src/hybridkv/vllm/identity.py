@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from enum import Enum
@@ -23,7 +25,10 @@ from hybridkv.vllm.hashing import hash_facts
 from hybridkv.vllm.layout import WorkerLayout
 from hybridkv.vllm.unrelated import FIELDS, LIBRARY_VARIABLES, VARIABLES, names
 
+logger = logging.getLogger("vllm.hybridkv")
+
 _DEPTH_MAX = 4  # Of objects inside objects that are no data classes.
+_UNREAD = secrets.token_hex(16)  # Stands for what was not read: no other process has it.
 _MEASURED = "online_quantization_time"  # Seconds that a quantization took, among its settings.
 
 
@@ -148,6 +153,14 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
         return str(value)
     # The text of any other object may have its address in it.
     of = value if isinstance(value, type | FunctionType) else type(value)
-    inside = dict(vars(value)) if depth and of is not value and hasattr(value, "__dict__") else {}
+    name = f"{of.__module__}.{of.__qualname__}"
+    inside = dict(vars(value)) if of is not value and hasattr(value, "__dict__") else {}
     inside.pop(_MEASURED, None)
-    return [f"{of.__module__}.{of.__qualname__}", _plain(inside, depth - 1)]
+    if inside and not depth:
+        logger.warning(
+            "hybridkv: a setting of type %s is too deep inside others to be read, so this engine "
+            "shares with no other and with no later one",
+            name,
+        )
+        return [name, _UNREAD]
+    return [name, _plain(inside, depth - 1)]

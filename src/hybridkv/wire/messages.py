@@ -201,7 +201,8 @@ NEVER = 1 << 53
 class ReportMapping(_Message, frozen=True, tag="report_mapping"):
     """Whether the worker can map the arena; without it, its engine neither loads nor stores.
 
-    It is said at each attempt that fails, and at the first one that succeeds after that.
+    It is said at each attempt that fails, and at the first one that succeeds after that. A worker
+    that can copy nothing any more says that it cannot.
     """
 
     is_mapped: bool

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,8 +27,10 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
-from hybridkv.tiers.isolated import IsolatedProcess
+from hybridkv.tiers.isolated import ITEMS_MAX, IsolatedProcess
+from hybridkv.tiers.mooncake import tier as module
 from hybridkv.tiers.mooncake.tier import MooncakeTier
+from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import COPY_STEP_BYTES
 from tests.programs.tiers.master import (
     DEADLINE_SECONDS,
@@ -221,6 +225,43 @@ def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one
 
 
 @needs_mooncake
+class Answering(MooncakeTier):
+    """Some groups of keys are there, and then nobody answers; there is no child."""
+
+    groups = 2
+    asked = 0
+
+    def _codes(
+        self, deadline: float, method: str, keys: Sequence[bytes], *arguments: object
+    ) -> Iterator[tuple[bytes, int]]:
+        for start in range(0, len(keys), ITEMS_MAX):
+            self.asked += 1
+            if self.asked > self.groups:
+                raise TierError("the master does not answer")
+            yield from ((key, 1) for key in keys[start : start + ITEMS_MAX])
+
+
+def test_what_was_found_before_nobody_answers_is_found() -> None:
+    tier = Answering(parse_tier("mooncake://127.0.0.1", "tier"))
+    keys = [number.to_bytes(KEY_BYTES) for number in range(3 * ITEMS_MAX)]
+    assert tier.find(keys) == [True] * (2 * ITEMS_MAX) + [False] * ITEMS_MAX
+    assert tier.gauges()["finds_cut"] == 1
+    with pytest.raises(TierError, match="does not answer"):
+        tier.find(keys)
+    assert tier.gauges()["finds_cut"] == 1
+
+
+def test_a_child_is_not_asked_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be ended for being late."""
+    tier = Answering(parse_tier("mooncake://127.0.0.1?timeout=10", "tier"))
+    clock = itertools.chain([0.0, 4.0], itertools.repeat(9.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    keys = [number.to_bytes(KEY_BYTES) for number in range(3 * ITEMS_MAX)]
+    assert tier.find(keys) == [True] * (2 * ITEMS_MAX) + [False] * ITEMS_MAX
+    assert tier.asked == 2
+    assert tier.gauges()["finds_cut"] == 1
+
+
 def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> None:
     one = sample(1)
     assert put(tier, [one]) == [None]

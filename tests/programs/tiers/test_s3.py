@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 
 import obstore
 import pytest
+from obstore.exceptions import GenericError
 from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
@@ -276,30 +277,72 @@ def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(Deleting.counts) == [100, 1000, 1000]
 
 
-def test_a_prompt_that_nobody_stored_costs_a_few_requests(
+def test_what_is_behind_a_long_hole_is_found(server: S3Server, prefix: str, make: Make) -> None:
+    """As a recurrent state at the end of a prompt, of which none is stored before."""
+    tier, samples = make(server.url(prefix)), [sample(number) for number in range(80)]
+    stored = {1, 5, 79}
+    tier.put([samples[number].putting() for number in stored])
+    assert tier.find([one.key for one in samples]) == [number in stored for number in range(80)]
+
+
+class Turns:
+    """A deadline that comes after so many turns, whatever the clock says."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    def left(self) -> float:
+        """As that of a Deadline."""
+        self._turns -= 1
+        if self._turns < 0:
+            raise TimeoutError("the time for this call is over")
+        return DEADLINE_SECONDS
+
+
+def test_what_was_found_before_the_time_is_over_is_found(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, samples = make(server.url(prefix)), [sample(number) for number in range(80)]
-    tier.put([one.putting() for one in samples[:9]])
-    asked: list[str] = []
-    head = obstore.head_async
+    tier, samples = make(server.url(prefix)), [sample(number) for number in range(40)]
+    tier.put([one.putting() for one in samples])
+    given: list[float] = []
 
-    async def counted(store: S3Store, name: str) -> object:
-        asked.append(name)
+    def deadline(seconds: float) -> Turns:
+        given.append(seconds)
+        return Turns(2)
+
+    monkeypatch.setattr(module, "Deadline", deadline)
+    monkeypatch.setattr(module, "WAVE_REQUESTS", 5)
+    assert tier.find([one.key for one in samples]) == [True] * 10 + [False] * 30
+    assert tier.gauges()["finds_cut"] == 1
+    assert given[0] < tier._timeout_seconds, "it is over before the job is late"
+    monkeypatch.setattr(module, "Deadline", lambda seconds: Turns(0))
+    with pytest.raises(TierError, match="does not answer"):
+        tier.find([one.key for one in samples])
+    assert tier.gauges()["finds_cut"] == 1
+
+
+def test_what_is_found_while_others_fail_is_found(
+    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, samples = make(server.url(prefix)), [sample(number) for number in range(40)]
+    tier.put([one.putting() for one in samples])
+    head, failing = obstore.head_async, {name_of("", one).lstrip("/") for one in samples[1::3]}
+
+    async def some(store: S3Store, name: str) -> object:
+        if name in failing:
+            raise GenericError("Server returned non-2xx status code: 503 Service Unavailable")
         return await head(store, name)
 
-    monkeypatch.setattr(obstore, "head_async", counted)
-    assert tier.find([one.key for one in samples[9:]]) == [False] * 71
-    assert len(asked) == module.WAVE_FIRST
-    asked.clear()
-    assert tier.find([one.key for one in samples]) == [True] * 9 + [False] * 71
-    assert len(asked) <= 4 * module.WAVE_FIRST + 2 * 9
-    asked.clear()
-    tier.discard([samples[0].key, samples[5].key])
-    assert tier.find([one.key for one in samples[:9]]) == [
-        number not in (0, 5) for number in range(9)
-    ]
-    assert len(asked) == 9
+    monkeypatch.setattr(obstore, "head_async", some)
+    assert tier.find([one.key for one in samples]) == [number % 3 != 1 for number in range(40)]
+    assert tier.gauges()["finds_cut"] == 1
+    failing |= {name_of("", one).lstrip("/") for one in samples}
+    with pytest.raises(TierError, match="503"):
+        tier.find([one.key for one in samples])
+    monkeypatch.setattr(module, "WAVE_REQUESTS", 4)
+    failing -= {name_of("", one).lstrip("/") for one in samples[:4]}
+    assert tier.find([one.key for one in samples]) == [True] * 4 + [False] * 36
+    assert tier.gauges()["finds_cut"] == 2
 
 
 # Servers that are gone, hung, or back again

@@ -30,6 +30,7 @@ from hybridkv.tiers.contract import (
     WriteRequest,
 )
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.remote import Deadline
 from hybridkv.tiers.valkey import tier as module
 from hybridkv.tiers.valkey.resp import RespConnection
 from hybridkv.tiers.valkey.tier import ValkeyTier
@@ -174,6 +175,29 @@ def test_many_in_one_call(
 
 
 # Room
+
+
+def test_what_was_found_before_the_time_is_over_is_found(
+    server: ValkeyServer, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLIGHT_COMMANDS_MAX", 4)
+    tier, samples = make(f"{server.url}?prefix=cut:"), [sample(number) for number in range(10)]
+    assert tier.put([one.putting() for one in samples]) == [None] * 10
+    connection, given = tier._pool.connection, itertools.count(1)
+
+    def connected(deadline: Deadline) -> Any:
+        if next(given) > flights:
+            raise TierError("no answer in time")
+        return connection(deadline)
+
+    monkeypatch.setattr(tier._pool, "connection", connected)
+    flights = 2
+    assert tier.find([one.key for one in samples]) == [True] * 8 + [False] * 2
+    assert tier.gauges()["finds_cut"] == 1
+    flights = 0
+    with pytest.raises(TierError, match="no answer in time"):
+        tier.find([one.key for one in samples])
+    assert tier.gauges()["finds_cut"] == 1
 
 
 def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> None:

@@ -40,6 +40,7 @@ Step = tuple[int, int, int, int]
 @settings(max_examples=examples(400))
 def check(announced: AnnouncedChunks) -> None:
     """Derive anew what is shown; raises AssertionError where it differs."""
+    assert announced._hidden.keys() == announced._present.keys() - announced._shown.keys()
     for chunk_hash, one in announced._shown.items():
         assert one.chunk_hash == chunk_hash
         assert one.is_end or one.behind, "a chunk that is not useful is shown"
@@ -159,3 +160,20 @@ def test_no_more_is_known_than_there_is_room_for() -> None:
     assert not announced.learn(keys[2], 0)
     assert announced.show(keys) == [1]
     assert largest_hit(geometry, [b"\1\1\0"], 3) == 2
+
+
+def test_a_chunk_that_is_not_of_use_gives_its_place_to_a_new_one() -> None:
+    """Never one that is shown, and never one of the prompt that is learned just now."""
+    announced = AnnouncedChunks(LAYOUTS["qwen3"], chunks_max=3)
+    old, new = keys_of(0), keys_of(1)
+    assert all(announced.learn(old[chunk], 0) for chunk in (4, 5))
+    assert announced.show(old) == [], "nothing before them is there"
+    assert [announced.learn(key, 0) for key in new[:4]] == [True, True, True, False]
+    assert announced.show(new) == [0, 1, 2]
+    check(announced)
+    assert announced.lose(old[4], 0) == [], "it is not known any more"
+    assert announced.lose(new[1], 0) == [new[2], new[1]]
+    check(announced)
+    assert announced.learn(old[5], 0), "there is room"
+    assert announced.learn(old[4], 0), "what was shown once gives its place too"
+    assert not announced.learn(new[1], 0)

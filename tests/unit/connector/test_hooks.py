@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.copy.device import DeviceError
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, Supervisor
 from tests.unit.connector import requests
+from tests.unit.daemon.tierclient import stats
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -584,6 +586,80 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     assert worker._copiers[worker._boot][0] is not arena
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 0
+
+
+def declined_at_once(roles: Roles, name: str) -> dict[str, float]:
+    """The daemon's values after a request whose hit nobody could load was declined unasked."""
+    one = request(name)
+    roles.scheduler.on_new_request(one)
+    roles.step(IDLE)
+    assert roles.scheduler.get_num_new_matched_tokens(one, 0) == (0, False)
+    values = stats(roles.scheduler._socket_path)
+    assert "lookups" not in values or not values["lookups"], "the daemon was not asked"
+    return values
+
+
+def test_a_worker_that_has_no_room_to_copy_says_so(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, to the daemon and to the scheduler, and no hit waits for it."""
+
+    def no_room(*_: object) -> None:
+        raise DeviceError("no room for 1 bytes")
+
+    monkeypatch.setattr("hybridkv.connector.worker.role.open_pipeline", no_room)
+    roles = make_roles(daemon.socket_path)
+    try:
+        until(
+            lambda: (
+                roles.step(IDLE) is not None
+                and bool(stats(daemon.socket_path).get("workers_unmapped"))
+                and roles.scheduler._scheduler._session.is_connected
+            ),
+            "the daemon knows",
+        )
+        roles.step(IDLE)
+        assert declined_at_once(roles, "r")["mappings_failed"] == 1, "it is said once"
+        assert roles.scheduler.counters["lookups_late_workers"] == 1
+        assert roles.scheduler.counters["workers_disabled"] == 1
+    finally:
+        roles.scheduler.shutdown()
+        roles.worker.shutdown()
+
+
+def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> None:
+    """Also to one that it is connected to later."""
+    worker, path = roles.worker._worker, roles.scheduler._socket_path
+    worker._making.pipeline = SimpleNamespace(
+        is_alive=False, take_counters=dict, close=lambda: None
+    )
+
+    def is_told() -> bool:
+        roles.step(IDLE)
+        return bool(stats(path)["workers_unmapped"])
+
+    until(is_told, "the daemon knows")
+    assert declined_at_once(roles, "r")["mappings_failed"] == 1
+    assert roles.scheduler.counters["lookups_late_workers"] == 1
+    worker._link.reset("the test says so", 0.0)
+    until(lambda: not stats(path)["workers_unmapped"], "the worker is gone")
+    until(is_told, "it is said again")
+    assert roles.scheduler.counters["workers_disabled"] == 2
+
+
+def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
+    """Once the pause is over and the arena is mapped, the daemon is asked again."""
+    paused = Paused(roles)
+    paused.attached()
+    roles.worker._supervisor.switch_off("the test says so")
+    roles.step(IDLE)
+    declined_at_once(roles, "r")
+    assert roles.scheduler.counters["lookups_late_workers"] == 1
+    paused.now += PAUSE_SECONDS
+    paused.attached()
+    roles.scheduler.on_new_request(request("s"))
+    roles.step(IDLE)
+    until(lambda: stats(roles.scheduler._socket_path)["lookups"] == 1, "the daemon is asked")
 
 
 def test_after_a_sleep_the_arena_is_mapped_anew(roles: Roles) -> None:

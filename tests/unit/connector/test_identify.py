@@ -1,13 +1,14 @@
 """An engine whose new identity the daemon refuses is served nothing, and waits for nothing."""
 
 import itertools
+import logging
 import time
 from collections import Counter
 
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.connector.scheduler.session import _described
+from hybridkv.connector.scheduler.session import DaemonSession, _described
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Hello, geometry_to_wire
 from tests.layouts import LAYOUTS
@@ -68,6 +69,36 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
         until("lookups", counters["lookups"] + 1)
         assert other.stats().values["sessions"] == 2
     scheduler.close()
+
+
+def test_a_refused_greeting_is_a_line_of_the_log(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = DaemonSession(
+        daemon.socket_path,
+        Hello(1, PROTOCOL_VERSION, "engine", "e", TAKEN.namespace, geometry_to_wire(GEOMETRY)),
+        facts={},
+        daemon_options=None,
+        subscribes=False,
+        counters=Counter(),
+        on_loss=lambda: None,
+    )
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    try:
+        with ControlClient(daemon.socket_path, hello=TAKEN):
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while not session.refusal:
+                assert time.monotonic() < deadline
+                session.link.poll(time.monotonic())
+                session.follow(time.monotonic())
+            session.follow(time.monotonic())
+    finally:
+        ours.removeHandler(caplog.handler)
+        session.link.close()
+    (line,) = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    assert line.startswith("hybridkv: the daemon does not serve this engine (")
+    assert "geometry" in line
 
 
 def test_a_long_fact_says_what_is_set_in_it_and_ends_with_its_hash() -> None:

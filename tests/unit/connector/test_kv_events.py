@@ -228,6 +228,26 @@ def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     assert len(events._blocks) == 1
 
 
+def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
+    """Those that only STORAGE cannot tell of are announced in RAM."""
+    from hybridkv.connector.scheduler.announced import AnnouncedChunks
+
+    events, counters = make_events()
+    events._in_ram = AnnouncedChunks(GEOMETRY, chunks_max=2)
+    events._anywhere = AnnouncedChunks(GEOMETRY, chunks_max=1)
+    tracked = make_request("r", [*range(3 * CHUNK)])
+    (stored,) = store(events, tracked, 0, 1, 2)
+    assert stored.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
+    assert counters["chunks_not_shown"] == 1
+    assert counters["chunks_not_kept"] == 1
+    events.removed(below(tracked, (1, 1), (0, 1)))
+    assert [(one.medium, type(one).__name__) for one in events.take()] == [
+        ("CPU", "BlockRemoved"),
+        ("STORAGE", "BlockStored"),
+        ("CPU", "BlockRemoved"),
+    ]
+
+
 def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
     from hybridkv.connector.scheduler.role import SchedulerRole

@@ -6,14 +6,16 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
-from hybridkv.connector.scheduler.requests import RequestState
+from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.stats import cell_of
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
@@ -401,6 +403,29 @@ def test_groups_that_limit_a_hit_are_counted(
     assert cell_of(f"{prefix}1:sliding") == ("hits_limited", ("1:sliding",))
 
 
+def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon looks at BATCH_MAX // groups chunks; no group is blamed for those behind them."""
+    monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 2 * len(GEOMETRY.groups))
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    assert rig.offered(request) == 2 * CHUNK
+    told = explain_request(GEOMETRY, rig.side._requests.by_id["r"])
+    assert (told.asked_chunks, told.hit_chunks) == (2, 2)
+    assert {group.lacks for group in told.groups} == {None}
+    # With match units of a quarter of a chunk, three tails end inside each.
+    lookups, sent = rig.side._lookups, list[Any]()
+    unit = CHUNK // 4
+    lookups._with_tails = True
+    lookups._geometry = replace(GEOMETRY, hash_tokens=unit, alignment_tokens=unit)
+    monkeypatch.setattr(rig.side._session, "send", lambda message, now: sent.append(message))
+    names = b"".join(hashes(2, STORED * 4))
+    rig.side.arrived(requests.request("s", STORED * CHUNK + 1, names))
+    (lookup,) = sent
+    assert (len(lookup.hashes), len(lookup.tails)) == (2 * HASH_BYTES, 2 * 3 * HASH_BYTES)
+
+
 def test_a_load_that_does_not_end_is_named_once_and_shown(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -563,16 +588,61 @@ def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
 
 def test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.reported(set(), set(), rig.report(counters={"attach_failed": 1}))
     rig.side.arrived(request)
     until(
         lambda: _poll(rig) or rig.side._requests.by_id["r"].lookup.found is not None,
         "it is answered",
     )
+    rig.side.reported(set(), set(), rig.report(counters={"attach_failed": 1}))
     assert rig.side.matched(request, 0) == 0
     assert rig.counters["lookups_late_workers"] == 1
     rig.step({})
     assert loading(rig, "s"), "they map it after all"
+    rig.side.reported(set(), set(), rig.report())
+    waits = rig.request(1, STORED * CHUNK + 1, "t")
+    rig.side.arrived(waits)
+    assert rig.side.matched(waits, 0) is None, "that they could not once is over"
+
+
+@pytest.mark.parametrize("why", ["workers", "weights"])
+def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) -> None:
+    """The daemon reads no tiers for it. A request that is asked about later is looked up then."""
+    before = rig.value("lookups")
+    session, watch = rig.side._session, rig.side._weights
+    request, later = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "s"))
+    if why == "workers":
+        rig.side.reported(set(), set(), rig.report(is_disabled=True))
+    else:
+        watch._cached = None
+    for one in (request, later):
+        rig.side.arrived(one)
+    rig.planned({})
+    assert rig.side.matched(request, 0) == 0
+    reason = {"workers": "lookups_late_workers", "weights": "lookups_identity"}[why]
+    assert rig.counters[reason] == 1
+    assert rig.counters["lookups"] == 0
+    assert rig.value("lookups") == before, "the daemon is not asked"
+    if why == "workers":
+        rig.side.reported(set(), set(), rig.report(boots={session.boot: 1}))
+    else:
+        watch._cached = ()
+    assert rig.offered(later) == STORED * CHUNK
+    assert not session.breaker.is_open
+
+
+def test_an_unanswered_lookup_ends_when_nothing_can_be_loaded_any_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon may read tiers for it; the end of its lease ends that."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.arrived(request)
+    monkeypatch.setattr(rig.side._session.link, "poll", lambda now: [])
+    rig.planned({})
+    assert rig.side.matched(request, 0) is None
+    rig.side.reported(set(), set(), rig.report(is_disabled=True))
+    assert rig.side.matched(request, 0) == 0
+    assert rig.counters["lookups_late_workers"] == 1
+    assert not rig.side._requests.by_lease, "the lease is let go"
 
 
 def connector_of(rig: Rig) -> Any:

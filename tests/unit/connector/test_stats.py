@@ -24,6 +24,7 @@ ELSEWHERE = {
     "loads_other_weights",
     "rank_loads_failed",
     "attach_failed",
+    "workers_disabled",
     "removals_overflowed",
     "switched_off",
     "quarantined",

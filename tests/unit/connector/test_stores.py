@@ -279,6 +279,41 @@ def test_a_state_behind_what_the_drafter_computed_is_not_stored() -> None:
     assert step.stored(2 * chunk, [(0, 5, 2 * chunk)])[0] == set()
 
 
+def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
+    """Neither what was stored before, nor what the daemon has, nor what only waits for a token."""
+    step = Step("gemma4", 4)
+    chunk = step.geometry.chunk_tokens
+    step.tracked.drafted = drafted = DraftedTokens(0, proven=9 * chunk, storable=chunk)
+    assert step.stored(2 * chunk) == {0: {0}, 1: {0}}
+    assert step.counters["stores_unproven"] == 0
+    drafted.proven = drafted.storable = 0
+    step.tracked.lookup.found = Found(1, 1, 0, [b"\0\0\1\0", b"\0\0\0\0"], b"", b"")
+    for _ in range(2):
+        assert step.stored(3 * chunk + 1) == {0: set(), 1: set()}
+        assert step.counters["stores_unproven"] == 1 + 2
+    step.request.num_computed_tokens = 3 * chunk + 1
+    step.stored(chunk)
+    assert step.counters["stores_unproven"] == 3 + 2
+
+
+@pytest.mark.parametrize("unit", [0, 64])
+def test_nothing_is_stored_behind_what_a_lookup_can_find(
+    monkeypatch: pytest.MonkeyPatch, unit: int
+) -> None:
+    """The daemon looks at BATCH_MAX // groups chunks; what is behind them is counted once."""
+    monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 3 * 2 + 2)
+    step = Step("qwen3next", 4, unit=unit)
+    chunk = step.geometry.chunk_tokens
+    offers = [(0, 5, 2 * chunk), (1, 6, 3 * chunk)]
+    assert step.stored(4 * chunk, offers) == {0: {1}, 1: set(), 2: {0, 1}}
+    assert step.counters["stores_beyond_lookup"] == 2 + 1
+    assert step.stored(4 * chunk) == {0: set(), 1: set(), 2: set()}
+    assert step.counters["stores_beyond_lookup"] == 3
+    inside = [(0, 50, 2 * chunk + 64), (1, 60, 2 * chunk + 64)]
+    assert step.stored(4 * chunk, inside if unit else []) == {0: set(), 1: set(), 2: set()}
+    assert step.counters["stores_beyond_lookup"] == (6 if unit else 3)
+
+
 def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     """Once, with the attention block that its end is in, under the name of its end."""
     step = Step("qwen3next", 4, unit=64)

@@ -26,7 +26,7 @@ class Broken:
 def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> None:
     """The same request may have been loaded in the step that switched the role off."""
     from hybridkv.connector.connector import HybridKVConnector
-    from hybridkv.connector.messages import LoadPlan, StepPlan
+    from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
     from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.core.copies import CopyRun, ObjectSpan
     from hybridkv.vllm.metrics import Deltas
@@ -56,7 +56,10 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
             set(),
         )
     assert not connector._supervisor.healthy
-    assert connector.build_connector_worker_meta().boots == {}
+    report = connector.build_connector_worker_meta()
+    assert report.boots == {}
+    assert report.aggregate(StepReport()).is_disabled
+    assert StepReport().aggregate(report).is_disabled
     assert step(StepPlan(boot="b", session=1, loads={"a": load, "b": load})) == (
         {"a", "b"},
         {"a", "b"},
@@ -133,4 +136,6 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
     assert report.boots == {"b": 1}
     assert report.counters["copies_unpinned"] == 3
     worker._making.is_alive = False
-    assert worker.report().boots == {}
+    report = worker.report()
+    assert report.boots == {}
+    assert report.is_disabled

@@ -367,6 +367,37 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     check_daemon(daemon)
 
 
+def test_what_living_engines_are_made_of_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a trainer changes the weights of one engine again and again beside another."""
+    monkeypatch.setattr("hybridkv.observe.history.IDENTITIES_MAX", 2)
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    daemon.handle(1, ReportIdentity({"dtype": "float32"}))
+    engine(daemon, 2, QWEN3, "b", b"y" * 32)
+    for number in range(4):
+        daemon.handle(2, Identify(9, bytes([number]) * 32))
+        daemon.handle(2, ReportIdentity({"weights": f"{number}"}))
+    assert daemon.history.differences(b"x" * 32, bytes([3]) * 32)
+    assert not daemon.history.differences(b"x" * 32, bytes([0]) * 32)
+
+
+def test_workers_are_bounded_by_those_that_the_next_daemon_knows_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of another one it would not know that it may write into slots still."""
+    monkeypatch.setattr("hybridkv.shm.trailer.PROCESSES_MAX", 2)
+    daemon = make_daemon()
+    hello = Hello(1, PROTOCOL_VERSION, "worker", "e")
+    for number in (1, 2, 3):
+        daemon.sessions.connect(number, Process(number, 7))
+    assert [type(daemon.handle(number, hello)) for number in (1, 2)] == [Welcome, Welcome]
+    refused = daemon.handle(3, hello)
+    assert isinstance(refused, Error)
+    assert refused.code == "sessions"
+    daemon.disconnect(3)
+    check_daemon(daemon)
+
+
 def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.daemon.sessions.SESSIONS_MAX", 2)
     monkeypatch.setattr("hybridkv.daemon.handlers.LEASES_MAX", 2)

@@ -10,14 +10,15 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
+from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
-from hybridkv.tiers.contract import TierError, WriteRequest
-from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX
+from hybridkv.tiers.contract import FullError, TierError, WriteRequest
+from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX, USE_SECONDS
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
 from hybridkv.tiers.state import TierState
-from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Found, Pending, Welcome
+from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Found, Pending, Release, Welcome
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
@@ -306,3 +307,98 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
     node.work()
     for name in ("one", "two"):
         assert len(list((tmp_path / name).glob("objects/*/??/*"))) == 2 * len(FULL.groups), name
+
+
+def hit(node: Node, *numbers: int) -> list[Slot]:
+    """Hit a prompt that RAM has, and do what follows; the objects that the hit reads."""
+    found = is_found(node.ask(*numbers, wait_ms=0))
+    assert found.chunks == len(numbers)
+    node.tick()
+    node.work()
+    node.daemon.handle(1, Release(7), node.now)
+    refs = zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
+    return [slot for ref in refs if (slot := node.daemon.store.get(*ref)) is not None]
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_what_a_tier_lost_is_written_again_once_it_is_hit(policy: str) -> None:
+    """As a server does that starts with nothing, or evicts what it was not asked for."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, f"sim://0?write={policy}")
+    node.store(FULL, [1, 2])
+    node.work()
+    (tier,) = node.daemon.tiers
+    for slot in node.daemon.sessions.slots():
+        slot.in_tiers |= tier.bit
+    records.clear()
+    hit(node, 1, 2)
+    assert not records, "tiers heard of it when it was stored"
+    node.tick(USE_SECONDS)
+    slots = hit(node, 1, 2)
+    if policy == "back":
+        assert not any(slot.in_tiers for slot in slots), "they are written when they go"
+    else:
+        assert all(slot.in_tiers for slot in slots)
+        found = read_again(remote(records, "sim://0"), 1, 2)
+        assert found.chunks == 2
+
+
+def test_what_a_tier_refused_is_written_once_it_is_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    with monkeypatch.context() as full:
+        refused = lambda items: [FullError("no room") for _ in items]  # noqa: E731  # a line
+        full.setattr(node.daemon.tiers[0].tier, "put", refused)
+        node.store(FULL, [1, 2])
+        node.work()
+    assert not records
+    assert node.daemon.tiers[0].counters["objects_refused"]
+    node.tick(USE_SECONDS)
+    hit(node, 1, 2)
+    assert records
+
+
+def test_a_directory_keeps_what_ram_hits(tmp_path: Path) -> None:
+    """Prompts that are used once push out each other, and not what is read from RAM each day."""
+    node = Node(f"disk://{tmp_path}?bytes=512KiB", arena=4 << 20)
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    node.tick(USE_SECONDS)
+    used = [record_of(slot).name.key for slot in hit(node, 1, 2)]
+    for first in range(10, 130, 2):
+        node.store(FULL, [first, first + 1])
+        node.work()
+    line, files = node.daemon.tiers[0], list(tmp_path.glob("objects/*/??/*"))
+    assert line.counters["objects_written"] > 2 * len(files), "many had to go"
+    assert all(map(line.peek, used))
+
+
+def test_an_hourly_bound_is_not_charged_for_what_is_there() -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0", arena=4 << 20)
+    for first in range(0, 20, 2):
+        node.store(FULL, [first, first + 1])
+        node.work()
+    node = remote(records, "sim://0?hourly=1MiB", arena=4 << 20)
+    for first in range(0, 20, 2):
+        node.store(FULL, [first, first + 1])
+        node.work()
+    line, there = node.daemon.tiers[0], len(records)
+    assert not line.counters["objects_written"]
+    assert not line.counters["objects_not_admitted"]
+    assert not line.writing_speed.per_second
+    node.store(FULL, [100, 101])
+    node.work()
+    assert len(records) == there + 2 * len(FULL.groups)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_what_goes_unwritten_is_counted(policy: str) -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, f"sim://0?write={policy}", arena=512 << 10)
+    for first in range(10, 250, 2):
+        node.store_if_room(FULL, [first, first + 1], works=False)
+    line, store = node.daemon.tiers[0], node.daemon.store
+    assert store.evicted
+    assert line.counters["objects_shed"] == store.evicted

@@ -10,6 +10,7 @@ from hybridkv.shm.slots import payload_offset
 from hybridkv.tiers.contract import ReadRequest, TierError
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.state import TierState
+from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
@@ -272,6 +273,30 @@ def test_damaged_objects_are_put_aside_by_one_thread(tmp_path: Path) -> None:
     assert damaged >= len(prompts)
     node.work()
     assert len(list(tmp_path.glob("objects/*/??/*"))) == there - damaged
+
+
+def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first lookup did not come to is replaced as well when it is stored anew."""
+    prompt = list(range(1, 40))
+    stored(tmp_path, prompt)
+    for path in tmp_path.glob("objects/*/??/*"):
+        damage(path, "flip")
+    monkeypatch.setattr("hybridkv.tiers.promotion.JOB_ITEMS_MAX", 1)
+    node = stored(tmp_path, [])
+    assert isinstance(node.ask(*prompt), Pending)
+    node.work()
+    assert node.answer().chunks == 0
+    found = node.daemon.tiers[0].counters["objects_damaged"]
+    assert found <= READS_MAX, "of more it is not known"
+    node.daemon.handle(1, Release(7), node.now)
+    node.store(FULL, prompt)
+    node.work()
+    node = stored(tmp_path, [])
+    assert isinstance(node.ask(*prompt), Pending)
+    node.work()
+    answer = node.answer()
+    assert answer.chunks == len(prompt)
+    node.prove(FULL, answer, prompt)
 
 
 def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
@@ -571,6 +596,33 @@ def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
     node.work()
     assert is_found(node.ask(1, 2, 3)).chunks == 0
     assert not list(tmp_path.glob("objects/*/??/*"))
+
+
+def test_clear_removes_what_came_while_tiers_were_cleared(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.handle(1, Clear(1, tiers=True), node.now)
+    (first,) = [job for job in node.jobs if job.kind is JobKind.CLEAR]
+    node.jobs.clear()
+    outcome = execute(node.daemon.tiers[0].tier, first, node.memory)
+    node.store(FULL, [4])
+    node.work()
+    node.daemon.handle(1, Clear(2, tiers=True), node.now)
+    node.finish(first, outcome)
+    node.work()
+    assert is_found(node.ask(4)).chunks == 0
+    assert not list(tmp_path.glob("objects/*/??/*"))
+
+
+def test_a_reason_is_no_longer_than_a_message_may_have() -> None:
+    """The engine would take it for nonsense and end the connection."""
+    node = remote({}, "sim://0")
+    assert isinstance(node.ask(1, 2), Pending)
+    (job,) = node.jobs
+    node.jobs.clear()
+    node.finish(job, JobOutcome(error=TierError("no route " * 1000)))
+    found = node.answer()
+    assert found.why.startswith("disk: no route no route")
+    assert [decode_reply(body) for body in Frames().feed(encode(found))] == [found]
 
 
 def test_what_one_tier_has_lost_comes_from_the_next(tmp_path: Path) -> None:

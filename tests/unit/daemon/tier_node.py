@@ -91,8 +91,8 @@ class Node:
                     commit(self.daemon, *name, eviction_class=eviction_class)
         self.tick()
 
-    def store_if_room(self, geometry: Geometry, numbers: list[int]) -> None:
-        """As `store`, but what there is no room for is left out."""
+    def store_if_room(self, geometry: Geometry, numbers: list[int], works: bool = True) -> None:
+        """As `store`, but what there is no room for is left out; tiers' threads work after it."""
         for index, group in enumerate(geometry.groups):
             for chunk, number in enumerate(numbers):
                 size = part_bytes(geometry, group, chunk)
@@ -101,7 +101,8 @@ class Node:
                 for slot in slots:
                     self.fill(slot, size, geometry.parts(group), content(index, number))
                     commit(self.daemon, 1, [slot], index, [number])
-        self.work()
+        if works:
+            self.work()
 
     def fill(self, slot: tuple[int, int], size: int, parts: int, value: int) -> None:
         offset, generation = slot

@@ -17,7 +17,13 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
-from hybridkv.tiers.disk.files import QUARANTINE_MAX, FileName, records
+from hybridkv.tiers.disk.files import (
+    FAILED_IN_A_ROW_MAX,
+    QUARANTINE_MAX,
+    FileName,
+    parse_name,
+    records,
+)
 from hybridkv.tiers.disk.index import STUCK_MAX
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.factory import make_tier
@@ -754,3 +760,227 @@ def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_pa
     tier.open()
     assert tier.gauges()["bytes"] == 0
     check_disk(tier)
+
+
+def unreadable(number: int, *paths: str) -> Any:
+    """These files, or all, cannot be opened to read."""
+    real = os.open
+
+    def fails(path: str, flags: int, *mode: int) -> int:
+        if not flags & os.O_CREAT and (not paths or path in paths):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, flags, *mode)
+
+    return mock.patch("os.open", fails)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EACCES])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_file_that_alone_cannot_be_read_is_damaged(
+    tmp_path: Path, number: int, stuck: bool
+) -> None:
+    """`stuck`: it can neither be put aside nor removed."""
+    tier, bad, sound = opened(tmp_path), sample(1), sample(2)
+    tier.put([bad.putting(), sound.putting()])
+    path = tier._index.ours[bad.key].path
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with unreadable(number, path):
+        assert [type(read(tier, bad)) for _ in range(3)] == [TierError] * 3, "nothing was read"
+        assert read(tier, sound) is None
+        assert type(read(tier, bad)) is DamagedError
+        with mock.patch("os.rename", side_effect=error if stuck else os.rename), failing(path):
+            tier.discard([bad.key], damaged=True)
+    assert os.path.exists(path) == stuck
+    assert not tier.peek(bad.key)
+    check_disk(tier)
+    assert tier.put([bad.putting()]) == [None]
+    assert read(tier, bad) is None
+    check_disk(tier)
+
+
+def test_a_disk_that_cannot_be_read_damages_nothing(tmp_path: Path) -> None:
+    """It fails for a while, is well, and fails again."""
+    tier, samples = opened(tmp_path), [sample(number) for number in range(5)]
+    tier.put([one.putting() for one in samples])
+    for _ in range(3):
+        with unreadable(errno.EIO):
+            for _ in range(2):
+                assert [type(read(tier, one)) for one in samples] == [TierError] * 5
+        assert [read(tier, one) for one in samples] == [None] * 5
+
+
+def test_a_disk_that_failed_before_damages_few(tmp_path: Path) -> None:
+    tier, samples = opened(tmp_path), [sample(number) for number in range(40)]
+    tier.put([one.putting() for one in samples])
+    with unreadable(errno.EIO):
+        assert [type(read(tier, one)) for one in samples] == [TierError] * 40
+    assert read(tier, samples[0]) is None
+    with unreadable(errno.EIO):
+        kinds = [type(read(tier, one)) for one in samples[1:]]
+    assert kinds.count(DamagedError) == FAILED_IN_A_ROW_MAX
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT]
+)
+def test_an_error_that_says_nothing_of_the_file_does_not_damage_it(
+    tmp_path: Path, number: int
+) -> None:
+    tier, one, other = opened(tmp_path), sample(1), sample(2)
+    tier.put([one.putting(), other.putting()])
+    with unreadable(number, tier._index.ours[one.key].path):
+        for _ in range(3):
+            assert type(read(tier, one)) is TierError
+            assert read(tier, other) is None
+
+
+def test_few_files_that_could_not_be_read_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.tiers.disk.tier.UNREADABLE_MAX", 2)
+    tier, samples = opened(tmp_path), [sample(number) for number in range(4)]
+    tier.put([one.putting() for one in samples])
+    bad = [tier._index.ours[one.key].path for one in samples[:3]]
+    with unreadable(errno.EIO, *bad):
+        assert [type(read(tier, one)) for one in samples[:3]] == [TierError] * 3
+        assert read(tier, samples[3]) is None
+        kinds = [type(read(tier, one)) for one in samples[2::-1]]
+    assert kinds == [DamagedError, DamagedError, TierError], "the first was forgotten"
+
+
+def failing_on(name: str, number: int, *paths: str) -> Any:
+    """This function of `os` fails of these files."""
+    real = getattr(os, name)
+
+    def fails(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path) in paths:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **options)
+
+    return mock.patch(f"os.{name}", fails)
+
+
+FILE_ERRORS = [errno.EIO, errno.EPERM, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", FILE_ERRORS)
+def test_a_file_that_cannot_be_looked_at_keeps_no_other_from_being_found(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [sample(number) for number in range(5)]
+    opened(tmp_path).put([one.putting() for one in samples])
+    (path,) = (str(path) for path in tmp_path.glob(f"objects/here/??/{samples[2].key.hex()}.*"))
+    with failing_on("stat", number, path):
+        tier = opened(tmp_path)
+        assert tier.find([one.key for one in samples]) == [True, True, False, True, True]
+    assert tier.gauges()["files_failed"] == 1
+    assert f"left as they are: 1 ({os.strerror(number)}: {path})" in caplog.text
+    check_disk(opened(tmp_path))
+
+
+@pytest.mark.parametrize("number", FILE_ERRORS)
+def test_a_leftover_that_cannot_be_removed_keeps_no_tier_from_being_opened(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tmp_path).put([sample(1).putting()])
+    leftovers = [tmp_path / f"objects/here/tmp/7/{name}" for name in "123"]
+    for path in leftovers:
+        path.write_bytes(bytes(10_000))
+    with failing_on("unlink", number, str(leftovers[1])):
+        tier = opened(tmp_path)
+    assert [path.exists() for path in leftovers] == [False, True, False]
+    assert read(tier, sample(1)) is None
+    assert tier.gauges()["files_failed"] == 1
+    assert f"left as they are: 1 ({os.strerror(number)}: {leftovers[1]})" in caplog.text
+
+
+@pytest.mark.parametrize("number", FILE_ERRORS)
+@pytest.mark.parametrize("call", ["stat", "rename"])
+def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
+    tmp_path: Path, number: int, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [sample(number) for number in range(5)]
+    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    tier = opened(tmp_path)
+    bad = os.path.basename(tier._index.others[samples[2].key])
+    real = getattr(os, call)
+
+    def fails(path: Any, *args: Any, **options: Any) -> Any:
+        if os.path.basename(path) == bad and "lost" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **options)
+
+    with mock.patch(f"os.{call}", fails):
+        for _ in range(3):
+            tier._writers._look_at = 0
+            tier.tend()
+        assert [read(tier, one) for one in samples] == [None] * 5, "it is read where it is"
+    assert len(tier._index.ours) == 4
+    assert tier.gauges()["files_failed"] == 1, "and is not tried again each second"
+    assert f"left as they are: 1 ({os.strerror(number)}: {tmp_path}" in caplog.text
+    check_disk(tier)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_directory_that_cannot_be_listed_is_an_error_of_the_tier(
+    tmp_path: Path, number: int
+) -> None:
+    opened(tmp_path).put([sample(1).putting()])
+    with failing_on("scandir", number, str(tmp_path / "objects/here")), pytest.raises(TierError):
+        opened(tmp_path)
+    assert read(opened(tmp_path), sample(1)) is None
+
+
+def test_where_all_files_fail_the_tier_does(tmp_path: Path) -> None:
+    opened(tmp_path).put([sample(number).putting() for number in range(2 * FAILED_IN_A_ROW_MAX)])
+    paths = [str(path) for path in tmp_path.glob("objects/here/??/*")]
+    with failing_on("stat", errno.EIO, *paths), pytest.raises(TierError, match="Input/output"):
+        opened(tmp_path)
+    with failing_on("stat", errno.ESTALE, paths[0]), pytest.raises(TierError, match="Stale"):
+        opened(tmp_path)
+
+
+def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path: Path) -> None:
+    samples = [sample(number) for number in range(3)]
+    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    tier = opened(tmp_path)
+    real, turns = os.rename, iter([True])
+
+    def meanwhile(path: Any, to: Any) -> None:
+        if parse_name(os.path.basename(path)) is not None and next(turns, False):
+            os.unlink(path)
+        real(path, to)
+
+    with mock.patch("os.rename", meanwhile):
+        tier.tend()
+    assert len(tier._index.ours) == 2
+    assert not list(tmp_path.glob("objects/lost*"))
+    check_disk(tier)
+
+
+def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
+    tmp_path: Path, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    samples = [sample(number, 100_000) for number in range(20)]
+    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    paths = list(tmp_path.glob("objects/lost/??/*"))
+    rng.shuffle(paths)
+    for age, path in enumerate(paths):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    tier = opened(tmp_path, size="1MiB")
+    tier.tend()
+    names = [parse_name(path.name) for path in paths]
+    ages = [name is not None and name.key in tier._index.ours for name in names]
+    kept = ages.count(True)
+    assert kept > 3
+    assert ages == [True] * kept + [False] * (20 - kept)
+    told = f"took over {kept} objects that lost left; {20 - kept} were dropped for lack of room"
+    assert told in caplog.text
+    check_disk(tier)
+    assert tier.put([sample(30, 100_000).putting()]) == [None]
+    ages = [name is not None and name.key in tier._index.ours for name in names]
+    assert ages == [True] * (kept - 1) + [False] * (21 - kept), "the oldest goes first"

@@ -77,13 +77,17 @@ def test_rounds_find_the_hit_that_one_question_finds(
                 and (groups[index].kind is GroupKind.FULL or (index, chunk) in there)
             }
         monkeypatch.setattr(lookups, "FIND_KEYS_MAX", 1 << 30)
+        monkeypatch.setattr(lookups, "FIND_KEYS_FIRST", 1 << 30)
         hit, rounds = hit_after_finds(lookup_of(layout), there)
         assert rounds == [len(everything), 0]
-        most = rng.choice((1, 5, 16))
+        most, first = rng.choice((1, 5, 16, 100)), rng.choice((2, 8))
         monkeypatch.setattr(lookups, "FIND_KEYS_MAX", most)
+        monkeypatch.setattr(lookups, "FIND_KEYS_FIRST", first)
         bounded, rounds = hit_after_finds(lookup_of(layout), there)
         assert bounded == hit, (most, sorted(there))
         assert max(rounds) <= most
+        if any(group.kind is GroupKind.FULL for group in LAYOUTS[layout].groups):
+            assert rounds[0] <= first
         asked += sum(rounds) < len(everything)
         longest = max(longest, hit.chunks)
     assert longest > CHUNKS // 2

@@ -55,7 +55,7 @@ def put(shape: tuple[int, int], number: int = 1) -> bytes:
     outcome = execute(
         tier, TierJob(JobKind.WRITE, 0, [JobItem(record, Slot(0, *shape, SEED))]), memory
     )
-    assert outcome == JobOutcome(errors=[None])
+    assert outcome == JobOutcome(errors=[None], found=[False])
     return tier.records[record.name.key]
 
 

@@ -8,13 +8,16 @@ where its objects are known for sure to be there.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
 
-CHUNKS_MAX = 1 << 17  # Chunks known at once, each in some 400 bytes; further ones are not shown.
+CHUNKS_MAX = 1 << 17
+"""Chunks known at once, each in some 400 bytes. A further one takes the place of one that is not
+shown; where all are, it is not shown itself."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +38,8 @@ class AnnouncedChunks:
         self._present: dict[bytes, int] = {}
         """A bit for each group (by index) whose object is known to be there."""
         self._shown: dict[bytes, _AnnouncedChunk] = {}
+        self._hidden: OrderedDict[bytes, None] = OrderedDict()
+        """Chunks that are known and not shown, from the call of `show` on that leaves them out."""
         self._full, window = 0, 0
         for index, group in enumerate(geometry.groups):
             if group.kind is GroupKind.FULL:
@@ -52,12 +57,21 @@ class AnnouncedChunks:
         return chunk_hash in self._shown
 
     def learn(self, chunk_hash: bytes, group_index: int) -> bool:
-        """An object is there. True where that was not known before."""
+        """An object is there. True where that was not known before, and there is room for it."""
         known, bit = self._present.get(chunk_hash, 0), 1 << group_index
-        if known & bit or (not known and len(self._present) >= self._chunks_max):
+        if known & bit:
             return False
+        if not known and len(self._present) >= self._chunks_max:
+            if not self._hidden:
+                return False
+            oldest, _ = self._hidden.popitem(last=False)
+            del self._present[oldest]
         self._present[chunk_hash] = known | bit
         return True
+
+    def knows(self, chunk_hash: bytes) -> bool:
+        """Whether some object of the chunk is known to be there."""
+        return chunk_hash in self._present
 
     def show(self, hashes: Sequence[bytes], first: int = 0) -> list[int]:
         """Show the useful chunks of a prompt: those not shown before, ascending.
@@ -76,6 +90,7 @@ class AnnouncedChunks:
                 shown = self._shown[chunk_hash] = _AnnouncedChunk(chunk_hash, chunk, before)
                 if before is not None:
                     before.behind.add(shown)
+                self._hidden.pop(chunk_hash, None)
                 fresh.append(chunk)
                 first = min(first, chunk)
             if chunk >= first and not shown.is_end:
@@ -83,6 +98,9 @@ class AnnouncedChunks:
                 pairs = zip(masks, needs, strict=True)
                 shown.is_end = all(mask.find(0, one.start, one.stop) < 0 for mask, one in pairs)
             before = shown
+        for chunk_hash, known in zip(hashes[hit:], present[hit:], strict=True):
+            if known and chunk_hash not in self._shown:
+                self._hidden.setdefault(chunk_hash)
         return fresh
 
     def lose(self, chunk_hash: bytes, group_index: int) -> list[bytes]:
@@ -92,6 +110,7 @@ class AnnouncedChunks:
             return []
         if known == bit:
             del self._present[chunk_hash]
+            self._hidden.pop(chunk_hash, None)
         else:
             self._present[chunk_hash] = known & ~bit
         if (shown := self._shown.get(chunk_hash)) is None:
@@ -107,6 +126,7 @@ class AnnouncedChunks:
         """Forget everything: the hashes of the chunks that were shown."""
         hashes = list(self._shown)
         self._shown.clear()
+        self._hidden.clear()
         self._present.clear()
         return hashes
 
@@ -129,6 +149,8 @@ class AnnouncedChunks:
         while one is not None and not one.is_end and not one.behind:
             if self._shown.pop(one.chunk_hash, None) is None:
                 break
+            if one.chunk_hash in self._present:
+                self._hidden[one.chunk_hash] = None
             yield one.chunk_hash
             if one.before is not None:
                 one.before.behind.remove(one)

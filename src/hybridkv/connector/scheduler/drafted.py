@@ -14,6 +14,7 @@ compares their marks with its own tokens. From the first block that differs on, 
 request is stored: a drafter of several layers reads what it has written before.
 """
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
@@ -24,6 +25,8 @@ from hybridkv.core.copies import NULL_BLOCK
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.vllm.drafters import Drafter
 from hybridkv.vllm.hashing import extra_keys_at
+
+logger = logging.getLogger("vllm.hybridkv")
 
 Tables = Callable[[str], Sequence[Sequence[int]]]
 _MARK_BYTES = 8
@@ -43,7 +46,16 @@ class DraftedBlocks:
         """A mark for each block id, of whatever group has the block now; 0 = none."""
 
     def missed(self, requests: Mapping[str, TrackedRequest]) -> None:
-        """Steps were computed of which nothing is known: no block is proven."""
+        """Steps were computed of which nothing is known: no block is proven.
+
+        What was proven before comes from the engine's own cache, which goes on to hit it.
+        """
+        if any(self._marks):
+            logger.warning(
+                "hybridkv: after the fault it is not known which blocks of the engine's own prefix "
+                "cache hold the drafter's KV; prompts that begin with them are not stored until "
+                "they are evicted, or the cache is reset (reset_prefix_cache)"
+            )
         self._marks = array("q", bytes(_MARK_BYTES * len(self._marks)))
         for tracked in requests.values():
             if tracked.drafted is not None:

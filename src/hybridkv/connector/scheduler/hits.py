@@ -15,6 +15,7 @@ from hybridkv.connector.scheduler.requests import (
     RequestRegistry,
     RequestState,
     TrackedRequest,
+    hit_chunks_max,
 )
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.copies import PlanError, plan_load
@@ -26,7 +27,7 @@ from hybridkv.core.sizes import format_size
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names
 from hybridkv.vllm.block_room import ROOM_SECONDS
-from hybridkv.wire.messages import CHUNKS_MAX, Found, Lookup, Pending, Release
+from hybridkv.wire.messages import Found, Lookup, Pending, Release
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -152,16 +153,25 @@ class Lookups:
             tracked.lookup.sent_at = now
         self.queued.clear()
 
-    def _send(self, tracked: TrackedRequest, now: float) -> None:
-        """Send the lookup, settle the request, or do neither while its adapter is being read."""
+    def _send(self, tracked: TrackedRequest, now: float, is_asked: bool = False) -> None:
+        """Send the lookup, settle the request, or do neither.
+
+        Neither is done while the adapter is being read. While nothing could be loaded, neither is
+        done before the engine asks about the request (`is_asked`): that may be over by then.
+        """
         request, adapter, session = tracked.request, tracked.adapter, self._session
-        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)
+        chunks_max = hit_chunks_max(self._geometry)
+        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), chunks_max)
         with_tails = self._with_tails and request.num_tokens > self._geometry.hash_tokens
         declined = detail = ""
         if not chunks and not with_tails:
             declined = "lookups_too_short"
         elif getattr(request, "skip_reading_prefix_cache", False):
             declined = "lookups_unwanted"
+        elif vain := self._why_vain():
+            if not is_asked:
+                return
+            declined = vain
         elif not tracked.has_hashes():
             if adapter is None or not adapter.refused:
                 return
@@ -177,17 +187,27 @@ class Lookups:
         session.breaker = session.breaker.asked(now)
         lookup.hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
         if with_tails:
-            tokens, known = request.num_tokens, request.block_hashes
+            known = request.block_hashes
+            tokens = min(request.num_tokens, chunks_max * self._geometry.chunk_tokens)
             first = lookup.tails_from = first_tail_chunk(self._geometry, tokens)
             names = tail_names(self._geometry, known, first, tokens)
             lookup.tails = tracked.tail_hashes(names)
-        lookup.sent_at = now
+        lookup.sent_at, lookup.deadline = now, now + self._most_seconds
         seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
         waits = round(seconds * 1e3), rate
         message = Lookup(lease, lease, lookup.hashes, *waits, lookup.tails, lookup.tails_from)
         lookup.sent = session.send(message, now)
         self.queued.append(tracked)
         self._counters["lookups"] += 1
+
+    def _why_vain(self) -> str:
+        """The reason for which no hit could be loaded now; empty where one could."""
+        session = self._session
+        if not session.is_connected:
+            return ""
+        if self._weights.is_stale:
+            return "lookups_identity"
+        return "lookups_late_workers" if session.unmapped == session.boot else ""
 
     def _unanswered(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
         lookup, pending = tracked.lookup, tracked.lookup.pending
@@ -197,8 +217,10 @@ class Lookups:
             self._counters["lookups_outrun"] += 1
             self._requests.advance(tracked, RequestEvent.SETTLED, now)
             return 0
-        if not lookup.sent and tracked.adapter is not None:
-            self._send(tracked, now)
+        if not lookup.sent:
+            self._send(tracked, now, is_asked=True)
+        elif vain := self._why_vain():
+            self._requests.settle(tracked, vain, now)
         if not tracked.is_prefetching:
             return 0
         return self._wait(tracked, now, "answer" if tracked.has_hashes() else "adapter")

@@ -170,11 +170,18 @@ class KVEventPublisher:
     def _learn(
         self, tracked: TrackedRequest, hashes: list[bytes], objects: list[tuple[int, int]]
     ) -> None:
-        news = []
+        news: list[int] = []
+        not_shown: set[int] = set()
         for chunk, index in objects:
-            if chunk < len(hashes) and self._in_ram.learn(hashes[chunk], index):
-                self._anywhere.learn(hashes[chunk], index)
+            if chunk >= len(hashes):
+                continue
+            if self._in_ram.learn(hashes[chunk], index):
                 news.append(chunk)
+                self._anywhere.learn(hashes[chunk], index)
+            elif not self._in_ram.knows(hashes[chunk]):
+                not_shown.add(chunk)
+        if not_shown:
+            self._counters["chunks_not_shown"] += len(not_shown)
         if not news:
             return
         in_ram = self._in_ram.show(hashes, min(news))
@@ -200,9 +207,13 @@ class KVEventPublisher:
                 self._kept_tokens -= len(self._blocks.pop(one).tokens)
 
     def _keep(self, one: bytes) -> None:
-        """Keep the tokens of a chunk that was just announced, if there is room for them."""
+        """Keep the tokens of a chunk that was just announced, if there is room for them.
+
+        They are of no use where `_anywhere` had no room for the chunk.
+        """
         blocks, kept = self._blocks[one], array("I")
-        if self._kept_tokens + len(blocks.tokens) <= TOKENS_MAX:
+        has_room = self._kept_tokens + len(blocks.tokens) <= TOKENS_MAX
+        if has_room and one in self._anywhere:
             # A request may have tokens that there are not.
             with contextlib.suppress(TypeError, OverflowError):
                 kept = array("I", blocks.tokens)

@@ -76,6 +76,11 @@ LEASELESS = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
 """A request that comes to one of these states lets go of its lease."""
 
 
+def hit_chunks_max(geometry: Geometry) -> int:
+    """The most chunks of a hit: the daemon looks at no more of a lookup (wire.Found)."""
+    return wire.BATCH_MAX // len(geometry.groups)
+
+
 @dataclass(eq=False, slots=True)
 class RequestLookup:
     """A request's last lookup. Times are monotonic seconds."""
@@ -155,6 +160,9 @@ class TrackedRequest:
     """(group index, chunk) of recurrent states whose store has begun."""
     stored_tail: int = 0  # The tokens of the tail whose store has begun last; 0 = none has.
     stored: int = 0  # Objects whose store has begun.
+    shed: dict[str, int] = field(default_factory=dict)
+    """By counter, the chunk before which objects that are not stored for that reason are counted.
+    """
     drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
 
     @property

@@ -261,8 +261,10 @@ class SchedulerRole:
             return
         session.attached_ranks = report.boots
         self._lookups.patience.prefill.step_ended(report.number, now)
-        if report.counters.get("attach_failed"):
+        if report.is_disabled or report.counters.get("attach_failed"):
             session.unmapped = session.boot
+        elif session.workers_attached():
+            session.unmapped = ""
         if report.corrupt:
             slots = sorted(report.corrupt)
             self._counters["slots_condemned"] += len(slots)

@@ -37,10 +37,13 @@ class DaemonSession:
     reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as far as that life has said.
     attached_ranks: dict[str, int] | None = None
     """Ranks by the daemon's life that they map; None until the first step has ended."""
-    unmapped: str = ""  # The daemon's last life whose arena some rank could not map.
+    unmapped: str = ""
+    """The daemon's last life whose arena some rank could not map, or can copy nothing to and from;
+    empty once all ranks are attached."""
     breaker: Breaker = Breaker()
     subscribed: int = 0  # The greeting after which Subscribe was sent last.
     respawn_at: float = 0.0
+    refusal: str = ""  # The last refusal of a greeting that the log has; empty after a greeting.
     is_told: bool = False  # Whether the log has the loss; a daemon may be greeted in vain for long.
 
     def __post_init__(self) -> None:
@@ -69,6 +72,11 @@ class DaemonSession:
         Subscribe is sent before anything else, so that no removal goes untold.
         """
         welcome = self.link.welcome
+        refusal = self.link.refusal or ""
+        if refusal and refusal != self.refusal:
+            text = "hybridkv: the daemon does not serve this engine (%s); requests are computed"
+            logger.warning(text, refusal)
+        self.refusal = refusal
         if welcome is None:
             # One that hangs, or is of another version, still serves the socket.
             is_gone = self.link.greetings and not self.link.is_served

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
-from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.connector.scheduler.requests import TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
@@ -75,6 +75,7 @@ class StorePlanner:
         """
         self._with_tails = with_tails
         self._geometry = geometry
+        self._chunks_max = hit_chunks_max(geometry)  # Nothing behind so many can be hit.
         self._store_generated = store_generated
         self._counters = counters
         self._full_groups: list[int] = []
@@ -159,15 +160,20 @@ class StorePlanner:
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            if not self._store_generated:
+                tokens = min(tokens, request.num_prompt_tokens)
             state_tokens = tokens
             if tracked.drafted is not None:
                 # A state needs no later token, and its name can wait for that until the commit.
                 state_tokens = min(tokens, tracked.drafted.proven)
+                if state_tokens < tokens:
+                    self._shed(tracked, "stores_unproven", state_tokens, tokens)
                 tokens = min(tokens, tracked.drafted.storable)
-            if not self._store_generated:
-                tokens = min(tokens, request.num_prompt_tokens)
-                state_tokens = min(state_tokens, request.num_prompt_tokens)
             chunks = self._geometry.whole_chunks(tokens)
+            if chunks > self._chunks_max:
+                behind = self._chunks_max * self._geometry.chunk_tokens
+                self._shed(tracked, "stores_beyond_lookup", behind, tokens)
+                chunks = self._chunks_max
             completed: list[CopyRun] = []
             if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
                 completed += self._attention(tracked, attention, chunks, tables(request_id))
@@ -180,6 +186,19 @@ class StorePlanner:
             if completed:
                 runs.update(self._begin(tracked, completed))
         return runs
+
+    def _shed(self, tracked: TrackedRequest, counter: str, tokens: int, stop_tokens: int) -> None:
+        """Count, each once, the attention objects behind `tokens` tokens that are not stored.
+
+        They end within `stop_tokens`. Those that RAM had, or that were stored before, are none.
+        """
+        found, counted = tracked.lookup.found, tracked.shed.get(counter, 0)
+        start, stop = map(self._geometry.whole_chunks, (tokens, stop_tokens))
+        for index in (*self._windowed_groups, *self._full_groups):
+            first = max(start, counted, tracked.next_chunk[index])
+            mask = found.masks[index] if found is not None else b""
+            self._counters[counter] += max(0, stop - first) - mask.count(1, first, stop)
+        tracked.shed[counter] = max(counted, stop)
 
     def reported(
         self, report: StepReport, now: float, is_doubtful: bool = False
@@ -325,6 +344,9 @@ class StorePlanner:
             self._counters["states_unaligned"] += 1
             return
         chunk -= 1
+        if chunk >= self._chunks_max:
+            self._counters["stores_beyond_lookup"] += 1
+            return
         found = tracked.lookup.found
         mask = found.masks[index] if found is not None else b""
         if (index, chunk) in tracked.stored_states or any(mask[chunk : chunk + 1]):
@@ -365,6 +387,9 @@ class StorePlanner:
         boundary, geometry = boundaries.pop(), self._geometry
         chunk, unit = boundary // geometry.chunk_tokens, geometry.hash_tokens
         if boundary > tokens or boundary == tracked.stored_tail or boundary % unit:
+            return
+        if chunk >= self._chunks_max:
+            self._counters["stores_beyond_lookup"] += len(geometry.groups)
             return
         name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]])
         blocks = {index: block for index, (_, block, _) in offered.items()}

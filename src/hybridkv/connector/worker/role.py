@@ -57,6 +57,9 @@ class WorkerRole:
         hello = Hello(1, PROTOCOL_VERSION, "worker", engine_id, lock=new_lock())
         self._link = Link(socket_path, hello, lambda why: None, group)
         self._making: Copiers | None = None  # Once the engine's tensors are registered.
+        self._lacks_room = False  # Whether the device had no room for the copies then.
+        self._disabled_greeting = 0
+        """The greeting in which the daemon heard that this worker copies nothing any more."""
         self.layout: WorkerLayout | None = None
         self._weights: EngineWeights | None = None  # None until the tensors are registered.
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
@@ -96,11 +99,17 @@ class WorkerRole:
             )
         except DeviceError as error:
             logger.warning("hybridkv: the device has no room to copy; nothing is cached: %s", error)
+            self._lacks_room = True
             return
         if pipeline is not None:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
         self._making = Copiers(groups, self._part, pipeline)
         self._link.poll(time.monotonic())
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no copy can succeed any more, for want of room on the device or of the device."""
+        return self._lacks_room or (self._making is not None and not self._making.is_alive)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads; those that cannot begin are reported as failed."""
@@ -186,6 +195,7 @@ class WorkerRole:
         # After an error of the device nothing is copied any more, so nothing may be offered.
         if self._boot and (self._making is None or self._making.is_alive):
             report.boots[self._boot] = 1
+        report.is_disabled = self.is_disabled
         if self._weights is not None:
             report.weights[self._part.rank] = self._weights.answer
         return report
@@ -278,6 +288,7 @@ class WorkerRole:
         now = time.monotonic()
         self._link.poll(now)
         self._send_drained(plan.session, now)
+        self._send_disabled(now)
         welcome = self._link.welcome
         is_new = welcome is not None and welcome.boot != self._boot and now >= self._attach_at
         if welcome is not None and is_new and self._making is not None:
@@ -316,7 +327,7 @@ class WorkerRole:
             # The daemon may have looked for the lock before it was there.
             arena.close()
             return None
-        if self._attach_at:
+        if self._attach_at and not self.is_disabled:
             self._link.send(ReportMapping(True), now)
         self._attach_at = 0.0
         return arena
@@ -328,6 +339,14 @@ class WorkerRole:
             shared = any(copier is other for _, other in self._copiers.values())
             if self._making is not None and not shared:
                 self._making.retire(copier)
+
+    def _send_disabled(self, now: float) -> None:
+        """Tell the daemon, once for each greeting, that this worker copies nothing any more."""
+        greeting = self._link.greetings
+        is_due = self.is_disabled and self._disabled_greeting != greeting
+        if is_due and self._link.send(ReportMapping(False), now):
+            self._disabled_greeting = greeting
+            self._report.counters["workers_disabled"] += 1
 
     def _send_drained(self, session: int, now: float) -> None:
         """Send Drained once no copy runs that was planned before the engine's last greeting."""

@@ -275,7 +275,7 @@ function tiers(status) {
 
 function groups(status) {
   const most = Math.max(1, ...status.groups.map((group) => group.held_bytes));
-  rows("groups", status.groups.filter((group) => group.objects).slice(0, 16).map((group) => {
+  rows("groups", status.groups.filter((group) => group.objects).map((group) => {
     const name = !group.identity ? "all others" : group.model || `identity ${group.identity}`;
     const kind = group.identity ? `group ${group.gid} ${group.kind.replace("_", " ")}` : "";
     return element("tr", "", element("td", "", name, element("small", "", kind)),
@@ -285,7 +285,7 @@ function groups(status) {
 }
 
 function sessions(status) {
-  rows("sessions", status.sessions.slice(0, 64).map((session) => {
+  rows("sessions", status.sessions.map((session) => {
     const engine = element("td", "", session.engine_id);
     if (!session.is_connected) engine.append(element("small", "", "gone; its workers may still copy"));
     return element("tr", "", engine, element("td", "", session.model || "–", element("small", "", session.identity)),

@@ -1,6 +1,7 @@
 """The files of a directory tier: their names, and whether each is the record that its name says."""
 
 import contextlib
+import errno
 import mmap
 import os
 import uuid
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import IO, NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
@@ -27,6 +29,15 @@ from hybridkv.tiers.record import (
 
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
+FAILED_IN_A_ROW_MAX = (
+    16  # Files that fail one after the other; of more the file system is to blame.
+)
+SYSTEM_ERRORS = (
+    frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
+    | frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ENOTCONN))
+    | frozenset((errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH))
+)
+"""Errors that say nothing of one file: they are the process', or the whole file system's."""
 
 
 class FileName(NamedTuple):
@@ -82,11 +93,59 @@ def records(home: Path) -> Iterator[tuple[str, FileName]]:
 
 def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
     """(path, name) of every record in one directory of a writer."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in os.scandir(shard):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(shard) as entries:
+        for entry in entries:
             name = parse_name(entry.name)
             if name is not None:
                 yield entry.path, name
+
+
+class FoundFile(NamedTuple):
+    """A record's file in a listing. The one that was changed first sorts first."""
+
+    changed: float  # Seconds since the epoch.
+    name: FileName
+    path: str
+    taken_bytes: int
+
+
+def found_file(path: str, name: FileName) -> FoundFile:
+    """Look at a record's file. Raises OSError."""
+    status = os.stat(path, follow_symlinks=False)
+    return FoundFile(status.st_mtime, name, path, taken_bytes(status))
+
+
+class FileErrors:
+    """Suppresses the errors of single files in a loop over many, and counts them.
+
+    It is the context of what is done with one file. A file that is gone is an error for the caller,
+    and so is one that fails with SYSTEM_ERRORS, or after FAILED_IN_A_ROW_MAX others.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""  # What was wrong with which file.
+        self._in_a_row = 0
+
+    def __enter__(self) -> None:
+        """Nothing is needed."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self._in_a_row = 0
+        if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+            return False
+        if error.errno in SYSTEM_ERRORS or self._in_a_row >= FAILED_IN_A_ROW_MAX:
+            return False
+        self._in_a_row += 1
+        self.count += 1
+        self.first = self.first or f"{error.strerror}: {error.filename}"
+        return True
 
 
 def set_aside(root: Path, path: str) -> None:

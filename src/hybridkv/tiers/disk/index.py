@@ -6,6 +6,7 @@ so that they can be read, and they do not count.
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
@@ -18,7 +19,9 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.store.eviction import EvictionQueue
-from hybridkv.tiers.disk.files import FileName, records, taken_bytes
+from hybridkv.tiers.disk.files import FileErrors, FileName, FoundFile, found_file, records
+
+logger = logging.getLogger("hybridkv.daemon")
 
 TOUCH_SECONDS = 600.0
 """A file's time of change, by which it is ordered after a restart, is at most so late."""
@@ -39,7 +42,8 @@ class OwnFile(NamedTuple):
 class FileIndex:
     """The files of one directory by key.
 
-    The caller holds `lock`, but for `path`, `use`, `replace`, `take_again`, `sweep` and `scan`.
+    The caller holds `lock`, but for `path`, `use`, `replace`, `take_again`, `sweep`, `scan` and
+    `count_failed`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -62,6 +66,7 @@ class FileIndex:
         self._strays: dict[str, int] = {}
         """This daemon's files that could not be removed yet, and the bytes that they take."""
         self._stuck = 0  # Victims in a row that could not be removed since the last `sweep`.
+        self.files_failed = 0  # Files that `count_failed` has counted.
 
     @property
     def held_bytes(self) -> int:
@@ -188,28 +193,36 @@ class FileIndex:
 
     def scan(self, home: Path) -> None:
         """Index the records in this daemon's directory, the oldest first, and keep the bound."""
-        found = []
+        found: list[FoundFile] = []
+        errors = FileErrors()
         with self.lock:
             # The lock is held while listing: a record that is put meanwhile is entered afterwards.
             for path, name in records(home):
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.stat(path, follow_symlinks=False)
-                    found.append((status.st_mtime, name, path, taken_bytes(status)))
+                with contextlib.suppress(FileNotFoundError), errors:
+                    found.append(found_file(path, name))
             self.ours, self.others, self._keys = {}, {}, {}
             self._doubled, self._again, self._children = set(), set(), Counter()
             self._strays = {path: n for path, n in self._strays.items() if os.path.lexists(path)}
             self._stuck, self._taken_bytes = 0, sum(self._strays.values())
             if not self.max_bytes:
                 system = os.statvfs(home)
-                free = system.f_bavail * system.f_frsize + sum(one[-1] for one in found)
+                free = system.f_bavail * system.f_frsize + sum(file.taken_bytes for file in found)
                 self.max_bytes = free // 2 // SLOT_ALIGN * SLOT_ALIGN
             self._order = EvictionQueue(EvictionPolicy.TWO_QUEUES, self.max_bytes)
-            for touched, name, path, taken in sorted(found):
-                if name.key not in self.ours:
-                    self.enter(name, path, taken, touched)
+            for file in sorted(found):
+                if file.name.key not in self.ours:
+                    self.enter(file.name, file.path, file.taken_bytes, file.changed)
                 else:
-                    self.remove(path, taken)
+                    self.remove(file.path, file.taken_bytes)
             self.make_room(0)
+        self.count_failed(errors)
+
+    def count_failed(self, errors: FileErrors) -> None:
+        """Count the files that failed in a loop over many, and log that."""
+        self.files_failed += errors.count
+        if errors.count:
+            told = "disk: files that failed and are left as they are: %d (%s)"
+            logger.warning(told, errors.count, errors.first)
 
     def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
         """Another writer's directory `shard` holds just these records now, by key their paths."""

@@ -19,6 +19,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -37,7 +38,13 @@ from hybridkv.tiers.contract import (
     bytes_after,
     zero_after,
 )
-from hybridkv.tiers.disk.files import BLOCK_BYTES, FileName, set_aside
+from hybridkv.tiers.disk.files import (
+    BLOCK_BYTES,
+    FAILED_IN_A_ROW_MAX,
+    SYSTEM_ERRORS,
+    FileName,
+    set_aside,
+)
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
 
@@ -48,6 +55,37 @@ _ROOM_BYTES = 64 << 10
 """What is evicted where a full file system has no room for the little that a start writes."""
 _SETTINGS = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
 """Errors that say that another directory is needed; any other error may pass."""
+UNREADABLE_MAX = 1024  # Files that could not be read and are remembered; the oldest are forgotten.
+
+
+class ReadFailures:
+    """Tells a damaged file from a file system that fails: others are read while it fails twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # For what follows.
+        self._reads = 0  # Files that were read, so far.
+        self._failures = 0  # Files that could not be read since the last one that was.
+        self._failed: dict[str, int] = {}
+        """By the path of a file whose last read failed, the reads up to then."""
+
+    def succeeded(self, path: str) -> None:
+        """A file was read."""
+        with self._lock:
+            self._reads += 1
+            self._failures = 0
+            self._failed.pop(path, None)
+
+    def failed(self, path: str) -> bool:
+        """A file could not be read; returns whether it is to be taken for damaged."""
+        with self._lock:
+            self._failures += 1
+            reads = self._failed.pop(path, self._reads)
+            if reads < self._reads and self._failures <= FAILED_IN_A_ROW_MAX:
+                return True
+            self._failed[path] = reads
+            if len(self._failed) > UNREADABLE_MAX:
+                del self._failed[next(iter(self._failed))]
+            return False
 
 
 class DiskTier(Tier):
@@ -66,6 +104,7 @@ class DiskTier(Tier):
         self._writers = Writers(root, writer, self._index, adopts)
         self._direct = os.O_DIRECT
         self._numbers = count(1)
+        self._failures = ReadFailures()
 
     def open(self) -> None:
         """Scan the directory; raises ConfigError where it cannot be used."""
@@ -101,6 +140,11 @@ class DiskTier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return [self.peek(key) for key in keys]
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        for key in keys:
+            self._index.use(key)
+        return self.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return [self._get(item) for item in items]
@@ -151,6 +195,7 @@ class DiskTier(Tier):
             "bytes_max": float(index.max_bytes),
             "objects": float(len(index.ours)),
             "objects_of_others": float(len(index.others)),
+            "files_failed": float(index.files_failed),
         }
 
     def close(self) -> None:
@@ -174,8 +219,11 @@ class DiskTier(Tier):
                     index.forget(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
+            if error.errno not in SYSTEM_ERRORS and self._failures.failed(path):
+                return contract.DamagedError(f"{path} cannot be read: {error.strerror}")
             return _translated(error)
         if error is None:
+            self._failures.succeeded(path)
             index.use(key)
         return error
 

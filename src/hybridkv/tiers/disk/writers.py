@@ -18,7 +18,15 @@ from pathlib import Path
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.tiers.contract import TierError
-from hybridkv.tiers.disk.files import FileName, records, shard_records, shards, taken_bytes
+from hybridkv.tiers.disk.files import (
+    FileErrors,
+    FoundFile,
+    found_file,
+    parse_name,
+    records,
+    shard_records,
+    shards,
+)
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -108,9 +116,12 @@ class Writers:
         with contextlib.suppress(FileExistsError), layout.open("x") as file:
             file.write(LAYOUT)
         _check_layout(layout.read_text(), f"disk: {self.root}", "a new directory works")
+        errors = FileErrors()
         for directory, _, files in os.walk(self.home / TMP):
             for name in files:
-                os.unlink(os.path.join(directory, name))
+                with errors:
+                    os.unlink(os.path.join(directory, name))
+        self._index.count_failed(errors)
 
     def scan(self) -> None:
         """Index this daemon's records anew; `look` follows."""
@@ -181,29 +192,58 @@ class Writers:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(home, lost)
                 self._forget([path for path in self._seen if os.path.dirname(path) == str(home)])
-                logger.info("disk: taking over what %s left", home.name)
+                found: list[FoundFile] = []
+                errors = FileErrors()
                 for path, name in list(records(lost)):
-                    with contextlib.suppress(FileNotFoundError):
-                        self._adopt_one(path, name)
+                    with contextlib.suppress(FileNotFoundError), errors:
+                        found.append(found_file(path, name))
+                self._take_over(home.name, found, errors)
                 for directory, _, files in os.walk(lost, topdown=False):
                     for file in files:
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(os.path.join(directory, file))
+                        # A record that could not be taken over is read where it is.
+                        if parse_name(file) is None:
+                            with contextlib.suppress(FileNotFoundError), errors:
+                                os.unlink(os.path.join(directory, file))
                     with contextlib.suppress(OSError):
                         os.rmdir(directory)
+                self._index.count_failed(errors)
 
-    def _adopt_one(self, path: str, name: FileName) -> None:
-        index, to = self._index, str(self.home / name.path)
-        status = os.stat(path, follow_symlinks=False)
-        taken = taken_bytes(status)
+    def _take_over(self, writer: str, found: Iterable[FoundFile], errors: FileErrors) -> None:
+        """Move the newest records here, as many as the bound allows, and remove the others."""
+        index, taken, dropped = self._index, 0, 0
+        newest: set[FoundFile] = set()
+        with index.lock:
+            room = index.max_bytes - index.held_bytes
+            for file in sorted(found, reverse=True):
+                if file.name.key not in index.ours and file.taken_bytes <= room:
+                    room -= file.taken_bytes
+                    newest.add(file)
+        # The oldest are moved first, since they are to be evicted first.
+        for file in sorted(found):
+            try:
+                with errors:
+                    if file in newest and self._adopt_one(file):
+                        taken += 1
+                    else:
+                        os.unlink(file.path)
+                        dropped += file.name.key not in index.ours
+            except FileNotFoundError:
+                continue  # Somebody else removed it.
+        told = "disk: took over %d objects that %s left; %d were dropped for lack of room"
+        logger.info(told, taken, writer, dropped)
+
+    def _adopt_one(self, file: FoundFile) -> bool:
+        """Move a record here; returns False where there is no room for it. Raises OSError."""
+        index, to = self._index, str(self.home / file.name.path)
         try:
             os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
             with index.lock:
-                if name.key not in index.ours and index.held_bytes + taken <= index.max_bytes:
-                    os.rename(path, to)
-                    index.enter(name, to, taken, status.st_mtime)
-                    return
+                room = index.max_bytes - index.held_bytes
+                if file.name.key not in index.ours and file.taken_bytes <= room:
+                    os.rename(file.path, to)
+                    index.enter(file.name, to, file.taken_bytes, file.changed)
+                    return True
         except OSError as error:
             if error.errno not in FULL_ERRORS:
                 raise
-        os.unlink(path)
+        return False
