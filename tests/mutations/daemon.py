@@ -320,6 +320,17 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{TIERS}::test_a_damaged_region_costs_one_visit",),
     ),
     Mutation(
+        "order-ends-with-the-daemon",
+        "the next daemon takes what was read for what nobody has read",
+        "write_read",
+        "",
+        "return",
+        ("B40",),
+        (
+            "tests/unit/store/test_store.py::test_the_next_daemon_knows_what_was_read_and_what_are_answers",
+        ),
+    ),
+    Mutation(
         "refused-and-counted",
         "a lookup is counted before it is refused",
         "Daemon._lookup",

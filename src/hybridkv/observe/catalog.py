@@ -111,6 +111,7 @@ _TIER = {
     "objects_of_others": gauge("Objects of other daemons in the same directory."),
     "files_failed": counter("Files that could not be looked at, moved or removed, and were left."),
     "discards_waiting": gauge("Objects that wait to be removed."),
+    "discards_forgotten": counter("Objects that were to be removed and may come back."),
     "client_starts": counter("Processes that were started to speak to the store."),
     "finds_cut": counter("Times that a tier was asked what it has, and answered in part."),
     "jobs_running": gauge("Jobs of the tier's threads."),

@@ -42,7 +42,11 @@ _CRC = struct.Struct("<I")
 _GENERATION_OFFSET = 16
 _GENERATION = struct.Struct("<Q")
 
-assert _HEADER.size + _CRC.size <= HEADER_BYTES
+_USE_OFFSET = HEADER_BYTES - 1
+USE_READ = 255
+"""The `use` of an object that somebody has read; of another one it is its EvictionClass."""
+
+assert _HEADER.size + _CRC.size <= _USE_OFFSET
 
 
 class SlotState(IntEnum):
@@ -67,6 +71,7 @@ class SlotHeader:
     chunk_hash: bytes = bytes(HASH_BYTES)
     parent_short: int = 0  # `short_hash` of the chunk before, 0 = none; only eviction uses it.
     tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
+    use: int = 0  # A byte for the next daemon's order of eviction; nothing else depends on it.
 
     def pack(self) -> bytes:
         """The header as HEADER_BYTES bytes."""
@@ -75,7 +80,8 @@ class SlotHeader:
             *(self.gid, self.generation, self.part_bytes),
             *(self.namespace, self.chunk_hash, self.parent_short, self.tenant),
         )
-        return (body + _CRC.pack(zlib.crc32(body))).ljust(HEADER_BYTES, b"\0")
+        head = body + _CRC.pack(zlib.crc32(body))
+        return head.ljust(_USE_OFFSET, b"\0") + bytes([self.use])
 
 
 def unpack_header(raw: bytes) -> SlotHeader | None:
@@ -88,6 +94,7 @@ def unpack_header(raw: bytes) -> SlotHeader | None:
     magic, version, state, parts, gid, generation, part_bytes, *names = _HEADER.unpack(body)
     if magic != _MAGIC or version != SLOT_VERSION or state not in tuple(SlotState):
         return None
+    names.append(raw[_USE_OFFSET])
     return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, *names)
 
 
@@ -99,6 +106,12 @@ def short_hash(chunk_hash: bytes) -> int:
 def read_generation(memory: memoryview, offset: int) -> int:
     """The generation of the slot at `offset`, whatever its state."""
     return int(_GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0])
+
+
+def write_read(memory: memoryview, offset: int) -> None:
+    """Have the header of the slot at `offset` say that its object was read."""
+    at = offset + _USE_OFFSET
+    memory[at : at + 1] = bytes([USE_READ])
 
 
 def payload_offset(parts: int) -> int:

@@ -25,6 +25,7 @@ class Slot:
     parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
     tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
     eviction_class: EvictionClass = EvictionClass.PROMPT  # As of an object that is not read yet.
+    is_read: bool = False  # Whether a lookup hit it, since any daemon's life that knows of it.
     is_doubted: bool = False
     """Whether a load failed in which the object took part: the next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.

@@ -87,7 +87,7 @@ class Store:
         """Take over an earlier daemon's: (namespaces by identity, slots that may be written into).
 
         To be called once, first. Until `regroup` a namespace has the groups of the objects found.
-        The oldest object is the least recently used.
+        Of those that were read, and of those that were not, the oldest is the least recently used.
         """
         found = self._sound_slots()
         objects = [known for known in found if known[1].state is SlotState.COMMITTED]
@@ -99,7 +99,13 @@ class Store:
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
             if namespace.get(header.chunk_hash, index) is None:
+                slot.is_read = header.use == layout.USE_READ
+                if header.use in tuple(EvictionClass):
+                    slot.eviction_class = EvictionClass(header.use)
                 self._enter(slot, namespace, index, header.chunk_hash)
+                for queue in self._queues_of(slot) if slot.is_read else ():
+                    queue.use((slot,))
+                    queue.offer(slot)
             else:
                 self.free(slot)
         return namespaces, [slot for slot, header in found if header.state is SlotState.WRITING]
@@ -238,6 +244,9 @@ class Store:
         self.queue.use(slots)
         for slot in slots:
             slot.eviction_class = EvictionClass.PROMPT
+            if not slot.is_read:
+                slot.is_read = True
+                layout.write_read(self._memory, slot.offset)
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
                 self._tenant_queues[slot.tenant].use((slot,))
@@ -361,7 +370,8 @@ class Store:
         else:
             gid = entry.namespace.gids[slot.group_index]
             name = gid, entry.namespace.identity, entry.chunk_hash
-            header = SlotHeader(slot.state, *common, *name, slot.parent_short, slot.tenant)
+            use = layout.USE_READ if slot.is_read else slot.eviction_class
+            header = SlotHeader(slot.state, *common, *name, slot.parent_short, slot.tenant, use)
         self._memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
 
     def _void(self, offset: int) -> None:

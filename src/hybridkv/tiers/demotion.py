@@ -87,7 +87,7 @@ class Demotion:
                 asked.append(slot)
         self._queue(self._through, asked, is_read=False)
 
-    def read(self, slots: Iterable[Slot]) -> None:
+    def read(self, slots: Sequence[Slot]) -> None:
         """Queue objects that are hit, where they were not queued when they were stored.
 
         Those are what an hourly bound did not admit, and answers; each USE_SECONDS also what a tier

@@ -299,6 +299,7 @@ def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
     errors = put(tier, [small, too_large, large, long])
     assert errors[0] is errors[2] is errors[3] is None
     assert "buffer" in str(errors[1])
+    assert isinstance(errors[1], FullError), "it is not tried again, and no failure of the server"
     items = [
         ReadRequest(absent.key, [pages(len(absent.memory))]),
         ReadRequest(small.key, [pages(len(small.memory))]),
@@ -546,6 +547,17 @@ class Started(subprocess.Popen[bytes]):
 def no_more_threads(thread: threading.Thread) -> None:
     """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
     raise RuntimeError("can't start new thread")
+
+
+def test_what_is_forgotten_and_was_to_be_removed_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "DISCARDED_MAX", 2)
+    tier = MooncakeTier(parse_tier("mooncake://127.0.0.1:1", "tier"))
+    with pytest.raises(TierError):
+        tier.discard([bytes([number]) * KEY_BYTES for number in range(5)])
+    gauges = tier.gauges()
+    assert (gauges["discards_waiting"], gauges["discards_forgotten"]) == (2, 3)
 
 
 @pytest.mark.parametrize("lacking", ["log", "memory", "interpreter", "thread"])

@@ -462,6 +462,29 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     assert kept(space) == [0, 1, 4]
 
 
+def test_the_next_daemon_knows_what_was_read_and_what_are_answers() -> None:
+    memory = memoryview(bytearray(16 * SIZE))
+    trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
+    store, space = Store(memory, trailer=trailer), full_and_window()
+    store.grow(16 * SIZE)
+    put(store, space, range(3))
+    read(store, space, range(3))
+    put_answer(store, space, [2, *range(100, 106)])
+    put(store, space, range(10, 14))
+    later = Store(memory, trailer=trailer)
+    namespaces, _ = later.recover()
+    space = later.regroup(namespaces[bytes(32)], full_and_window())
+    check_store(later)
+    put(later, space, range(20, 24))
+    answers = [number for number in kept(space) if number >= 100]
+    assert len(answers) < 6, "they go first"
+    assert set(range(10, 14)) <= set(kept(space))
+    for scan in range(8):
+        put(later, space, range(40 + 4 * scan, 44 + 4 * scan))
+    assert {0, 1, 2} <= set(kept(space)), "what was read is protected still"
+    assert not set(range(10, 14)) & set(kept(space))
+
+
 def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
     """Not even where nothing is left in the arena: a load may still name what was there."""
     memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))

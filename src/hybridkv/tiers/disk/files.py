@@ -29,9 +29,7 @@ from hybridkv.tiers.record import (
 
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
-FAILED_IN_A_ROW_MAX = (
-    16  # Files that fail one after the other; of more the file system is to blame.
-)
+FAILED_IN_A_ROW_MAX = 16  # Files that fail in a row; of more the file system is to blame.
 SYSTEM_ERRORS = (
     frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
     | frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ENOTCONN))

@@ -122,7 +122,7 @@ class MooncakeTier(Tier):
         self._client: IsolatedProcess | None = None
         self._keeper: IsolatedProcess | None = None
         self._starts = 0
-        self._finds_cut = 0
+        self._finds_cut, self._forgotten = 0, 0
         self._is_sick = False
         """Nobody answered the last call: the client has to show that it works, or is replaced."""
         self._closed = False
@@ -216,6 +216,7 @@ class MooncakeTier(Tier):
             excess = max(len(self._discarded) - DISCARDED_MAX, 0)
             for key in list(itertools.islice(self._discarded, excess)):
                 del self._discarded[key]
+            self._forgotten += excess
         self._remove(keys, self._deadline())
 
     def keys(self) -> Iterator[bytes]:
@@ -244,6 +245,7 @@ class MooncakeTier(Tier):
             "bytes_max": self._segment_bytes,
             "discards_waiting": len(self._discarded),
             "client_starts": self._starts,
+            "discards_forgotten": self._forgotten,
             "finds_cut": self._finds_cut,
         }
 
@@ -325,7 +327,9 @@ class MooncakeTier(Tier):
         errors = [refused.get(item.key) for item in items]
         for at, size in enumerate(sizes_of(items)):
             if errors[at] is None and size > self._lane_bytes:
-                errors[at] = TierError(
+                # One that does not fit is not the server's failure, and is not tried again.
+                kind = contract.FullError if method == "put" else TierError
+                errors[at] = kind(
                     f"a record of {size} bytes is over a quarter of the option buffer;"
                     f" buffer={format_size(LANES * size)} works"
                 )
