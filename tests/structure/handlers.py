@@ -192,6 +192,12 @@ HANDLERS = (
     ),
     # The disk tier
     Handler(
+        "open_regular",
+        "except BaseException",
+        "The descriptor is closed whatever went wrong after it was opened.",
+        RAISED,
+    ),
+    Handler(
         "DiskTier._put",
         "suppress(OSError)",
         "The write's own error is returned; an error of the cleaning up must not replace it.",

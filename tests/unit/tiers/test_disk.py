@@ -22,10 +22,12 @@ from hybridkv.tiers.disk.files import (
     QUARANTINE_MAX,
     FileName,
     parse_name,
+    prove_file,
     records,
 )
 from hybridkv.tiers.disk.index import STUCK_MAX
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.disk.writers import LAYOUT_FILE, check_root
 from hybridkv.tiers.factory import make_tier
 from tests.invariants import check_disk
 from tests.tier_suite import SampleObject, TierSuite, read, sample
@@ -984,3 +986,32 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     assert tier.put([sample(30, 100_000).putting()]) == [None]
     ages = [name is not None and name.key in tier._index.ours for name in names]
     assert ages == [True] * (kept - 1) + [False] * (21 - kept), "the oldest goes first"
+
+
+def test_no_fifo_keeps_a_thread_waiting(tmp_path: Path) -> None:
+    """Whoever may write in a shared directory can put one in a file's place."""
+    tier, other, one = opened(tmp_path), opened(tmp_path, "other"), sample(1)
+    assert tier.put([one.putting()]) == [None]
+    other.tend()
+    (path,) = tmp_path.glob("objects/here/??/*")
+    path.unlink()
+    os.mkfifo(path)
+    for reader in (tier, other):
+        assert isinstance(read(reader, one), MissingError)
+    assert tier.put([one.putting()]) == [None]
+    assert read(tier, one) is None
+    assert prove_file(str(path), parse_name(path.name)) is not None
+    path.unlink()
+    os.mkfifo(path)
+    assert prove_file(str(path), parse_name(path.name)) is None
+    layout = tmp_path / LAYOUT_FILE
+    layout.unlink()
+    os.mkfifo(layout)
+    with pytest.raises(ConfigError, match="no directory of records"):
+        check_root(tmp_path, "--directory")
+    layout.unlink()
+    alive = tmp_path / "objects" / "here" / "alive"
+    alive.unlink()
+    os.mkfifo(alive)
+    with pytest.raises(TierError, match="No such device or address"):
+        tier.open()

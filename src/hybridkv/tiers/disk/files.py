@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from enum import StrEnum
@@ -146,6 +148,31 @@ class FileErrors:
         return True
 
 
+def open_regular(path: str | Path, flags: int = 0) -> int:
+    """Open a file to read, which others may have replaced. Raises OSError.
+
+    To open a FIFO would wait for its writer, so what is no regular file counts as not there.
+    """
+    base = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, base)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "no regular file", str(path))
+        if flags:
+            # A FIFO would refuse direct I/O with an error of its own.
+            fcntl.fcntl(fd, fcntl.F_SETFL, base | flags)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: Path) -> str:
+    """The text of a small file, opened as `open_regular` does."""
+    with open(open_regular(path)) as file:
+        return file.read()
+
+
 def set_aside(root: Path, path: str) -> None:
     """Move a damaged file to the quarantine, which keeps QUARANTINE_MAX. Raises OSError."""
     where = root / "quarantine"
@@ -240,7 +267,7 @@ def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
 def prove_file(path: str, name: FileName | None, coding: Coding = PLAIN) -> FileProof | None:
     """Prove the file at `path`, as `prove` does; None where it is gone, or is no regular file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(path)
         with open(fd, "rb", buffering=0) as file:
             # The disk's bytes are proved, not those of the page cache, which daemons do not use.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

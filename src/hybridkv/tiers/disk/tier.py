@@ -43,6 +43,7 @@ from hybridkv.tiers.disk.files import (
     FAILED_IN_A_ROW_MAX,
     SYSTEM_ERRORS,
     FileName,
+    open_regular,
     set_aside,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
@@ -229,7 +230,7 @@ class DiskTier(Tier):
 
     def _read(self, path: str, pieces: Sequence[memoryview]) -> contract.DamagedError | None:
         wanted = sum(map(len, pieces))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+        fd = open_regular(path, self._direct)
         try:
             size, done = os.fstat(fd).st_size, 0
             if not contract.is_length(size, wanted):
@@ -300,7 +301,10 @@ class DiskTier(Tier):
     def _settle(self) -> None:
         """Write the little that a start writes. Raises OSError."""
         self._probe()
-        self._writers.alive.write_text(self._writers.token)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        # Where somebody put a FIFO there, that is an error and no wait for its reader.
+        with open(os.open(self._writers.alive, flags | os.O_NONBLOCK, 0o600), "w") as file:
+            file.write(self._writers.token)
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""

@@ -23,6 +23,7 @@ from hybridkv.tiers.disk.files import (
     FoundFile,
     found_file,
     parse_name,
+    read_regular,
     records,
     shard_records,
     shards,
@@ -56,7 +57,7 @@ def check_root(root: Path, setting: str) -> None:
     """Raise ConfigError unless `root` is a tier's directory of this version."""
     works = "the directory of a daemon's --disk works"
     try:
-        layout = (root / LAYOUT_FILE).read_text()
+        layout = read_regular(root / LAYOUT_FILE)
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -115,7 +116,7 @@ class Writers:
         layout = self.root / LAYOUT_FILE
         with contextlib.suppress(FileExistsError), layout.open("x") as file:
             file.write(LAYOUT)
-        _check_layout(layout.read_text(), f"disk: {self.root}", "a new directory works")
+        _check_layout(read_regular(layout), f"disk: {self.root}", "a new directory works")
         errors = FileErrors()
         for directory, _, files in os.walk(self.home / TMP):
             for name in files:
@@ -136,7 +137,7 @@ class Writers:
         if now < self._alive_at:
             return True
         try:
-            if self.alive.read_text() != self.token:
+            if read_regular(self.alive) != self.token:
                 works = "give each node its own name (--node), or directory"
                 raise TierError(f"another daemon writes to {self.home}; {works}")
             # It is not written anew: on a full file system it would be empty afterwards.
