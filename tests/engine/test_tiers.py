@@ -16,7 +16,10 @@ from tests.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 MODELS = {"gemma3": 128, "qwen3next": 256}
-"""A sliding-window hybrid and a recurrent one, with the tokens of a chunk."""
+"""A sliding-window hybrid and a recurrent one, with the tokens of some whole chunks.
+
+How many these are depends on the processor, without AVX-512 blocks are smaller.
+"""
 CHUNKS = 3
 LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than any storage reads."""
@@ -52,6 +55,12 @@ def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk:
     assert answer(result) == answer(oracle)
 
 
+def tokens_from(tier: str, daemon: DaemonProcess) -> float:
+    """The tokens that came up from a tier since the daemon began."""
+    values = stats(daemon.socket_path)
+    return values[f"chunks_hit_{tier}"] * values["tokens_hit"] / values["chunks_hit"]
+
+
 @pytest.mark.parametrize("model", [pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next"])
 def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None:
     chunk = MODELS[model]
@@ -69,7 +78,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             arena_gone(daemon)
             until(lambda: is_back(running, daemon), "the engine is back")
             hits(running, text, oracle, chunk)
-            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS, (
+            assert tokens_from("disk", daemon) == CHUNKS * chunk, (
                 "the daemon's reboot, under a living engine"
             )
         with engine(model, tmp_path / "b.log", daemon.socket_path, extra=LOAD) as running:
@@ -80,11 +89,11 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
             hits(running, text, oracle, chunk)
             with engine(model, tmp_path / "d.log", other.socket_path, extra=LOAD) as second:
                 hits(second, text, oracle, chunk)
-                assert stats(other.socket_path)["chunks_hit_disk"] == CHUNKS
+                assert tokens_from("disk", other) == CHUNKS * chunk
         arena_gone(daemon)
         with engine(model, tmp_path / "e.log", daemon.socket_path, extra=LOAD) as running:
             hits(running, text, oracle, chunk)
-            assert stats(daemon.socket_path)["chunks_hit_disk"] == CHUNKS
+            assert tokens_from("disk", daemon) == CHUNKS * chunk
             values = stats(daemon.socket_path)
         assert not values.get("tier_disk_objects_damaged")
         assert not values["tier_disk_failures"]
@@ -110,10 +119,10 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
                 is_written(daemon, "mooncake")
                 clear(daemon.socket_path)
                 hits(running, text, oracle, chunk)
-                assert stats(daemon.socket_path)["chunks_hit_mooncake"] == CHUNKS
+                assert tokens_from("mooncake", daemon) == CHUNKS * chunk
             with engine(model, tmp_path / "b.log", other.socket_path, extra=LOAD) as running:
                 hits(running, text, oracle, chunk)
-                assert stats(other.socket_path)["chunks_hit_mooncake"] == CHUNKS
+                assert tokens_from("mooncake", other) == CHUNKS * chunk
     finally:
         master.kill()
 

@@ -131,9 +131,10 @@ def work_again(*tiers: MooncakeTier) -> None:
         for tier in tiers:
             with contextlib.suppress(TierError):
                 tier.tend()
-        return put(tiers[0], samples) == [None] * len(samples) and all(
-            tiers[0].find([one.key for one in samples])
-        )
+        if put(tiers[0], samples) != [None] * len(samples):
+            return False
+        # On a loaded machine a lease may end before the bytes are there, which is an error too.
+        return [read(tiers[0], one) for one in samples] == [None] * len(samples)
 
     def quietly() -> bool:
         with contextlib.suppress(TierError):
@@ -141,7 +142,6 @@ def work_again(*tiers: MooncakeTier) -> None:
         return False
 
     until(quietly, "a tier that works again")
-    assert [read(tiers[0], one) for one in samples] == [None] * len(samples)
 
 
 @needs_mooncake
