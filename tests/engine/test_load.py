@@ -114,7 +114,7 @@ def test_a_server_gives_the_hit_of_ram_to_prompts_of_100_000_tokens(
         with (
             DaemonProcess(str(tmp_path / "daemon.sock"), "4GiB", options=options) as daemon,
             engine(
-                *(model, tmp_path / "log", daemon.socket_path, *LONG_ARGUMENTS), extra=LONG_EXTRA
+                model, tmp_path / "log", daemon.socket_path, *LONG_ARGUMENTS, extra=LONG_EXTRA
             ) as running,
         ):
 

@@ -9,6 +9,7 @@ from tests.mutations.files import (
     LARGE_HITS,
     LIARS,
     SHM_DIR,
+    STORE,
     TIER_WRITES,
     TIERS,
 )
@@ -51,7 +52,7 @@ FAULTS: tuple[Mutation, ...] = (
         "if self._has_many_answers:",
         "if False:",
         ("C42",),
-        ("tests/unit/store/test_store.py::test_answers_that_nobody_reads_evict_no_prompt",),
+        (f"{STORE}::test_answers_that_nobody_reads_evict_no_prompt",),
     ),
     # The daemon's files
     Mutation(
@@ -326,9 +327,7 @@ FAULTS: tuple[Mutation, ...] = (
         "",
         "return",
         ("B40",),
-        (
-            "tests/unit/store/test_store.py::test_the_next_daemon_knows_what_was_read_and_what_are_answers",
-        ),
+        (f"{STORE}::test_the_next_daemon_knows_what_was_read_and_what_are_answers",),
     ),
     Mutation(
         "refused-and-counted",

@@ -271,8 +271,9 @@ class ClientSockets:
         del client.out[:sent]
         is_full = len(client.out) > SEND_QUEUE_BYTES_MAX
         if is_full:
-            said = client.number, format_size(len(client.out))
-            logger.warning("client %d leaves %s of answers unread and is disconnected", *said)
+            unread = format_size(len(client.out))
+            text = "client %d leaves %s of answers unread and is disconnected"
+            logger.warning(text, client.number, unread)
         if is_full or (client.closing and not client.out):
             self.drop(client)
             return

@@ -127,6 +127,8 @@ class Demotion:
             if isinstance(error, WrongBytesError):
                 self._store.drop(_slot(item))
             self._release(tier, item, is_written=error is None)
+            if error is None and item.replaces:
+                tier.suspects.discard(item.key)
             if outcome.found and outcome.found[at]:
                 tier.refund(item.record.size_bytes)
             is_final = isinstance(error, (WrongBytesError, FullError, MissingError))

@@ -165,6 +165,8 @@ def next_finds(lookup: WaitingLookup) -> list[ObjectPlace]:
     compared comes last.
     """
     unknown, most = lookup.unknown, FIND_KEYS_MAX
+    if not unknown:
+        return []
     masks = _masks(lookup)
     if lookup.asked:
         reach = _reach(lookup, masks)
@@ -176,13 +178,13 @@ def next_finds(lookup: WaitingLookup) -> list[ObjectPlace]:
         most = min(FIND_KEYS_FIRST, FIND_KEYS_MAX)
     if len(unknown) <= most:
         order = list(unknown)
+    elif prefix:
+        order = sorted(prefix, key=lambda place: (place[1], place[0]))
     else:
         hit = _longest(lookup, masks)
         is_longer = hit.tokens > lookup.request.resident.tokens
         behind = [place for place in unknown if place[1] >= hit.chunks or not is_longer]
-        if prefix:
-            order = sorted(prefix, key=lambda place: (place[1], place[0]))
-        elif behind:
+        if behind:
             order = sorted(behind, key=lambda place: (-place[1], place[0]))
         else:
             hits = (lookup.request.hit_of(cut) for cut in _cuts(hit.chunks))

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from hybridkv.tiers.contract import ReadRequest, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
 
+FIND_SHARE = 0.75
+"""The share of `timeout` after which `find` returns what it knows, so that it is never late."""
 NAME_LOOKUPS_MAX = 4
 COPY_STEP_BYTES = 1 << 20
 """One copy is of so much, since other threads wait for the interpreter's lock meanwhile."""

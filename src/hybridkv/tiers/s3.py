@@ -31,14 +31,12 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
-from hybridkv.tiers.remote import KEY_DIGITS, Deadline, copy_steps, in_batches
+from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, copy_steps, in_batches
 
 FLIGHT_BYTES_MAX = 64 << 20
 """Bytes of objects that are on their way at once, where it is more than one."""
 FLIGHT_REQUESTS_MAX = 16
 WAVE_REQUESTS = 32  # Objects that are asked about at once.
-FIND_SHARE = 0.75
-"""The share of `timeout` after which `find` returns what it knows, so that it is never late."""
 ASIDE = "quarantine/"
 QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5

@@ -590,10 +590,10 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
 
 def declined_at_once(roles: Roles, name: str) -> dict[str, float]:
     """The daemon's values after a request whose hit nobody could load was declined unasked."""
-    one = request(name)
-    roles.scheduler.on_new_request(one)
+    asking = request(name)
+    roles.scheduler.on_new_request(asking)
     roles.step(IDLE)
-    assert roles.scheduler.get_num_new_matched_tokens(one, 0) == (0, False)
+    assert roles.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
     values = stats(roles.scheduler._socket_path)
     assert "lookups" not in values or not values["lookups"], "the daemon was not asked"
     return values

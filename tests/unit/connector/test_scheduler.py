@@ -411,9 +411,9 @@ def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
     request = rig.request(1, STORED * CHUNK + 1)
     rig.side.arrived(request)
     assert rig.offered(request) == 2 * CHUNK
-    told = explain_request(GEOMETRY, rig.side._requests.by_id["r"])
-    assert (told.asked_chunks, told.hit_chunks) == (2, 2)
-    assert {group.lacks for group in told.groups} == {None}
+    explanation = explain_request(GEOMETRY, rig.side._requests.by_id["r"])
+    assert (explanation.asked_chunks, explanation.hit_chunks) == (2, 2)
+    assert {group.lacks for group in explanation.groups} == {None}
     # With match units of a quarter of a chunk, three tails end inside each.
     lookups, sent = rig.side._lookups, list[Any]()
     unit = CHUNK // 4
@@ -614,8 +614,8 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
         rig.side.reported(set(), set(), rig.report(is_disabled=True))
     else:
         watch._cached = None
-    for one in (request, later):
-        rig.side.arrived(one)
+    rig.side.arrived(request)
+    rig.side.arrived(later)
     rig.planned({})
     assert rig.side.matched(request, 0) == 0
     reason = {"workers": "lookups_late_workers", "weights": "lookups_identity"}[why]

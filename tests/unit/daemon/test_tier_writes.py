@@ -347,8 +347,8 @@ def test_what_a_tier_refused_is_written_once_it_is_hit(monkeypatch: pytest.Monke
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     with monkeypatch.context() as full:
-        refused = lambda items: [FullError("no room") for _ in items]  # noqa: E731  # a line
-        full.setattr(node.daemon.tiers[0].tier, "put", refused)
+        tier = node.daemon.tiers[0].tier
+        full.setattr(tier, "put", lambda items: [FullError("no room") for _ in items])
         node.store(FULL, [1, 2])
         node.work()
     assert not records

@@ -289,8 +289,10 @@ def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.Mo
     found = node.daemon.tiers[0].counters["objects_damaged"]
     assert found <= READS_MAX, "of more it is not known"
     node.daemon.handle(1, Release(7), node.now)
+    assert node.daemon.tiers[0].suspects
     node.store(FULL, prompt)
     node.work()
+    assert not node.daemon.tiers[0].suspects, "each is replaced once"
     node = stored(tmp_path, [])
     assert isinstance(node.ask(*prompt), Pending)
     node.work()

@@ -221,8 +221,8 @@ class FileIndex:
         """Count the files that failed in a loop over many, and log that."""
         self.files_failed += errors.count
         if errors.count:
-            told = "disk: files that failed and are left as they are: %d (%s)"
-            logger.warning(told, errors.count, errors.first)
+            text = "disk: files that failed and are left as they are: %d (%s)"
+            logger.warning(text, errors.count, errors.first)
 
     def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
         """Another writer's directory `shard` holds just these records now, by key their paths."""

@@ -230,8 +230,8 @@ class Writers:
                         dropped += file.name.key not in index.ours
             except FileNotFoundError:
                 continue  # Somebody else removed it.
-        told = "disk: took over %d objects that %s left; %d were dropped for lack of room"
-        logger.info(told, taken, writer, dropped)
+        text = "disk: took over %d objects that %s left; %d were dropped for lack of room"
+        logger.info(text, taken, writer, dropped)
 
     def _adopt_one(self, file: FoundFile) -> bool:
         """Move a record here; returns False where there is no room for it. Raises OSError."""

@@ -19,7 +19,7 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
-from hybridkv.tiers.remote import KEY_DIGITS, Deadline, batches, sizes_of
+from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, batches, sizes_of
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
@@ -27,8 +27,6 @@ VALUE_BYTES_MAX = 512 << 20  # The server's default of proto-max-bulk-len.
 FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
 FLIGHT_COMMANDS_MAX = 1000
-FIND_SHARE = 0.75
-"""The share of `timeout` after which `find` returns what it knows, so that it is never late."""
 TRIES = 2
 _MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d{1,20})\r?$", re.MULTILINE)
 
