@@ -1,6 +1,7 @@
 """Another version of hybridkv on the node: its daemon, its engines, and the arena it left."""
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -9,10 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hybridkv.client import control
 from hybridkv.client.control import ControlClient, ensure_daemon
+from hybridkv.client.link import peer_pid
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.shm.trailer import ARENA_VERSION
 from tests.unit.daemon.tierclient import Client
@@ -89,10 +93,23 @@ def ours(socket_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [-1, 1], ids=["upgrade", "rollback"])
 def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
-    socket_path: Path, protocol: int, told: pytest.LogCaptureFixture
+    socket_path: Path,
+    protocol: int,
+    told: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its engines start it again at once, and had it for as long as they ran."""
+    start, starts = control.start_detached, itertools.count()
+
+    def start_behind_the_next(path: str, *arguments: Any) -> Any:
+        # Whichever of both came first would serve.
+        if next(starts) == 0:
+            until(lambda: peer_pid(path) not in (-1, first), "another one serves again")
+        return start(path, *arguments)
+
+    monkeypatch.setattr(control, "start_detached", start_behind_the_next)
     with others(socket_path, 2, protocol):
+        first = peer_pid(str(socket_path))
         ours(socket_path)
     ends = {record.getMessage() for record in told.records}
     assert len(ends) == 2

@@ -15,7 +15,7 @@ from hybridkv.tiers.mooncake.tier import MooncakeTier
 from tests.waiting import until
 
 DEADLINE_SECONDS = 30.0
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 10.0
 
 
 @functools.cache

@@ -42,6 +42,9 @@ from tests.programs.tiers.master import (
 from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
 from tests.waiting import is_stopped, state_of, until
 
+HASTY_SECONDS = 2.0
+hasty = pytest.mark.parametrize("timeout", [HASTY_SECONDS])
+"""For tests in which a tier waits in vain."""
 LATE_SECONDS = DEADLINE_SECONDS
 """How long after its timeout a call may return on a busy machine."""
 NODE_BYTES = 128 << 20
@@ -66,20 +69,37 @@ def master(start: Callable[[str], Master]) -> Master:
 
 
 @pytest.fixture
-def node(master: Master) -> Iterator[MooncakeTier]:
+def timeout() -> float:
+    """That of both nodes, in seconds; generous, as the machine may be loaded."""
+    return TIMEOUT_SECONDS
+
+
+def opened(tier: MooncakeTier) -> MooncakeTier:
+    """The tier, once it could be opened."""
+
+    def is_open() -> bool:
+        with contextlib.suppress(TierError):
+            tier.open()
+            return True
+        return False
+
+    until(is_open, "the tier opens")
+    return tier
+
+
+@pytest.fixture
+def node(master: Master, timeout: float) -> Iterator[MooncakeTier]:
     """Another node, which gives the memory."""
-    with contextlib.closing(master.tier(size=NODE_BYTES)) as tier:
-        tier.open()
-        yield tier
+    with contextlib.closing(master.tier(size=NODE_BYTES, timeout=timeout)) as tier:
+        yield opened(tier)
         keeper(tier).kill()  # which is quicker than to leave in order
 
 
 @pytest.fixture
-def tier(master: Master, node: MooncakeTier) -> Iterator[MooncakeTier]:
+def tier(master: Master, node: MooncakeTier, timeout: float) -> Iterator[MooncakeTier]:
     """This node: it gives nothing, and asks."""
-    with contextlib.closing(master.tier()) as tier:
-        tier.open()
-        yield tier
+    with contextlib.closing(master.tier(timeout=timeout)) as tier:
+        yield opened(tier)
 
 
 def client(tier: MooncakeTier) -> IsolatedProcess:
@@ -359,6 +379,7 @@ def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
 
 
 @needs_mooncake
+@hasty
 def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
     master: Master, node: MooncakeTier, tier: MooncakeTier
 ) -> None:
@@ -376,6 +397,7 @@ def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
 
 
 @needs_mooncake
+@hasty
 def test_a_stopped_master_holds_nobody_up(
     master: Master, node: MooncakeTier, tier: MooncakeTier
 ) -> None:
@@ -389,7 +411,7 @@ def test_a_stopped_master_holds_nobody_up(
     with in_time(), pytest.raises(TierError):
         tier.tend()
     assert not client(tier).alive, "it might have been the client after all"
-    other = master.tier()
+    other = master.tier(timeout=HASTY_SECONDS)
     with in_time(), pytest.raises(TierError):
         other.open()
     with in_time():
@@ -400,8 +422,7 @@ def test_a_stopped_master_holds_nobody_up(
 
 @needs_mooncake
 def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
-    tier = master.tier(size=NODE_BYTES)
-    tier.open()
+    tier = opened(master.tier(size=NODE_BYTES, timeout=HASTY_SECONDS))
     master.process.send_signal(signal.SIGSTOP)
     with in_time():
         tier.close()
@@ -430,6 +451,7 @@ def test_a_stopped_node_is_an_error_in_time(node: MooncakeTier, tier: MooncakeTi
 
 
 @needs_mooncake
+@hasty
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: MooncakeTier) -> None:
     one = sample(1)
@@ -489,9 +511,7 @@ def _runs(pid: int) -> bool:
 @needs_mooncake
 def test_no_master_is_an_error_in_time() -> None:
     port = free_port()
-    tier = MooncakeTier(
-        parse_tier(f"mooncake://127.0.0.1:{port}?timeout={TIMEOUT_SECONDS}", "tier")
-    )
+    tier = MooncakeTier(parse_tier(f"mooncake://127.0.0.1:{port}?timeout={HASTY_SECONDS}", "tier"))
     with in_time(), pytest.raises(TierError, match="no Mooncake master"):
         tier.open()
     assert tier.gauges()["client_starts"] == 0
@@ -526,7 +546,7 @@ def test_a_port_that_never_answers_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         tier = MooncakeTier(
-            parse_tier(f"mooncake://127.0.0.1:{port}?timeout={TIMEOUT_SECONDS}", "tier")
+            parse_tier(f"mooncake://127.0.0.1:{port}?timeout={HASTY_SECONDS}", "tier")
         )
         with in_time(), pytest.raises(TierError):
             tier.open()
