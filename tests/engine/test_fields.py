@@ -43,10 +43,10 @@ from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.layout import WorkerLayout
 from hybridkv.vllm.unrelated import DEFAULTS, FIELDS, LAYOUT, LIBRARY_VARIABLES, VARIABLES, names
+from tests.engine.adapters import write_adapter
 from tests.engine.fields.changes import ARGUMENTS, UNTRIED, UNTRIED_VARIABLES, VALUES
 from tests.engine.fields.table import FACT_VARIABLES, FACTS, INSIDE, OTHER_VARIABLES
 from tests.engine.support import arguments_of, since_vllm
-from tests.engine.test_lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

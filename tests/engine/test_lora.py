@@ -1,81 +1,90 @@
-"""LoRA adapters on the real engine: answers are equal, and adapters never share bytes."""
+"""LoRA adapters on the real engine: other weights never share bytes; see tests.engine.adapters.
+
+Answers are compared with those of an engine without a connector, to which the same is done.
+"""
 
 import json
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.models import bundled_models
-from tests.engine.support import answer, engine, prompt, stats
+from hybridkv.lab.models import BUNDLED_ENVIRONMENT
+from tests.engine.forked import lines_of
+from tests.engine.weights import CHUNK
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
-CHUNK = 128
+HIT = 3 * CHUNK
 
 
-def write_adapter(directory: Path, seed: int) -> str:
-    """Random weights for every attention projection of the bundled qwen3."""
-    config = json.loads((bundled_models()["qwen3"] / "config.json").read_text())
-    hidden, heads, kv_heads = (
-        config["hidden_size"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-    )
-    widths = {"q_proj": heads * config["head_dim"], "k_proj": kv_heads * config["head_dim"]}
-    widths["v_proj"] = widths["k_proj"]
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, width in widths.items():
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{stem}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.1
-            tensors[f"{stem}.lora_B.weight"] = torch.randn(width, 8, generator=generator) * 0.1
-    directory.mkdir(exist_ok=True)
-    save_file(tensors, directory / "adapter_model.safetensors")
-    described = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": [*widths],
-        "bias": "none",
+class Answer(NamedTuple):
+    """What came of one request."""
+
+    chances: list[float]
+    """The log-probability of each token."""
+    cached: int
+    objects: float
+    """Those of the daemon, after the request."""
+
+
+def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -> dict[str, Answer]:
+    """By what was asked; engines are in forks, or each in a process of its own below one."""
+    directory.mkdir()
+    variables = {**os.environ, **BUNDLED_ENVIRONMENT}
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
+    words = [socket_path, str(directory), way]
+    lines = lines_of("tests.engine.adapters", words, directory / "log", variables)
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    return {
+        line["name"]: Answer(line["chances"], line["cached"], line["objects"]) for line in found
     }
-    (directory / "adapter_config.json").write_text(json.dumps(described))
-    return str(directory)
 
 
-def test_an_adapter_hits_what_it_stored_and_nothing_else(
-    daemon: DaemonProcess, tmp_path: Path
+def check_answers(served: dict[str, Answer], plain: dict[str, Answer], old: str, new: str) -> None:
+    """They are the same but for rounding, and two of them are those of different weights."""
+    assert plain[old].chances != pytest.approx(plain[new].chances, abs=0.01)
+    for what, answer in served.items():
+        assert answer.chances == pytest.approx(plain[what].chances, abs=0.001), what
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """The answers of engines without a connector."""
+    return answers("-", "exchanged", tmp_path_factory.mktemp("plain") / "w", own_process=False)
+
+
+@pytest.mark.parametrize("own_process", [False, True], ids=["in process", "own process"])
+def test_an_adapter_is_what_the_engine_loaded(
+    daemon: DaemonProcess, tmp_path: Path, exchanged: dict[str, Answer], own_process: bool
 ) -> None:
-    adapters = [write_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
-    text = prompt(1, 2 * CHUNK + 30)
-    own = {}
-    with engine("qwen3", tmp_path / "1.log", daemon.socket_path, *LORA) as first:
-        for adapter in (None, *adapters):
-            (cold,) = first.run(text, max_tokens=6, adapter=adapter)
-            (again,) = first.run(text, max_tokens=6, adapter=adapter)
-            assert (cold["cached_tokens"], again["cached_tokens"]) == (0, 2 * CHUNK), (
-                "the engine's own cache"
-            )
-            own[adapter] = answer(cold), answer(again)
-    assert len({str(cold) for cold, _ in own.values()}) == 3, "the adapters change the answer"
+    """Its directory is another one by the first request, and both are older than the engine."""
+    served = answers(daemon.socket_path, "exchanged", tmp_path / "served", own_process=own_process)
+    check_answers(served, exchanged, "old, then new, first", "new, then new, first")
+    assert {what: answer.cached for what, answer in served.items()} == {
+        "old, then new, first": 0,
+        "old, then new, again": HIT,
+        "new, then new, first": 0,
+        "new, then new, again": HIT,
+        "old, then old, first": HIT,
+        "old, then old, again": HIT,
+    }
 
-    with engine("qwen3", tmp_path / "2.log", daemon.socket_path, *LORA) as second:
-        for adapter in (adapters[1], None, adapters[0]):
-            (result,) = second.run(text, max_tokens=6, adapter=adapter)
-            assert result["cached_tokens"] == 2 * CHUNK
-            assert answer(result) == own[adapter][1]
-    write_adapter(tmp_path / "a", 7)
-    with engine("qwen3", tmp_path / "3.log", daemon.socket_path, *LORA) as third:
-        (result,) = third.run(text, max_tokens=6, adapter=adapters[0])
-        assert result["cached_tokens"] == 0, "other weights under the same name and path"
-        assert answer(result) != own[adapters[0]][0]
-        stored = stats(daemon.socket_path)["objects"]
-        write_adapter(tmp_path / "c", 8)
-        (result,) = third.run(text, max_tokens=6, adapter=str(tmp_path / "c"))
-        assert stats(daemon.socket_path)["objects"] == stored, (
-            "an adapter younger than the engine is not stored"
-        )
+
+def test_other_weights_under_the_same_name(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Loaded in place, removed and added, evicted and loaded again, and by the next engine."""
+    plain = answers("-", "replaced", tmp_path / "plain", own_process=False)
+    served = answers(daemon.socket_path, "replaced", tmp_path / "served", own_process=False)
+    check_answers(served, plain, "one engine, old", "one engine, new")
+    hits = {what.removeprefix("one engine, "): answer.cached for what, answer in served.items()}
+    known = {"old, known", "new, known", "old, removed and added", "old, once more"}
+    known |= {"new, loaded no more", "next engine, new, known"}
+    own = {"new over blocks of the old"}
+    assert {what for what, cached in hits.items() if cached} == known | own
+    assert {hits[what] for what in known} == {HIT}
+    before = served["one engine, old, known"].objects
+    for what in ("new over blocks of the old", "new, another prompt"):
+        assert served[f"one engine, {what}"].objects == before, "nothing of mixed blocks is stored"
+    assert served["one engine, new"].objects > before

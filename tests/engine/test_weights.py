@@ -22,6 +22,7 @@ from tests.engine.forked import lines_of
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 HIT = 3 * 128
+OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 class Answer(NamedTuple):
@@ -104,6 +105,39 @@ def test_two_quantization_configs(daemon: DaemonProcess, tmp_path: Path) -> None
     check_two(answers("quantization", daemon, tmp_path), "first", "last")
 
 
+@pytest.mark.soak
+def test_integers_that_onednn_keeps(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Two INT8 checkpoints that differ in nothing else."""
+    check_two(answers("int8", daemon, tmp_path), "a", "b")
+
+
+@pytest.mark.soak
+def test_an_empty_parameter_costs_no_hit(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """As every layer has one that Marlin computes: after a reset, and after a restart."""
+    said = answers("empty", daemon, tmp_path)
+    assert {name: answer.loaded for name, answer in said.items()} == {
+        "first": 0,
+        "first reset": HIT,
+        "second": HIT,
+        "second reset": HIT,
+    }
+
+
+@pytest.mark.soak
+def test_what_cannot_be_read_has_a_name(daemon: DaemonProcess, tmp_path: Path) -> None:
+    said = answers("unread", daemon, tmp_path)
+    assert {name: answer.loaded for name, answer in said.items()} == {
+        "first": 0,
+        "first reset": HIT,
+        "second": 0,
+        "second reset": HIT,
+        "first these": 0,
+        "first these reset": HIT,
+        "second these": HIT,
+        "second these reset": HIT,
+    }
+
+
 @pytest.mark.parametrize(
     "way", ["in place", *(pytest.param(way, marks=pytest.mark.soak) for way in ("ranks", "multi"))]
 )
@@ -127,3 +161,38 @@ def test_weights_that_change_while_the_engine_serves(
     assert said[mixed].loaded == 0, "the engine's own cache is of other weights: nothing is offered"
     assert said.stale == {mixed}, "the daemon hears when that begins, and when it ends"
     assert said["cached old once more"] == (old, HIT), "and nothing of it was stored"
+    first = "cached new, updated before anything else"
+    assert said[first] == (new, 0), "what was found is of the weights of the files"
+
+
+class Trained(NamedTuple):
+    """What came of one request to an engine in a process of its own."""
+
+    tokens: list[int]
+    fresh: list[int]  # What the engine computes itself at that time.
+    cached: int  # Tokens that were not computed.
+
+
+def test_trainers_orders_of_updates_and_resets(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """An engine in a process of its own, updated by code that vLLM does not know, and put to sleep.
+
+    Whatever comes first, its answers are those of the weights that it has.
+    """
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.trainers", daemon.socket_path, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, **OWN_PROCESS},
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    said = {line.pop("name"): Trained(**line) for line in lines}
+    print(said)
+    for what, answer in said.items():
+        assert answer.tokens == answer.fresh, what
+    assert said["old"].tokens != said["new, reset"].tokens
+    assert said["new, reset first"].cached == 0, "what was found is of the old weights"
+    misses = ("old", "other", "new, reset first", "old, without a reset")
+    assert {what for what, answer in said.items() if answer.cached != HIT} == {*misses}

@@ -24,18 +24,21 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_empty
 from vllm.model_executor.model_loader import register_model_loader, weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils import runai_utils
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector import MultiConnector
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
+from hybridkv.vllm import weights_digest
 from hybridkv.vllm.preflight import CONNECTOR, SEVERAL
 from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
@@ -63,10 +66,16 @@ class Served:
     """One engine; a context manager. With `is_multi` its connector is inside a MultiConnector."""
 
     def __init__(
-        self, name: str, socket_path: str | None, *arguments: str, is_multi: bool = False
+        self,
+        name: str,
+        socket_path: str | None,
+        *arguments: str,
+        is_multi: bool = False,
+        weights_identity: str = "",
     ) -> None:
         self._name, self._requests, self._socket_path = name, 0, socket_path
         extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+        extra |= {"weights_identity": weights_identity} if weights_identity else {}
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:
             inside = {"connectors": [transfer], "patience_seconds": 10}
@@ -151,6 +160,10 @@ def in_place(
             served.ask("old again")
             if server and many:
                 watched(served)
+    if many:
+        with Served("cached", socket_path, model, *arguments, is_multi=is_multi) as served:
+            served.change(2.0)
+            served.ask("new, updated before anything else")
 
 
 def watched(served: Served) -> None:
@@ -350,6 +363,69 @@ def quantization(socket_path: str, directory: Path) -> None:
     one_after_the_other(socket_path, arguments, [Path(name) for name in ignored])
 
 
+def int8(socket_path: str, directory: Path) -> None:
+    """Two checkpoints with the same scales, of which each has the other's columns in another order:
+    oneDNN keeps the integers, and what vLLM adds up over the columns is the same."""
+    models = [write_model(directory / "int8" / name, 1) for name in "ab"]
+    for seed, model in enumerate(models):
+        weights = load_file(model / "model.safetensors")
+        for name in [name for name in weights if name.endswith("_proj.weight")]:
+            weight = weights.pop(name)
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            weights[name] = (weight / scale).round().to(torch.int8)[:, order].contiguous()
+            weights[f"{name}_scale"] = scale
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+        config = json.loads((model / "config.json").read_text())
+        integers = {"num_bits": 8, "type": "int", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": integers | {"dynamic": False, "strategy": "channel"},
+            "input_activations": integers | {"dynamic": True, "strategy": "token"},
+        }
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+        (model / "config.json").write_text(json.dumps(config))
+    one_after_the_other(socket_path, lambda model: [f"--model={model}"], models)
+
+
+def empty(socket_path: str, directory: Path) -> None:
+    """Every norm has the empty parameter that Marlin gives to each linear layer on a GPU."""
+    load_model = CPUModelRunner.load_model
+
+    def load(runner: Any, *arguments: Any, **more: Any) -> None:
+        load_model(runner, *arguments, **more)
+        for module in runner.model.modules():
+            if type(module).__name__ == "RMSNorm":
+                module.w_zp = marlin_make_empty(torch.device("cpu"))
+
+    CPUModelRunner.load_model = load
+    stored_and_found(socket_path, directory)
+
+
+def unread(socket_path: str, directory: Path) -> None:
+    """Nobody waits for what oneDNN keeps: it is this engine's own, or has a name."""
+    weights_digest.PROBE_SECONDS_MAX = -1.0
+    stored_and_found(socket_path, directory)
+    stored_and_found(socket_path, directory, "these")
+
+
+def stored_and_found(socket_path: str, directory: Path, identity: str = "") -> None:
+    """An engine stores, resets its own cache and loads; so does the next one after it."""
+    model = f"--model={write_model(directory / 'model', 1)}"
+    for name in ("first", "second"):
+        named = f"{name} {identity}".strip()
+        with Served(named, socket_path, model, weights_identity=identity) as served:
+            served.ask()
+            served.engine.reset_prefix_cache()
+            served.ask("reset")
+
+
 def ranks(socket_path: str, directory: Path) -> None:
     """Row 5 with two ranks, each of which reads its own weights."""
     in_place(socket_path, directory, "--tensor-parallel-size=2", many=False)
@@ -365,6 +441,9 @@ WAYS: dict[str, Callable[[str, Path], None]] = {
     "storage": storage,
     "loader": loader,
     "quantization": quantization,
+    "int8": int8,
+    "empty": empty,
+    "unread": unread,
     "in place": in_place,
     "ranks": ranks,
     "multi": multi,

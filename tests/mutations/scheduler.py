@@ -320,15 +320,6 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{STAGING}::test_an_object_that_no_staging_holds_is_declined",),
     ),
     Mutation(
-        "adapter-of-the-lookup",
-        "what a step computed is committed though its adapter may have been loaded anew",
-        "StorePlanner.reported",
-        "adapter is not None and not adapter.is_proven(storing.done_at, now)",
-        "adapter is not None and adapter.refused",
-        ("D16",),
-        (f"{STORES}::test_what_an_adapter_computed_is_committed_after_its_files_were_looked_at",),
-    ),
-    Mutation(
         "staging-of-a-lost-daemon",
         "with the daemon its stores are forgotten, whose bytes the staging still has",
         "StorePlanner.lost",

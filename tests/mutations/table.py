@@ -1,6 +1,7 @@
 """Every fault. docs/REQUIREMENTS.md names those that show that an item is held by a test."""
 
 from tests.mutations import (
+    adapters,
     core,
     daemon,
     device,
@@ -10,6 +11,7 @@ from tests.mutations import (
     scheduler,
     settings,
     stats,
+    weights,
     worker,
 )
 from tests.mutations.mutation import Mutation
@@ -20,6 +22,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     *hooks.FAULTS,
     *scheduler.FAULTS,
     *worker.FAULTS,
+    *weights.FAULTS,
+    *adapters.FAULTS,
     *device.FAULTS,
     *daemon.FAULTS,
     *encoded.FAULTS,

@@ -75,6 +75,7 @@ BEHAVIOURS = (
     "flush",
     "forget",
     "identity",
+    "unfollowed",
     "clear",
     "stop",
     "cut",

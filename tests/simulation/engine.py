@@ -49,6 +49,7 @@ from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
 from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_geometry
+from hybridkv.vllm.weights_digest import digest_weights
 from hybridkv.wire.messages import Report, Stats
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
 from tests.simulation.layouts import WORD, Layout, Placement
@@ -466,6 +467,8 @@ class Engine:
         self._rng = random.Random(shape.num_blocks)  # Draws which drafts are wrong.
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
         self._asked_since: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._namespaces: dict[tuple[str, ...], bytes] = {}
+        """By the digests of all ranks."""
         vars(hybridkv.connector.scheduler.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.copiers).update(HostCopier=self._copier)
@@ -533,8 +536,17 @@ class Engine:
         return self.connector._scheduler
 
     @property
+    def true_namespace(self) -> bytes:
+        """The identity of what is computed now, whatever the connector knows of it."""
+        digests = tuple(_digest(int(rank.model.salt)) for rank in self.ranks)
+        if digests not in self._namespaces:
+            facts = self.connector._weights.facts_of(digests)
+            self._namespaces[digests] = fingerprint(facts)
+        return self._namespaces[digests]
+
+    @property
     def namespace(self) -> bytes:
-        """The identity of what is computed now."""
+        """The identity that the engine has for its daemon."""
         watch = self.connector._weights
         return fingerprint(watch.facts_of(watch.named))
 
@@ -831,8 +843,9 @@ class Engine:
         """Wait until the daemon has answered everything, so that a seed repeats nearly the same."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for rank in self.ranks:
-            if rank.side._weights._reader is not None:
-                rank.side._weights._reader[0].join()
+            reading = rank.side._weights._reading
+            if reading is not None and reading.thread is not None:
+                reading.thread.join()
         while True:
             waiting = []
             if self.saboteurs[0].supervisor.healthy:
@@ -898,6 +911,14 @@ class Engine:
         self.connector.shutdown()
         for rank in self.ranks:
             rank.connector.shutdown()
+
+
+@functools.cache
+def _digest(salt: int) -> str:
+    """That of the weights of a rank."""
+    model = Weights()
+    model.salt.fill_(salt)
+    return digest_weights({"model": model}).digest
 
 
 SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     maybe_convert_block_hash,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 import hybridkv.vllm.supervise
@@ -196,8 +197,6 @@ class Site:
     """Block hash to the tokens it names, with the present weights."""
     ever: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
     """The same with any weights: where these change back, what was announced may be so again."""
-    unproven: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
-    """Those since the workers last said which weights they have; no object has them before that."""
     ahead: dict[bytes, set[bytes]] = field(default_factory=dict)
     """The chunk hashes that were made of a block hash, each with another token behind it."""
     progress: tuple[int, int] = (0, 0)
@@ -490,33 +489,42 @@ class _Life:
             self.counts[f"abort_{state}"] += 1
 
     def _new_weights(self, site: Site) -> None:
-        """Like an update of the weights: all is computed again, with other bytes.
+        """Like a trainer's update of the weights: all is computed again, with other bytes.
 
-        Nobody but a reset tells of weights that change in place; vLLM's own methods may come before
-        or after it. Weights come back too.
+        Trainers reset the cache before or after it, with steps of a paused engine between, and
+        write by vLLM's method or by code of their own. Weights come back too.
         """
         engine, rng = site.engine, self._rng
         self._drain(site)
         if engine.holding():
             return
+        if rng.random() < 0.3:
+            for name in [*engine.traced]:
+                engine.abort(name)
         site.salt = rng.choice(SALTS)
-        way = rng.choice(("in place", "before", "after"))
-        for rank in engine.ranks:
-            if way == "in place":
-                rank.model.salt.fill_(site.salt)
-            elif way == "before":
-                rank.update_weights(site.salt)
-        engine.scheduler.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=rng.random() < 0.5
-        )
-        for rank in engine.ranks:
-            if way == "after":
-                rank.update_weights(site.salt)
+        is_followed, is_first = rng.random() < 0.5, rng.random() < 0.5
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for turn in ("update", "reset") if is_first else ("reset", "update"):
+            if turn == "reset":
+                is_told = rng.random() < 0.5
+                engine.scheduler.reset_prefix_cache(
+                    reset_running_requests=True, reset_connector=is_told
+                )
+            for rank in engine.ranks if turn == "update" else ():
+                if is_followed:
+                    rank.update_weights(site.salt)
+                else:
+                    rank.model.salt.fill_(site.salt)
+            for _ in range(rng.choice((0, 0, 1, 3))):
+                if not self._node.stopped:
+                    engine.settle()
+                engine.step_idle()
+        engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         for traced in engine.traced.values():
             traced.forget(_salt(site, traced.request))
         site.names.clear()
-        site.unproven.clear()
         self.counts["identity"] += 1
+        self.counts["unfollowed"] += not is_followed
 
     def _step(self, site: Site) -> None:
         if not self._node.stopped:
@@ -567,13 +575,8 @@ class _Life:
                     ahead = tokens[named[1]] if self._geometry.lookahead_tokens else 0
                     looking = _looking_ahead(name, ahead)
                     site.ahead.setdefault(name, set()).add(looking)
-                    site.unproven[looking] = named
+                    self._names[site.engine.true_namespace, looking] = named
             traced.named = known
-        if site.engine.side._weights.is_current:
-            namespace = site.engine.namespace
-            for name, named in site.unproven.items():
-                self._names[namespace, name] = named
-            site.unproven.clear()
 
     def _audit(self) -> None:
         """Nothing is held, nothing faulted, and neither the engine nor the daemon keeps a lie."""

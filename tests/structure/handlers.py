@@ -56,10 +56,28 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
-        "EngineWeights._take_sample",
+        "EngineWeights._look",
         "except Exception",
         "Weights that cannot be looked at are like no others, so no step is taken for another's.",
-        NO + "the log has a line, once",
+        NO + "logged, and nothing is served meanwhile",
+    ),
+    Handler(
+        "EngineWeights._end_copies",
+        "except Exception",
+        "The engine sleeps all the same, and nothing is copied before it is awake.",
+        NO + "logged",
+    ),
+    Handler(
+        "module_contents",
+        "except Exception",
+        "A module of another project may refuse a look at it: the weights have a random identity.",
+        NO + "the log has it",
+    ),
+    Handler(
+        "_WholeDigest.add_module",
+        "except Exception",
+        "A tensor of another project's class may refuse to be read: the same.",
+        NO + "the log has it",
     ),
     Handler(
         "EngineWeights._digest",
@@ -98,10 +116,10 @@ HANDLERS = (
         NO + "the caller asks at once",
     ),
     Handler(
-        "Adapter.begin.run",
+        "LoadedAdapters._digest",
         "except Exception",
-        "A LoRA adapter whose files cannot be read is refused, and its requests are computed.",
-        "lookups_adapter",
+        "A LoRA adapter that cannot be read shares with no other: its digest is random.",
+        NO + "the log says so, once",
     ),
     Handler(
         "attempt",

@@ -301,7 +301,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             "build_connector_meta",
             lambda: role.run(lambda role: role.planned(scheduler_output, self._tables)),
             lambda: (
-                role.emergency()
+                role.emergency(scheduler_output.num_scheduled_tokens)
                 if self._supervisor.healthy
                 else role.quit(scheduler_output.num_scheduled_tokens)
             ),
@@ -319,7 +319,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 report,
             ),
             None,
-            lambda role: role.counted(report),
+            lambda role: role.overheard(report),
         )
 
     def has_pending_push_work(self) -> bool:
@@ -405,6 +405,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             role.close()
             # A role that begins anew later asks for the weights too.
             self._weights.reset(is_empty)
+            if is_empty:
+                role.emptied()
 
         self._run(hook, lambda role: role.reset(is_empty), None, give_up)
 
@@ -431,7 +433,6 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Put a fresh scheduler role in the place of one that was switched off."""
         if self._scheduler is not None:
             self._scheduler.close()
-            self._weights.missed()
             self._make_scheduler()
 
     def _tables(self, request_id: str) -> Sequence[Sequence[int]]:

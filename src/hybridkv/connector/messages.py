@@ -10,6 +10,7 @@ from typing import TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.copies import CopyRun
+from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
 
 Key = TypeVar("Key")
@@ -22,6 +23,8 @@ class LoadPlan:
 
     boot: str
     runs: tuple[CopyRun, ...]
+    adapter: AdapterWeights | None = None
+    """The LoRA adapter that computed the objects; workers load them only while they have it."""
 
 
 @dataclass
@@ -39,8 +42,8 @@ class StepPlan(base.KVConnectorMetadata):
     """By the number under which the workers report the run."""
     is_idle: bool = False  # Whether the step computes nothing.
     question: int = 0  # Workers read their weights once for each number.
-    weights: tuple[tuple[str, int], ...] = ()
-    """(digest, version) of the weights that loads and stores are for, by rank."""
+    eras: tuple[int, ...] = ()
+    """The eras of the weights that loads and stores are for, by rank; empty = not known yet."""
 
 
 @dataclass
@@ -61,10 +64,12 @@ class StepReport(base.KVConnectorWorkerMetadata):
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
-    """Each rank's EngineWeights.answer."""
+    """What each rank's EngineWeights answers."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
     is_disabled: bool = False
     """Whether some rank copies nothing: its device failed or had no room, or it pauses."""
+    adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """The digests of the LoRA adapters that each rank had loaded in the step, by lora_int_id."""
 
     def aggregate(self, other: "StepReport") -> "StepReport":
         """The report of the workers of both."""
@@ -77,6 +82,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
             {**self.weights, **other.weights},
             _merged(self.counters, other.counters, operator.add),
             self.is_disabled or other.is_disabled,
+            {**self.adapters, **other.adapters},
         )
 
 

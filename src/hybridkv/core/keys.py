@@ -31,7 +31,7 @@ def tenant_of(cache_salt: str | None) -> int:
 
 
 def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
-    """The exclusive or of each chunk hash with `adapter`, the hash of a LoRA adapter's files.
+    """The exclusive or of each chunk hash with `adapter`, which names a LoRA adapter's weights.
 
     Results differ where the hashes or the adapters do. Thousands of hashes cost next to nothing.
     """

@@ -143,10 +143,10 @@ class EngineProcess(AnsweringChild):
         return self
 
     def run(
-        self, *prompts: list[int], max_tokens: int, starve: bool = False, adapter: str | None = None
+        self, *prompts: list[int], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once; see hybridkv.lab.runner."""
-        self.begin("run", prompts=prompts, max_tokens=max_tokens, starve=starve, adapter=adapter)
+        self.begin("run", prompts=prompts, max_tokens=max_tokens, starve=starve)
         answer: list[dict[str, Any]] = self.end()
         return answer
 

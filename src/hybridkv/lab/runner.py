@@ -10,12 +10,10 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -53,18 +51,13 @@ class EngineRunner:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._requests = 0
-        self._adapters: dict[str, int] = {}
         self._drafts: dict[str, list[list[int]]] = {}  # What was drafted for each request.
         self._watch_drafts()
 
     def run(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        starve: bool = False,
-        adapter: str | None = None,
+        self, prompts: list[list[int]], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts at once, with the LoRA adapter in the directory `adapter`.
+        """Generate for all prompts at once.
 
         Returns for each its tokens, those of each step, exact log-probabilities, cached tokens,
         drafts (where vLLM schedules synchronously), and times in seconds: those of the steps in
@@ -74,7 +67,7 @@ class EngineRunner:
         blocks are gone.
         """
         started = time.perf_counter()
-        results = self._add(prompts, max_tokens, adapter)
+        results = self._add(prompts, max_tokens)
         decode: list[tuple[float, float]] = []
         pool = _BlockPool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
@@ -129,14 +122,8 @@ class EngineRunner:
             if time.perf_counter() - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"a connector is not done after {STEP_SECONDS_MAX:g} s")
 
-    def _add(
-        self, prompts: list[list[int]], max_tokens: int, adapter: str | None
-    ) -> dict[str, dict[str, Any]]:
+    def _add(self, prompts: list[list[int]], max_tokens: int) -> dict[str, dict[str, Any]]:
         """Give the engine all prompts; returns their results, still empty, by request."""
-        lora = None
-        if adapter is not None:
-            number = self._adapters.setdefault(adapter, len(self._adapters) + 1)
-            lora = LoRARequest(Path(adapter).name, number, adapter)
         greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(max_tokens=max_tokens, logprobs=LOGPROBS, **greedy)
         results: dict[str, dict[str, Any]] = {}
@@ -145,7 +132,7 @@ class EngineRunner:
             request_id = f"verify-{self._requests}"
             results[request_id] = {"ttft_seconds": None}
             tokens = {"prompt_token_ids": prompt}
-            self._engine.add_request(request_id, tokens, params, lora_request=lora)
+            self._engine.add_request(request_id, tokens, params)
         return results
 
     def reset(self, connector: bool) -> bool:

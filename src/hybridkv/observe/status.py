@@ -47,7 +47,7 @@ DECLINES: Mapping[Decline, str] = {
     Decline.UNHASHABLE: "requests with prompt embeddings are not served: the engine's hashes do "
     "not name them",
     Decline.ADAPTER: "the LoRA adapter's weights are not known for sure",
-    Decline.LATE_ADAPTER: "the LoRA adapter's files were not read in time",
+    Decline.LATE_ADAPTER: "no step said in time whether the LoRA adapter is loaded",
     Decline.TOO_SHORT: "the prompt has no whole chunk before its last token",
     Decline.UNWANTED: "the request asked not to use cached prefixes",
     Decline.NO_DAEMON: "no daemon was connected",

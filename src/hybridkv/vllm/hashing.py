@@ -6,6 +6,7 @@ that vLLM hashes (requirements B18, D15). That costs a millisecond per some ten 
 a request arrives, so the engine's own hashes are used where they can be.
 """
 
+import copy
 import hashlib
 import os
 import platform
@@ -16,6 +17,8 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, generate_block_h
 
 ENGINE_HASHES = ("sha256", "sha256_cbor")
 """vLLM's algorithms whose hashes are the same in every process with one PYTHONHASHSEED."""
+AdapterKey = tuple[Any, ...]
+"""What the engine's hashes name a LoRA adapter by: its name, on some versions also its path."""
 
 
 def hash_facts(algorithm: str) -> list[str]:
@@ -47,6 +50,17 @@ def is_hashable(request: Any, by_us: bool, ahead_tokens: int = 0) -> bool:
     except (OverflowError, TypeError):
         return False
     return True
+
+
+def adapter_key(request: Any) -> AdapterKey:
+    """What the engine's hashes name the request's adapter by.
+
+    Requests whose adapters have one key share blocks of the engine's own prefix cache.
+    """
+    plain = copy.copy(request)
+    plain.mm_features, plain.cache_salt, plain.prompt_embeds = [], None, None
+    keys, _ = generate_block_hash_extra_keys(plain, 0, 1, 0)
+    return keys or ()
 
 
 def extra_keys_at(request: Any, positions: range) -> list[tuple[Any, ...] | None]:

@@ -1,39 +1,359 @@
-"""What a module computes with: its own tensors, and what its functions keep."""
+"""Which tensors a module computes with: its own ones, and those that its kernels made of them.
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+Parameters, buffers and what the module's functions keep are taken always. Only where the module
+has fewer bytes than its weights need (`weight_sizes`) its other attributes are searched: they also
+hold workspaces, counters and caches, which change in every step and are no weights.
+
+Nothing here reads a byte of a tensor, so weights may be unmapped meanwhile.
+"""
+
+import logging
+import re
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hybridkv.vllm.packed_probes import Probe, int8_probe, is_handler, linear_probe
+from hybridkv.vllm.weight_sizes import (
+    WeightSize,
+    emptied_parameter,
+    is_quantized,
+    kind_of,
+    weight_sizes,
+)
 
-def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+logger = logging.getLogger("vllm.hybridkv")
+
+OBJECTS_MAX = 4096
+"""Objects that are looked at in search of one module's weights; with more it is unread."""
+_CHANGING = re.compile(
+    "workspace|buffer|cache|scratch|captur|sink|plans|locks|lora|expert_load|prepare_finalize"
+)
+"""Names of attributes whose tensors change while the engine computes."""
+_FOREIGN = ("torch", "vllm.config", "vllm.distributed", "vllm.v1", "transformers", "logging")
+"""Packages whose objects hold no weights."""
+_MODULE_FIELDS = frozenset(vars(torch.nn.Module()))
+_LEAVES = (str, bytes, int, float, complex, type(None), type, Enum, types.ModuleType, torch.dtype)
+
+
+class Place(NamedTuple):
+    """Where an object is held, and which one that was."""
+
+    holder: Any
+    """A mapping, a sequence, or an object with attributes."""
+    key: Any
+    """Of a mapping or a sequence; else the attribute's name."""
+    value: object
+
+    def is_kept(self) -> bool:
+        """Whether the holder has the same object there still."""
+        try:
+            if isinstance(self.holder, Mapping | Sequence):
+                return self.holder[self.key] is self.value
+            return getattr(self.holder, self.key) is self.value
+        except (LookupError, AttributeError, ValueError):
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedTensor:
+    """A tensor that a module computes with."""
+
+    name: str
+    tensor: torch.Tensor
+    places: tuple[Place, ...]
+    """From the module's own attributes inwards. The last value is the tensor, or a wrapper that
+    was taken apart."""
+
+    def is_kept(self) -> bool:
+        """Whether the module still reaches the same object; its bytes may be others."""
+        return all(place.is_kept() for place in self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that oneDNN keeps in memory of its own."""
+
+    name: str
+    handler: Any
+    """vLLM's object for it, with `k` rows and `n` columns; new weights have a new one."""
+    places: tuple[Place, ...]
+    """Where it is held, from the module's own dict inwards."""
+    element_bytes: int
+    probe: Probe | None
+    """None where nobody can ask what it has."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return int(self.handler.k * self.handler.n * self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleContent:
+    """What one module computes with, in a fixed order."""
+
+    name: str
+    kind: str
+    """The class of its quantization method, else its own."""
+    tensors: tuple[ReachedTensor, ...]
+    matrices: tuple[PackedMatrix, ...]
+    is_unread: bool
+    """Whether it has weights that were not found."""
+
+
+IsLeftOut = Callable[[torch.Tensor], bool]
+"""Whether a tensor is known to be no weight, as a KV cache is."""
+
+
+def module_contents(
+    models: Mapping[str, torch.nn.Module], is_left_out: IsLeftOut = lambda _: False
+) -> Iterator[ModuleContent]:
+    """The content of every module of `models` by name, in their order. Raises nothing: a module
+    that cannot be looked at is unread."""
+    for role, model in models.items():
+        parents: dict[int, list[torch.nn.Module]] = {}
+        for module in model.modules():
+            for child in module.children():
+                parents.setdefault(id(child), []).append(module)
+        for path, module in model.named_modules():
+            name = f"{role}.{path}"
+            try:
+                yield _content(name, module, parents.get(id(module), []), is_left_out)
+            except Exception:  # Modules and kernels are other people's.
+                logger.debug("hybridkv: %s cannot be looked at", name, exc_info=True)
+                yield ModuleContent(name, type(module).__name__, (), (), is_unread=True)
+
+
+def reached_tensors(
+    models: Mapping[str, torch.nn.Module], is_left_out: IsLeftOut = lambda _: False
+) -> Iterator[ReachedTensor]:
+    """Every tensor that the digest of `models` reads, in its order."""
+    for content in module_contents(models, is_left_out):
+        yield from content.tensors
+
+
+def adapter_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the room for adapters that a LoRA wrapper keeps beside its layer; else 0."""
+    if "base_layer" not in module._modules:
+        return 0
+    return sum(
+        tensor.nbytes
+        for value in [*vars(module).values()]
+        for tensor in (value if isinstance(value, tuple | list) else ())
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def _content(
+    name: str, module: torch.nn.Module, parents: list[torch.nn.Module], is_left_out: IsLeftOut
+) -> ModuleContent:
+    found = _Found(name, is_left_out)
+    for reached in _own_tensors(name, module):
+        found.add_tensor(reached)
+    sizes = weight_sizes(module, [reached.tensor.numel() for reached in found.tensors])
+    emptied = emptied_parameter(module)
+    for attribute, function in [*vars(module).items()]:  # Steps may set attributes meanwhile.
+        for cell in _cells(function):
+            places = Place(vars(module), attribute, function), cell
+            found.add(f"{name}.{attribute}()", places)
+            kept = cell.value
+            if sizes and emptied is not None and is_handler(kept):
+                probe = linear_probe(kept, function, emptied)
+                width = emptied.element_size()
+                found.add_matrix(PackedMatrix(f"{name}.{attribute}()", kept, places, width, probe))
+    if emptied is not None and not found.suffices(sizes):
+        for parent in parents:
+            # The attention of MLA has both halves of its layer's weight.
+            for place in _attributes(getattr(parent, "impl", None)):
+                found.add(f"{name}.impl.{place.key}", (place,))
+    is_whole = True
+    if not found.suffices(sizes) or (is_quantized(module) and not sizes):
+        is_whole = _search(name, module, found)
+    is_unread = not (is_whole and found.suffices(sizes))
+    return ModuleContent(
+        name, kind_of(module), tuple(found.tensors), tuple(found.matrices), is_unread
+    )
+
+
+class _Found:
+    """What was found of one module so far, each object once."""
+
+    def __init__(self, module_name: str, is_left_out: IsLeftOut) -> None:
+        self._module_name = module_name
+        self.tensors: list[ReachedTensor] = []
+        self.matrices: list[PackedMatrix] = []
+        self._is_left_out = is_left_out
+        self._seen: set[int] = set()
+
+    def add(self, name: str, places: tuple[Place, ...]) -> None:
+        """Add the object in the last place if it is a tensor."""
+        value = places[-1].value
+        if isinstance(value, torch.Tensor):
+            for path, tensor in _plain_tensors(value):
+                self.add_tensor(ReachedTensor(name + path, tensor, places))
+
+    def add_tensor(self, reached: ReachedTensor) -> None:
+        """Add a tensor."""
+        tensor = reached.tensor
+        if id(tensor) not in self._seen and not tensor.is_meta and not self._is_left_out(tensor):
+            self._seen.add(id(tensor))
+            self.tensors.append(reached)
+
+    def add_matrix(self, matrix: PackedMatrix) -> None:
+        """Add a matrix."""
+        if id(matrix.handler) not in self._seen:
+            self._seen.add(id(matrix.handler))
+            self.matrices.append(matrix)
+
+    def suffices(self, sizes: Sequence[WeightSize]) -> bool:
+        """Whether there are as many bytes as the weights of these sizes need."""
+        weights = [
+            (tensor.name.removeprefix(self._module_name), tensor.tensor.nbytes)
+            for tensor in self.tensors
+            if any(size.admits(tensor.tensor.numel()) for size in sizes)
+        ]
+        weights += [("", matrix.size_bytes) for matrix in self.matrices]
+        for size in sizes:
+            others = [other.name for other in sizes if other is not size]
+            own_bytes = (
+                size_bytes
+                for name, size_bytes in weights
+                if not any(other in name for other in others)
+            )
+            if sum(own_bytes) < size.size_bytes:
+                return False
+        wanted_bytes = sum(size.size_bytes for size in sizes)
+        found_bytes: int = sum(size_bytes for _, size_bytes in weights)
+        return found_bytes >= wanted_bytes
+
+
+def _search(name: str, module: torch.nn.Module, found: _Found) -> bool:
+    """Search the module's attributes, nearest first, but for other modules and their insides.
+
+    Returns whether that came to an end within OBJECTS_MAX.
+    """
+    method = getattr(module, "quant_method", None)
+    seen: dict[int, object] = {id(module): module}  # With the objects, so that no number is reused.
+    queue = deque[_Step]()
+    for owner in (module, method) if isinstance(method, torch.nn.Module) else (module,):
+        queue.extend(_Step(name, (place,)) for place in _attributes(owner))
+    looked = 0
+    while queue:
+        step = queue.popleft()
+        place = step.places[-1]
+        if id(place.value) in seen or not _can_have_weights(place):
+            continue
+        looked += 1
+        if looked > OBJECTS_MAX:
+            return False
+        seen[id(place.value)] = place.value
+        key = place.key if isinstance(place.key, str | int) else type(place.key).__name__
+        path = f"{step.path}.{key}"
+        if is_handler(place.value):
+            dtype = getattr(module, "params_dtype", None)
+            is_known = place.key == "dnnl_handler" and isinstance(dtype, torch.dtype)
+            probe = int8_probe(place.value, place.holder.config, dtype) if is_known else None
+            found.add_matrix(PackedMatrix(path, place.value, step.places, 1, probe))
+        elif isinstance(place.value, torch.Tensor):
+            found.add(path, step.places)
+        else:
+            children = _children(place.value)
+            queue.extend(_Step(path, (*step.places, child)) for child in children)
+    return True
+
+
+class _Step(NamedTuple):
+    """An object that is looked at next."""
+
+    path: str
+    """The name of what holds it."""
+    places: tuple[Place, ...]
+
+
+def _can_have_weights(place: Place) -> bool:
+    """Whether the object can be weights or hold some."""
+    if isinstance(place.key, str) and _CHANGING.search(place.key.lower()):
+        return False
+    value = place.value
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, (*_LEAVES, torch.nn.Module)):
+        return False
+    package = type(value).__module__
+    return not any(package == name or package.startswith(f"{name}.") for name in _FOREIGN)
+
+
+def _children(value: object) -> Iterator[Place]:
+    """What an object holds, in its own order."""
+    if isinstance(value, Mapping):
+        yield from (Place(value, key, item) for key, item in [*value.items()])
+    elif isinstance(value, list | tuple):
+        yield from (Place(value, index, item) for index, item in enumerate(value))
+    elif isinstance(value, types.FunctionType):
+        yield from _cells(value)
+        yield Place(value, "__defaults__", value.__defaults__)
+        yield Place(value, "__kwdefaults__", value.__kwdefaults__)
+    elif isinstance(value, types.MethodType):
+        yield Place(value, "__self__", value.__self__)
+    elif isinstance(value, partial):
+        for name in ("func", "args", "keywords"):
+            yield Place(value, name, getattr(value, name))
+    else:
+        yield from _attributes(value)
+
+
+def _attributes(value: object) -> Iterator[Place]:
+    """An object's own attributes, with slots, in the order in which they were set."""
+    fields = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, torch.nn.Module):
+        fields = {name: item for name, item in fields.items() if name not in _MODULE_FIELDS}
+    yield from (Place(value, name, item) for name, item in fields.items())
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in fields and hasattr(value, name):
+                yield Place(value, name, getattr(value, name))
+
+
+def _cells(function: object) -> Iterator[Place]:
+    """What a function keeps of the scope in which it was made."""
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield Place(cell, "cell_contents", cell.cell_contents)
+        except ValueError:
+            continue  # Nothing was assigned there yet.
+
+
+def _own_tensors(where: str, module: torch.nn.Module) -> Iterator[ReachedTensor]:
     """Parameters and buffers of this module alone, wrappers taken apart."""
-    for kind in (module.named_parameters, module.named_buffers):
-        for name, tensor in kind(recurse=False):
-            yield from _plain_tensors(name, tensor)
+    for fields in (module._parameters, module._buffers):
+        for name, tensor in [*fields.items()]:
+            if tensor is not None:
+                for path, plain in _plain_tensors(tensor):
+                    yield ReachedTensor(
+                        f"{where}.{name}{path}", plain, (Place(fields, name, tensor),)
+                    )
 
 
-def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a wrapper consists of, by the rest of their names; else the tensor."""
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, Mapping):
         # vLLM's SharedWeightParameter.
         for key, part in partitions.items():
-            yield from _plain_tensors(f"{name}.{key}", part)
+            for path, plain in _plain_tensors(part):
+                yield f".{key}{path}", plain
     elif is_traceable_wrapper_subclass(tensor):
         for inner in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(f"{name}.{inner}", getattr(tensor, inner))
-    elif not tensor.is_meta:
-        yield name, tensor
-
-
-def closures(module: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What the module's functions keep, each after its function."""
-    for value in vars(module).values():
-        for cell in getattr(value, "__closure__", None) or ():
-            yield value, cell.cell_contents
-
-
-def is_handler(kept: object) -> bool:
-    """Whether oneDNN has a matrix for it."""
-    return type(kept).__name__ == "CPUDNNLGEMMHandler"
+            for path, plain in _plain_tensors(getattr(tensor, inner)):
+                yield f".{inner}{path}", plain
+    else:
+        yield "", tensor

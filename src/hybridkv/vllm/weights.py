@@ -1,57 +1,57 @@
-"""The digest of the weights that a worker has in memory: what tells one model's KV from another's.
+"""The weights that a worker has in memory: which they are, and whether they still are.
 
-Files do not tell it: weights come from hubs, object storage, loaders and trainers, and change while
-the engine runs. Two workers have the same digest if their tensors have the same names, order,
-shapes, dtypes and bytes. It holds for one kind of device and one packing of the weights.
+A digest of all bytes says which they are (`weights_digest`). It takes seconds, and proves the
+moment in which it was taken. A sentinel looks at some words around every step (`weights_sentinel`).
+A run of looks that saw the same is an *era*; a digest that was read within an era is that of all
+its steps.
 """
 
-import hashlib
+import functools
 import logging
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import xxhash
 
 from hybridkv.core.sizes import format_size
-from hybridkv.vllm.module_tensors import closures, is_handler, own_tensors
-from hybridkv.vllm.weights_sample import sample_weights
+from hybridkv.vllm.weights_digest import (
+    DIGEST_BYTES,
+    PackedWeights,
+    StoppedError,
+    UnreadModule,
+    WeightsDigest,
+    digest_weights,
+)
+from hybridkv.vllm.weights_sentinel import WeightsLook, WeightsSentinel
 
 logger = logging.getLogger("vllm.hybridkv")
 
-DIGEST_BYTES = 16
-WORDS_MAX = 1 << 22
-"""Words of 8 bytes that a device digests at once; it needs some four times their memory."""
 WAY_SECONDS = 0.001
 """How long a step that computes nothing lets a reading go on alone, as vLLM's own loop does."""
-PROBE_ROWS = 512
-PROBE_SECONDS_MAX = 60.0
-"""How long reading weights may take that a library keeps in memory of its own."""
 CHANGING_METHODS = (
-    *("load_model", "reload_weights", "reset_weights", "sleep", "wake_up", "update_weights"),
+    *("load_model", "reload_weights", "reset_weights", "update_weights", "load_weights"),
     *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
+    *("apply_model", "sleep", "wake_up", "discard", "checkpoint_restore"),
 )
-"""Methods of vLLM's workers and model runners that may change the weights."""
-_ODD = (-7046029254386353131, -4417276706812531889, -8796714831421723037)
-"""Odd factors near 2**64 divided by the golden ratio and two others, as signed words."""
-_Probe = Callable[..., torch.Tensor]
-"""A layer's function of (inputs, an unused weight, None)."""
+"""Methods of vLLM's workers, model runners and models that may change the weights.
+
+That is no proof of anything, as others may too. The weights are read anew after these at once,
+also where the sentinel sees nothing."""
+MEMORY_TAGS = ("weights", "kv_cache")
+"""What vLLM's sleep mode takes the memory of, unless it says which."""
 
 
-class WeightsDigest(NamedTuple):
-    """What a worker's weights are."""
+class StepLook(NamedTuple):
+    """In which era a step ran."""
 
-    digest: str
-    """2 * DIGEST_BYTES hexadecimal digits; no other worker has it where `unread` is not empty."""
-    unread: tuple[str, ...]
-    """Modules whose weights a library keeps where they cannot be read."""
-    size_bytes: int
-    seconds: float
+    number: int  # That of the step's plan.
+    era: int
 
 
 class WeightsAnswer(NamedTuple):
@@ -59,179 +59,173 @@ class WeightsAnswer(NamedTuple):
 
     question: int
     """The scheduler role's last question."""
-    digest: str
-    """Empty while the weights are not known."""
-    version: int
-    """How often they may have changed, because a method ran that may change them."""
     era: int
-    """How often they were seen to be others, or another version. They are looked at (a sample) in
-    each step in which they are not known, so steps of one era had the same weights."""
+    """How often the sentinel saw other weights, or a method ran that may change them."""
+    digest: str
+    """That of the era, read after the question; empty while it is not known."""
+    steps: tuple[StepLook, ...] = ()
+    """Steps of which it is known only now. A step in which the weights changed has an era alone."""
+
+    def order(self) -> tuple[int, int, bool]:
+        """Later answers are greater."""
+        return self.question, self.era, bool(self.digest)
 
 
-class StoppedError(Exception):
-    """The weights are about to change while they are read."""
-
-
-class PackedWeights:
-    """Digests of the weights that a library keeps in memory of its own.
-
-    A function that multiplies with them is all that there is, so they are read as its answers to
-    units, if that takes no more than PROBE_SECONDS_MAX in all. Nobody can write to that memory: new
-    weights have a new handler. Each handler is therefore read once, and one that is not read keeps
-    a random digest.
-    """
-
-    def __init__(self) -> None:
-        self._digests: WeakKeyDictionary[Any, tuple[bytes, bool]] = WeakKeyDictionary()
-        """By handler, each with whether it was read."""
-        self._operations, self._done, self._seconds = 0, 0, 0.0
-        """Multiplications that this reading needs and has done, and its seconds so far."""
-
-    def begin(self, handlers: Iterable[Any]) -> None:
-        """Begin a reading of all these."""
-        new = [one for one in handlers if one not in self._digests]
-        self._operations = sum(one.k * one.k * one.n for one in new)
-        self._done, self._seconds = 0, 0.0
-
-    def digest(
-        self, handler: Any, linear: _Probe, unused: torch.Tensor, stop: Callable[[], bool]
-    ) -> tuple[bytes, bool]:
-        """The digest, and whether it was read from the weights."""
-        if handler not in self._digests:
-            content = self._read(handler, linear, unused, stop)
-            self._digests[handler] = content or secrets.token_bytes(DIGEST_BYTES), bool(content)
-        return self._digests[handler]
-
-    def _read(
-        self, handler: Any, linear: _Probe, unused: torch.Tensor, stop: Callable[[], bool]
-    ) -> bytes:
-        """The digest of the matrix, row by row; empty where that takes too long."""
-        digest = xxhash.xxh3_128()
-        for start in range(0, handler.k, PROBE_ROWS):
-            if stop():
-                raise StoppedError
-            if self._seconds * self._operations > PROBE_SECONDS_MAX * max(1, self._done):
-                return b""
-            started = time.perf_counter()
-            rows = min(PROBE_ROWS, handler.k - start)
-            units = torch.zeros(rows, handler.k, dtype=unused.dtype)
-            units.diagonal(start).fill_(1)
-            answers = linear(units, unused, None)
-            if not answers.isfinite().all():
-                return b""  # Such a value hides the others of its column.
-            digest.update(_bytes_of(answers))
-            self._seconds += time.perf_counter() - started
-            self._done += rows * handler.k * handler.n
-        return digest.digest()
-
-
-class _Reading(NamedTuple):
-    """A complete reading, with what it was for and a sample that was the same before and after."""
+@dataclass(eq=False)
+class _Reading:
+    """A reading of all bytes beside the steps."""
 
     question: int
-    version: int
-    found: WeightsDigest
-    sample: bytes
+    era: int
+    thread: threading.Thread | None = None
+    is_stopped: bool = False
+    found: WeightsDigest | None = None  # Once it is over.
+
+    @property
+    def is_running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def stop(self) -> None:
+        """Stop it and wait for its end: memory that is read must not go away."""
+        self.is_stopped = True
+        if self.thread is not None:
+            self.thread.join()
+
+
+@dataclass(eq=False)
+class _TakenLook:
+    """A look of the sentinel that was not compared yet."""
+
+    step: int  # The number of the step's plan.
+    version: int  # How often a method had run that may change the weights.
+    look: WeightsLook | None  # None = it failed.
+    is_end: bool = False  # Whether it was taken after the step had computed.
+    read: _Reading | None = None  # A reading that was over before.
 
 
 class EngineWeights:
     """The models of one worker, found through the call that registers its KV caches.
 
-    All methods but the reading itself belong to the worker's thread, which also changes weights.
+    All methods belong to the worker's thread, which also changes weights.
     """
 
-    def __init__(self, runner: Any = None, worker: Any = None) -> None:
-        """`runner` has the model; without one the weights cannot be read."""
-        self._runner = runner
+    def __init__(
+        self, runner: Any = None, worker: Any = None, before_sleep: Callable[[], None] | None = None
+    ) -> None:
+        """`runner` has the model; without one the weights cannot be read.
+
+        `before_sleep` ends what else uses the engine's memory before that goes away.
+        """
+        self.runner = runner
+        self._before_sleep = before_sleep
         self._packed = PackedWeights()
-        self._question, self._version = 0, 0
-        """The scheduler role's last question, and how often the weights may have changed."""
-        self._read: _Reading | None = None  # The last complete one.
-        self._is_unseen = False  # Whether they could not be looked at.
-        self._sampled_version, self._sample = -1, b""
-        """What the last look saw; empty where it failed."""
+        self._sentinel = WeightsSentinel()
+        self._asleep: set[str] = set()  # Tags of memory that may be gone.
+        self.question = 0  # The scheduler role's last one.
+        self._version = 0  # How often a method ran that may change the weights.
+        self._looks: deque[_TakenLook] = deque()
+        self._seen: tuple[int, bytes] | None = None
+        """Version and words of the last look that was compared; None = like no other."""
         self._era = -1
-        self._reader: tuple[threading.Thread, threading.Event, tuple[int, int]] | None = None
-        """The thread that reads now, what stops it, and what it reads for."""
-        for owner in (runner, worker):
-            for name in CHANGING_METHODS:
+        self._eras: dict[int, int] = {}
+        """The eras of steps that no report has had yet, by the plan's number."""
+        self._settled = 0
+        self._last_step = 0
+        self._reading: _Reading | None = None
+        self._read: _Reading | None = None  # The last one in whose era a look came behind it.
+        self._is_blind = False  # Whether the last look failed, so that no digest tells anything.
+        names = [*CHANGING_METHODS, *_extension_methods(worker)]
+        for owner in (runner, worker, *self._models().values()):
+            for name in names:
                 method = getattr(owner, name, None)
                 if callable(method):
-                    setattr(owner, name, self._followed(method))
+                    setattr(owner, name, self._followed(name, method))
 
     @classmethod
-    def of_caller(cls) -> "EngineWeights":
+    def of_caller(cls, before_sleep: Callable[[], None] | None = None) -> "EngineWeights":
         """The weights of the model runner among the callers, whose methods are followed then."""
         runner, frame = None, sys._getframe(1)
         while frame is not None:
             owner = frame.f_locals.get("self")
             own = getattr(owner, "__dict__", {})
-            if runner is None and isinstance(own.get("model"), torch.nn.Module):
+            if runner is None and _model_of(owner) is not None:
                 runner = owner
             elif runner is not None and own.get("model_runner") is runner:
-                return cls(runner, owner)
+                return cls(runner, owner, before_sleep)
             frame = frame.f_back  # type: ignore[assignment]
-        return cls(runner)
+        return cls(runner, None, before_sleep)
 
     @property
-    def answer(self) -> WeightsAnswer:
-        """What the report of the present step says."""
+    def is_asleep(self) -> bool:
+        """Whether memory of the engine may be gone, so that nothing may be read or written."""
+        return bool(self._asleep)
+
+    @property
+    def era(self) -> int:
+        """That of the last look which is known."""
+        return self._era
+
+    @property
+    def settled(self) -> int:
+        """The last step whose first look is known."""
+        return self._settled
+
+    @property
+    def digest(self) -> str:
+        """The digest of the present era, read after the last question; empty if there is none."""
         read = self._read
-        digest = read.found.digest if read is not None and self._is_known(read) else ""
-        return WeightsAnswer(self._question, digest, self._version, self._era)
+        if read is None or read.found is None or self._asleep:
+            return ""
+        is_present = (read.question, read.era) == (self.question, self._era)
+        # A method that may change them ran since the last look.
+        is_changed = self._seen is None or self._seen[0] != self._version
+        return read.found.digest if is_present and not is_changed else ""
+
+    def answer(self) -> WeightsAnswer:
+        """What the report of the present step says; each step is in one answer."""
+        self.compare()
+        waiting = {taken.step for taken in self._looks}
+        over = [number for number in self._eras if number not in waiting]
+        steps = tuple(StepLook(number, self._eras.pop(number)) for number in over)
+        return WeightsAnswer(self.question, self._era, self.digest, steps)
 
     def read(self) -> WeightsDigest:
-        """Read the weights now, which may take seconds."""
-        self._look()
+        """Read the weights now, which may take seconds; the engine runs no step yet."""
+        self._look_now()
         found = self._digest(lambda: False)
-        self._read = _Reading(self._question, self._version, found, self._sample)
+        self._reading = _Reading(self.question, self._era, found=found)
+        self._look_now()
+        self._eras.clear()
         return found
 
-    def _is_known(self, read: "_Reading") -> bool:
-        """Whether the reading is of the weights that the last look saw."""
-        is_asked = (read.question, read.version) == (self._question, self._version)
-        return is_asked and read.sample == self._sample
+    def step(self, number: int, question: int, *, is_idle: bool = False) -> None:
+        """A step begins; look at the weights, and read them beside it if they are not known.
 
-    def _look(self) -> None:
-        """Sample the weights, and begin an era if they are others."""
-        sample = self._take_sample()
-        if not sample or (self._version, sample) != (self._sampled_version, self._sample):
-            self._era += 1
-        self._sampled_version, self._sample = self._version, sample
-
-    def step(self, question: int) -> None:
-        """A step begins; read the weights beside it if the question or the weights are new."""
-        self._question = max(self._question, question)
-        now = self._question, self._version
-        read = self._read
-        if read is not None and self._is_known(read):
+        `is_idle`: it writes no block.
+        """
+        self.question = max(self.question, question)
+        self.watch(number, is_idle=is_idle)
+        reading = self._reading
+        is_read = reading is not None and self._is_of_now(reading)
+        if self.digest or is_read or self._is_blind or self._asleep:
             return
-        self._look()
-        is_read = read is not None and self._is_known(read)
-        reader = self._reader
-        # One that has ended saw weights that changed meanwhile, and another one begins.
-        is_reading = reader is not None and reader[2] == now and reader[0].is_alive()
-        if is_read or is_reading:
+        if reading is not None:
+            reading.is_stopped = True
+        self._begin_reading(reading)
+
+    def watch(self, number: int, *, is_idle: bool = False) -> None:
+        """Look at the weights where a step begins that writes blocks, or they are not known."""
+        if self._asleep or number == self._last_step:
             return
-        before = self._reader
-        if before is not None:
-            before[1].set()
-        stopped = threading.Event()
+        self._last_step = number
+        if not is_idle or not self.digest:
+            self._look(number)
+        self.compare()
 
-        def run() -> None:
-            if before is not None:
-                before[0].join()
-            sample = self._take_sample()
-            try:
-                found = self._digest(stopped.is_set)
-            except StoppedError:
-                return
-            if self._take_sample() == sample and not stopped.is_set():
-                self._read = _Reading(*now, found, sample)
-
-        thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
-        self._reader = thread, stopped, now
-        thread.start()
+    def computed(self) -> None:
+        """The step that began last has computed what it stores."""
+        if not self._asleep:
+            self._look(self._last_step, is_end=True)
 
     def give_way(self) -> None:
         """Let a reading go on, or end, for WAY_SECONDS.
@@ -239,195 +233,160 @@ class EngineWeights:
         An engine in the caller's own process does step after step while a request waits, and never
         lets go of the interpreter; each of the reading's thousand calls would wait for its turn.
         """
-        if self._reader is not None:
-            self._reader[0].join(WAY_SECONDS)
+        reading = self._reading
+        if reading is not None and reading.thread is not None:
+            reading.thread.join(WAY_SECONDS)
 
     def close(self) -> None:
-        """Stop a reading and wait for its end: memory that is read must not go away."""
-        if self._reader is not None:
-            thread, stopped, _ = self._reader
-            stopped.set()
-            thread.join()
-            self._reader = None
+        """Stop a reading and wait for its end."""
+        if self._reading is not None:
+            self._reading.stop()
+            self._reading = None
+
+    def _is_of_now(self, reading: _Reading) -> bool:
+        """Whether a reading answers the last question, and may be of the present weights."""
+        return (reading.question, reading.era) == (self.question, self._era)
+
+    def _begin_reading(self, before: _Reading | None) -> None:
+        reading = _Reading(self.question, self._era)
+
+        def run() -> None:
+            if before is not None and before.thread is not None:
+                before.thread.join()
+            try:
+                reading.found = self._digest(lambda: reading.is_stopped)
+            except StoppedError:
+                return
+
+        reading.thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
+        self._reading = reading
+        reading.thread.start()
+
+    def _look_now(self) -> None:
+        """Take a look and wait until it has arrived."""
+        self._look(self._last_step)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self.compare()
+
+    def _look(self, step: int, *, is_end: bool = False) -> None:
+        """Take a look; what it saw is compared once it has arrived."""
+        look, reading = None, self._reading
+        try:
+            models = self._models()
+            look = self._sentinel.look(models) if models else None
+        except Exception:
+            if not self._is_blind:
+                logger.exception("hybridkv: the weights cannot be looked at in each step")
+        self._is_blind = look is None
+        is_over = reading is not None and reading.found is not None
+        read = reading if is_over else None
+        self._looks.append(_TakenLook(step, self._version, look, is_end, read))
+
+    def compare(self) -> None:
+        """Compare the looks that have arrived, in the order in which they were taken."""
+        while self._looks:
+            taken = self._looks[0]
+            words = taken.look.digest() if taken.look is not None else secrets.token_bytes(8)
+            if words is None:
+                return
+            self._looks.popleft()
+            seen = taken.version, words
+            if seen != self._seen:
+                self._era += 1
+                self._packed.renew()
+            # What a step computed while the weights changed is of an era that ends with it.
+            is_torn = taken.is_end and seen != self._seen
+            self._seen = None if is_torn else seen
+            self._eras[taken.step] = self._era
+            self._settled = taken.step
+            read = taken.read
+            if read is not None and not is_torn and self._is_of_now(read):
+                self._read = read
 
     def _change(self) -> None:
         """The weights may be others from here on."""
         self.close()
         self._version += 1
 
-    def _followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _followed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._change()
-            return method(*args, **kwargs)
+            tags = kwargs.get("tags", args[0] if args else None)
+            if name in ("sleep", "discard"):
+                self._asleep.update(tags if name == "discard" and tags else MEMORY_TAGS)
+                self._end_copies()
+            result = method(*args, **kwargs)
+            if name == "wake_up":
+                self._asleep.difference_update(tags or MEMORY_TAGS)
+            return result
 
         return call
 
+    def _end_copies(self) -> None:
+        try:
+            if self._before_sleep is not None:
+                self._before_sleep()
+        except Exception:
+            logger.exception("hybridkv: copies could not be ended before the engine sleeps")
+
     def _models(self) -> dict[str, torch.nn.Module]:
         """The model and its drafter."""
-        runner = self._runner
+        runner = self.runner
         drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        models = (getattr(owner, "model", None) for owner in (runner, drafter))
-        named = zip(("model", "drafter"), models, strict=True)
-        return {role: model for role, model in named if isinstance(model, torch.nn.Module)}
-
-    def _take_sample(self) -> bytes:
-        """A sample of the weights; empty where that fails, so that no step is like another."""
-        try:
-            with torch.inference_mode():
-                return sample_weights(self._models().values())
-        except Exception:
-            if not self._is_unseen:
-                logger.exception("hybridkv: the weights cannot be looked at in each step")
-            self._is_unseen = True
-            return b""
+        own, drafting = _model_of(runner), _unwrapped(getattr(drafter, "model", None))
+        models = {"model": own, "drafter": drafting}
+        return {role: model for role, model in models.items() if model is not None}
 
     def _digest(self, stop: Callable[[], bool]) -> WeightsDigest:
         """Read all weights of the model and of its drafter."""
         started = time.perf_counter()
+        occupied = getattr(self.runner, "model_memory_usage", 0)
+        occupied_bytes = occupied if isinstance(occupied, int) else 0
         try:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
-                found = digest_weights(self._models(), self._packed, stop)
+                found = digest_weights(self._models(), self._packed, stop, occupied_bytes)
         except StoppedError:
             raise
         except Exception as error:
             logger.exception("hybridkv: the weights cannot be read")
-            random = secrets.token_hex(DIGEST_BYTES)
-            return WeightsDigest(random, (str(error),), 0, time.perf_counter() - started)
-        said = found.digest, format_size(found.size_bytes), found.seconds
-        logger.info("hybridkv: weights %s: %s were read in %.3f s", *said)
+            random, seconds = secrets.token_hex(DIGEST_BYTES), time.perf_counter() - started
+            return WeightsDigest(random, (UnreadModule("model", type(error).__name__),), 0, seconds)
+        size = format_size(found.size_bytes)
+        text = "hybridkv: weights %s: %s were read in %.3f s"
+        logger.info(text, found.digest, size, found.seconds)
         if found.unread:
             text = (
-                "hybridkv: the weights of %d modules (%s ...) cannot be read in memory within %g s,"
+                "hybridkv: the weights of %s cannot be read in memory,"
                 " so this engine shares with no other and with no later one;"
                 " weights_identity can name them"
             )
-            logger.warning(text, len(found.unread), found.unread[0], PROBE_SECONDS_MAX)
+            logger.warning(text, found.unread_text())
         return found
 
 
-def digest_weights(
-    models: Mapping[str, torch.nn.Module],
-    packed: PackedWeights | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> WeightsDigest:
-    """The digest of all weights of `models` by name, in their order; StoppedError on `stop`."""
-    started = time.perf_counter()
-    whole = _WholeDigest(packed or PackedWeights(), stop)
-    if not models:
-        whole.add_unread("no model")
-    every = (module for model in models.values() for module in model.modules())
-    kept = (one for module in every for _, one in closures(module) if is_handler(one))
-    whole.packed.begin(kept)
-    for role, model in models.items():
-        parents: dict[int, list[torch.nn.Module]] = {}
-        for module in model.modules():
-            for child in module.children():
-                parents.setdefault(id(child), []).append(module)
-        for prefix, module in model.named_modules():
-            whole.add_module(f"{role}.{prefix}", module, parents.get(id(module), []))
-    return whole.finished(started)
+def _extension_methods(worker: Any) -> Iterable[str]:
+    """The methods of a worker extension, such as a trainer's own updates."""
+    config = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    extension = getattr(config, "worker_extension_cls", None)
+    for cls in type(worker).__mro__ if extension else ():
+        if f"{cls.__module__}.{cls.__qualname__}" == extension:
+            yield from (name for name in vars(cls) if not name.startswith("__"))
 
 
-class _WholeDigest:
-    """A digest that is being made, module by module."""
-
-    def __init__(self, packed: PackedWeights, stop: Callable[[], bool]) -> None:
-        self.packed, self._stop = packed, stop
-        self._parts: list[tuple[str, bytes | torch.Tensor]] = []
-        """Names and forms with what they have; a device's words are fetched at the end."""
-        self._unread: list[str] = []
-        self._size_bytes = 0
-
-    def add_module(
-        self, where: str, module: torch.nn.Module, parents: list[torch.nn.Module]
-    ) -> None:
-        """A module's own parameters and buffers, and what kernels made of them."""
-        if self._stop():
-            raise StoppedError
-        for name, tensor in own_tensors(module):
-            self._add(f"{where}.{name}", tensor)
-        emptied = _emptied(module)
-        is_found = emptied is None
-        for function, kept in closures(module):
-            if isinstance(kept, torch.Tensor):
-                is_found = True
-                self._add(f"{where}()", kept)
-            elif emptied is not None and is_handler(kept):
-                is_found = True
-                digest, is_read = self.packed.digest(kept, function, emptied, self._stop)
-                self._size_bytes += kept.k * kept.n * emptied.element_size()
-                self._parts.append((f"{where}() {kept.k} {kept.n}\n", digest))
-                if not is_read:
-                    self._unread.append(where)
-        if emptied is None:
-            return
-        for parent in parents:
-            for name, value in vars(getattr(parent, "impl", None) or object).items():
-                if isinstance(value, torch.Tensor):
-                    is_found = True
-                    self._add(f"{where}.impl.{name}", value)
-        if not is_found:
-            self.add_unread(where)
-
-    def add_unread(self, where: str) -> None:
-        """Weights of which nothing is known, so that no two digests of them are the same."""
-        self._unread.append(where)
-        self._parts.append((where, secrets.token_bytes(DIGEST_BYTES)))
-
-    def finished(self, started: float) -> WeightsDigest:
-        """The digest of all that was added; `started` by time.perf_counter."""
-        whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        for head, content in self._parts:
-            whole.update(head.encode())
-            whole.update(content if isinstance(content, bytes) else _bytes_of(content))
-        seconds = time.perf_counter() - started
-        return WeightsDigest(whole.hexdigest(), tuple(self._unread), self._size_bytes, seconds)
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._size_bytes += tensor.nbytes
-        form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
-        run = _dense(tensor.detach())
-        is_host = run.device.type == "cpu"
-        content = xxhash.xxh3_128(_bytes_of(run)).digest() if is_host else device_content(run)
-        self._parts.append((f"{name} {form}\n", content))
+def _model_of(owner: Any) -> torch.nn.Module | None:
+    """The model of a model runner; None where `owner` is no model runner."""
+    own = getattr(owner, "__dict__", {})
+    return None if isinstance(owner, torch.nn.Module) else _unwrapped(own.get("model"))
 
 
-def _emptied(module: torch.nn.Module) -> torch.Tensor | None:
-    """The parameter whose values were packed elsewhere, as vLLM's CPU kernels do."""
-    own = module.parameters(recurse=False)
-    return next((one for one in own if one.numel() == 0 and not one.is_meta), None)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in one run: as they lie there where that is possible, else copied."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).contiguous().view(-1).view(torch.uint8)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-
-
-def device_content(run: torch.Tensor) -> torch.Tensor:
-    """Two signed words that depend on every byte of `run` (uint8) and on its place.
-
-    Arithmetic of words wraps around, so all of it is exact and the same on every device.
-    """
-    sums = torch.zeros(2, dtype=torch.int64, device=run.device)
-    whole = run.numel() // 8 * 8
-    rest = torch.zeros(8, dtype=torch.uint8, device=run.device)
-    rest[: run.numel() - whole] = run[whole:]
-    pieces = [run[at : min(at + 8 * WORDS_MAX, whole)] for at in range(0, whole, 8 * WORDS_MAX)]
-    at = 0
-    for one in (*pieces, rest):
-        # Words are read where they lie, unless they begin between two words.
-        piece = (one if one.storage_offset() % 8 == 0 else one.clone()).view(torch.int64)
-        place = torch.arange(at, at + len(piece), dtype=torch.int64, device=run.device)
-        mixed = place.mul_(_ODD[0]).bitwise_xor_(piece).mul_(_ODD[1])
-        mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[2])
-        mixed.bitwise_xor_(mixed >> 32)
-        sums[0] += mixed.sum()
-        sums[1] += mixed.mul_(mixed + 1).bitwise_xor_(mixed >> 31).sum()
-        at += len(piece)
-    return sums
+def _unwrapped(model: Any) -> torch.nn.Module | None:
+    """A model without the wrappers that replay its CUDA graphs."""
+    for _ in range(4):
+        if isinstance(model, torch.nn.Module) or model is None:
+            return model
+        unwrap = getattr(model, "unwrap", None)
+        model = unwrap() if callable(unwrap) else None
+    return None

@@ -516,7 +516,9 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
         roles.scheduler._supervisor.switch_off("the test says so")
     else:
         paused.side.reset = None
-    roles.worker._worker._weights._runner.model.salt.fill_(3)
+    watch = roles.scheduler._weights
+    watch._blocks = watch.named
+    roles.worker._worker._weights.runner.model.salt.fill_(3)
     roles.scheduler._reset("reset_prefix_cache", True)
     paused.begins_anew()
 
@@ -550,22 +552,44 @@ def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles
     assert roles.step(IDLE).failed_recving == {"r"}
 
 
-def test_what_is_known_of_adapters_outlives_a_role(roles: Roles) -> None:
-    """What the engine loaded once is not read from files that are another one's by now."""
+@pytest.mark.parametrize("changes", [False, True], ids=["the same", "another"])
+def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) -> None:
+    """Its requests and others' go on, and the next role knows which weights computed for them."""
+    from hybridkv.vllm.loaded_adapters import LoadedAdapters
+    from tests.unit.vllm.small_adapters import Worker, adapter
+
+    engine = Worker()
+    roles.worker._worker._adapters = LoadedAdapters(engine.runner)
+    engine.add(adapter(1))
+
+    def arrive(name: str) -> Any:
+        asking = request(name)
+        asking.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
+        roles.scheduler.on_new_request(asking)
+        return asking
+
+    def run(name: str) -> None:
+        state = SimpleNamespace(boundary_state_offloads={})
+        output = SimpleNamespace(num_scheduled_tokens={name: 1}, total_num_scheduled_tokens=1)
+        roles.step(SimpleNamespace(**vars(output), kv_connector_block_state=state))
+
     paused = Paused(roles)
+    arrive("before")
+    run("before")
     roles.scheduler._supervisor.switch_off("the test says so")
-    one = request("r")
-    one.lora_request = SimpleNamespace(
-        lora_int_id=1,
-        lora_name="a",
-        lora_path="/nowhere",
-        is_3d_lora_weight=False,
-        load_inplace=True,
-    )
-    roles.scheduler.on_new_request(one)
+    arrive("meanwhile")
+    if changes:
+        engine.manager.remove_adapter(1)
+        engine.add(adapter(1, alpha=8))
+    run("meanwhile")
     paused.begins_anew()
-    one.lora_request.load_inplace = False
-    assert paused.side._adapter_of(one, 0.0).refused
+    arrive("later")
+    known = paused.side._requests.by_id["later"].adapter
+    assert (known.weights is None) == changes
+    roles.scheduler._supervisor.switch_off("the test says so, again")
+    roles.scheduler._reset("reset_prefix_cache", True)
+    assert known.weights is not None, "the engine has no block of the old weights"
+    assert not roles.faults()
 
 
 def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> None:

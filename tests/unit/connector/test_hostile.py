@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from tests.chance import examples
 from tests.unit.connector.requests import has_write_slots
 from tests.waiting import until
@@ -81,12 +82,18 @@ class Served:
                 kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
             )
         )
+        weights = self.connector._weights.named[0]
+        look = WeightsAnswer(plan.question, 0, weights, (StepLook(plan.number, 0),))
         self.connector.update_connector_output(
             SimpleNamespace(
                 finished_recving=set(plan.loads),
                 failed_recving=set(),
                 kv_connector_worker_meta=self.report(
-                    boots={self.side._session.boot: 1}, done={run: {0} for run in plan.stores}
+                    plan.number,
+                    boots={self.side._session.boot: 1},
+                    done={run: {0} for run in plan.stores},
+                    weights={0: look},
+                    adapters={0: {1: b"a" * HASH_BYTES}},
                 ),
             )
         )
@@ -122,16 +129,6 @@ class Served:
         }
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an adapter's files, and what is none."""
-    directory = tmp_path_factory.mktemp("adapters")
-    (directory / "good").mkdir()
-    (directory / "good" / "adapter_model.safetensors").write_bytes(b"weights")
-    (directory / "file").touch()
-    return directory
-
-
 @pytest.fixture(scope="module", params=["sha256", "xxhash"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     """With the engine's hashes, and with ours."""
@@ -142,7 +139,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
 
 @st.composite
 def hostile(draw: st.DrawFn) -> dict[str, Any]:
-    """What a client decides about its request, and how its adapter's path is."""
+    """What a client decides about its request, and how its adapter is named."""
     tokens = draw(st.lists(TOKENS, min_size=1, max_size=120))
     with_embeds = draw(st.sampled_from(("no", "no", "no", "all", "mixed")))
     features = draw(st.lists(st.tuples(TEXTS, st.integers(0, 200), st.integers(0, 50)), max_size=3))
@@ -157,9 +154,7 @@ def hostile(draw: st.DrawFn) -> dict[str, Any]:
         ),
         "adapter": draw(
             st.none()
-            | st.tuples(
-                TEXTS, st.sampled_from(("good", "gone", "file", "good/\x00", "\ud800", "x" * 9999))
-            )
+            | st.tuples(TEXTS, st.sampled_from(("/good", "gone", "/\x00", "\ud800", "x" * 9999)))
         ),
         "in_place": draw(st.booleans()),
         "priority": draw(st.integers()),
@@ -168,7 +163,7 @@ def hostile(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def request_of(drawn: dict[str, Any], directory: Path, served: Served) -> Any:
+def request_of(drawn: dict[str, Any], served: Served) -> Any:
     """vLLM's request, or None where vLLM itself does not take it."""
     import torch
     from vllm import SamplingParams
@@ -180,7 +175,7 @@ def request_of(drawn: dict[str, Any], directory: Path, served: Served) -> Any:
     with contextlib.suppress(Exception):
         lora = None
         if adapter is not None:
-            lora = LoRARequest(adapter[0], 1, str(directory / adapter[1]))
+            lora = LoRARequest(adapter[0], 1, adapter[1])
             lora.load_inplace = drawn["in_place"]
         return Request(
             drawn["request_id"],
@@ -236,11 +231,11 @@ PLAIN = {
 @example({**PLAIN, "cache_salt": 7})
 @example({**PLAIN, "tokens": [1 << 63] * 400})
 @example({**PLAIN, "tokens": [1.5] * 400})
-def test_no_request_is_a_fault(served: Served, adapters: Path, drawn: dict[str, Any]) -> None:
-    request = request_of(drawn, adapters, served)
+def test_no_request_is_a_fault(served: Served, drawn: dict[str, Any]) -> None:
+    request = request_of(drawn, served)
     if request is not None:
         served.serve(request)
-    plain = request_of({**PLAIN, "request_id": "plain"}, adapters, served)
+    plain = request_of({**PLAIN, "request_id": "plain"}, served)
     served.serve(plain)
     assert not served.faults()
     assert not served.side._requests.by_id
@@ -248,7 +243,7 @@ def test_no_request_is_a_fault(served: Served, adapters: Path, drawn: dict[str, 
     hits = served.connector.counters.get("loads", 0)
 
     def is_served() -> bool:
-        served.serve(request_of({**PLAIN, "request_id": "again"}, adapters, served))
+        served.serve(request_of({**PLAIN, "request_id": "again"}, served))
         return served.connector.counters.get("loads", 0) > hits
 
     # A busy machine's daemon may be too late for one lookup or several.

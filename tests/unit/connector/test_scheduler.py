@@ -14,13 +14,14 @@ import pytest
 
 from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
+from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import cell_of
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.weights import WeightsAnswer
+from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Found, Free, Lookup
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
@@ -343,9 +344,9 @@ def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None
     with pytest.raises(ZeroDivisionError):
         rig.planned({"another": 1}, tables(1))
     delattr(broken, name)
-    assert sorted(rig.side.emergency().failed) == ["r", "unknown"]
+    assert sorted(rig.side.emergency(()).failed) == ["r", "unknown"]
     rig.step({}, finished=("r",), failed=("r",))
-    assert rig.side.emergency().failed == []
+    assert rig.side.emergency(()).failed == []
 
 
 def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
@@ -556,7 +557,7 @@ def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     rig.side._room.most_blocks = broken  # type: ignore[method-assign]
     rig.side.must_fail("r", offer)
     assert rig.step({}, finished=("r",), failed=("r",)).failed == ["r"]
-    assert rig.side.emergency().failed == []
+    assert rig.side.emergency(()).failed == []
     assert rig.side._requests.by_id["r"].state is RequestState.BYPASS
     rig.side.finished("r")
     assert not rig.side._requests.by_id
@@ -613,7 +614,7 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
     if why == "workers":
         rig.side.reported(set(), set(), rig.report(is_disabled=True))
     else:
-        watch._cached = None
+        watch._blocks = None
     rig.side.arrived(request)
     rig.side.arrived(later)
     rig.planned({})
@@ -625,7 +626,7 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
     if why == "workers":
         rig.side.reported(set(), set(), rig.report(boots={session.boot: 1}))
     else:
-        watch._cached = ()
+        watch._blocks = ()
     assert rig.offered(later) == STORED * CHUNK
     assert not session.breaker.is_open
 
@@ -684,15 +685,15 @@ def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def answered(digest: str) -> dict[int, WeightsAnswer]:
-    """What the one rank says of its weights, after the first question."""
-    return {0: WeightsAnswer(1, digest, 0, 0)}
+def answered(digest: str, *steps: int) -> dict[int, WeightsAnswer]:
+    """What the one rank says of its weights after the first question, and of these steps."""
+    return {0: WeightsAnswer(1, 0, digest, tuple(StepLook(step, 0) for step in steps))}
 
 
 def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     """vLLM tells them with `reset_connector` alone; the same weights hit again at once."""
     connector, watch = connector_of(rig), rig.side._weights
-    watch.named, watch._heard = ("a",), {0: WeightsAnswer(0, "a", 0, 0)}
+    vars(watch).update(vars(WeightsWatch(("a",))))
     manager = SimpleNamespace(get_blocks=None, block_pool=None, reset_prefix_cache=lambda: True)
     connector.bind_kv_cache_manager(manager)
     request = rig.request(1, STORED * CHUNK + 1)
@@ -702,7 +703,7 @@ def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     assert rig.side.matched(request, 0) is None, "nobody knows the weights"
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     plan = rig.side.planned(output, lambda _: [])
-    assert (plan.question, plan.weights) == (1, ())
+    assert (plan.question, plan.eras) == (1, ())
     boots = {rig.side._session.boot: 1}
     rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered("a")))
     assert rig.side.matched(request, 0) == STORED * CHUNK
@@ -716,7 +717,7 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     """A prompt's windows and states stand in the engine for one step only."""
     rig = Rig(daemon)
     watch = rig.side._weights
-    watch.named, watch._heard = ("a",), {0: WeightsAnswer(0, "a", 0, 0)}
+    vars(watch).update(vars(WeightsWatch(("a",))))
     watch.facts_of = lambda digests: {"weights": digests}
     rig.await_slots()
     rig.side.reset(True)
@@ -727,9 +728,10 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     rig.side.allocated(request, [], 0)
     plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
     assert plan.stores
-    assert not plan.weights
+    assert not plan.eras
     done, boots = {number: {0} for number in plan.stores}, {rig.side._session.boot: 1}
-    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights=answered("")))
+    answer = answered("", plan.number)
+    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights=answer))
     assert not rig.side._changes
     assert rig.side.has_pending(), "they are not committed"
     rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered(weights)))

@@ -22,6 +22,7 @@ SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
 ELSEWHERE = {
     "plan_failed",
     "loads_other_weights",
+    "loads_other_adapter",
     "rank_loads_failed",
     "attach_failed",
     "workers_disabled",

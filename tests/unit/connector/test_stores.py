@@ -1,9 +1,7 @@
 """Stores: what a step looks at, and what a commit says."""
 
-import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +13,17 @@ from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest,
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionClass
-from hybridkv.vllm.adapters import RECHECK_SECONDS, Adapters
+from hybridkv.vllm.adapters import Adapters
 from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
-from tests.waiting import until
 
 STEP_CHUNKS = 4
 STEPS = 8
+OLD, NEW = b"o" * HASH_BYTES, b"n" * HASH_BYTES
+"""Digests of adapters."""
 
 
 class Watched(list[Any]):
@@ -110,7 +109,7 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
     )
     report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
     seen = set()
-    for commit in stores.reported(report, 0.0):
+    for commit in stores.reported(report):
         assert isinstance(commit, Commit)
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
@@ -182,15 +181,18 @@ class Step:
             self.stores.credits.granted(shape, slots, slots, 0.0)
 
     def stored(
-        self, scheduled: int, offers: list[tuple[int, int, int]] | None = None
+        self, scheduled: int, offers: list[tuple[int, int, int]] | None = None, number: int = 0
     ) -> dict[int, set[int]]:
-        """Chunks that a step of `scheduled` tokens stores, by group index."""
+        """Chunks that a step of `scheduled` tokens stores, by group index.
+
+        `number` is that of its plan.
+        """
         state = SimpleNamespace(boundary_state_offloads={"r": offers or []})
         output = SimpleNamespace(
             num_scheduled_tokens={"r": scheduled}, kv_connector_block_state=state
         )
         tables = block_tables(SimpleNamespace(blocks=self.tables))
-        runs = self.stores.planned(output, {"r": self.tracked}, lambda _: tables)
+        runs = self.stores.planned(output, {"r": self.tracked}, lambda _: tables, number)
         chunks: dict[int, set[int]] = {index: set() for index in range(len(self.tables))}
         for run in runs.values():
             chunks[run.span.group_index] |= set(
@@ -264,7 +266,7 @@ def test_a_state_is_named_when_the_token_behind_it_is_sampled(is_sampled: bool) 
     named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
     ranks = set(range(step.geometry.ranks))
     report = StepReport(done=dict.fromkeys([*step.stores._storing], ranks))
-    messages = step.stores.reported(report, 0.0)
+    messages = step.stores.reported(report)
     states = [one for one in messages if isinstance(one, Commit) and one.groups == pack_u64([0])]
     assert [one.parents + one.hashes for one in states] == ([named] if is_sampled else [])
     freed = [one for one in messages if isinstance(one, Free)]
@@ -350,41 +352,43 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     assert step.stored(step.tokens) == {0: {0, 1, 2}}
 
 
-@pytest.mark.parametrize("changes", [False, True], ids=["unchanged", "changed"])
-def test_what_an_adapter_computed_is_committed_after_its_files_were_looked_at(
-    tmp_path: Path, changes: bool
-) -> None:
-    """The engine may have loaded other bytes since the lookup, in the step that computed this."""
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(bytes(64))
-    adapters, since = Adapters(2**62), time.monotonic()
-    adapter = adapters.of(LoRARequest("a", 1, str(tmp_path)), since)
-    until(lambda: adapter.identity is not None, "the adapter is read")
-    geometry = LAYOUTS["qwen3"]
-    tokens = geometry.chunk_tokens
-    request = SimpleNamespace(num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0)
-    request.block_hashes = [bytes([at]) * 32 for at in range(tokens // geometry.hash_tokens)]
-    tracked = TrackedRequest(request, adapter=adapter, next_chunk=[0] * len(geometry.groups))
-    stores = StorePlanner(geometry, tokens, True, Counter())
-    for shape in slot_shapes(geometry, geometry.groups[0]):
-        stores.credits.granted(shape, pack_u64([4096]), pack_u64([1]), 0.0)
-    block = [SimpleNamespace(block_id=1)]
-    runs = stores.planned(
-        SimpleNamespace(num_scheduled_tokens={"r": tokens}),
-        {"r": tracked},
-        lambda _: block_tables(SimpleNamespace(blocks=[block])),
-    )
-    if changes:
-        weights.write_bytes(bytes([1]) * 64)
-    step_end = since + RECHECK_SECONDS / 2
-    told = stores.reported(StepReport(done={number: {0} for number in runs}), step_end)
-    assert not told or adapter.refused or adapter.proven_at >= step_end, "nobody has looked"
-    assert told or stores.is_awaited
+@pytest.mark.parametrize("loaded", [OLD, NEW, b""], ids=["the same", "another", "none"])
+def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loaded: bytes) -> None:
+    """The engine may load other weights in the step that computes, and tells nobody."""
+    step, adapters = Step("qwen3", 2), Adapters(1)
+    lora = LoRARequest("a", 1, "/a")
+    asked = SimpleNamespace(request_id="r", lora_request=lora, mm_features=[], cache_salt=None)
+    step.tracked.adapter = adapters.arrived(asked)
+    tokens = step.geometry.chunk_tokens
+    assert step.stored(tokens) == {0: set()}, "the adapter is not known"
+    adapters.planned(1, ["r"])
+    adapters.reported(1, {0: {1: OLD}})
+    assert step.stored(tokens, number=2) == {0: {0}}
+    adapters.planned(2, ["r"])
+    adapters.reported(2, {0: {1: loaded} if loaded else {}})
+    report = StepReport(done={run: {0} for run in step.stores._storing})
+    messages = step.stores.reported(report)
+    assert [type(message) for message in messages] == [Commit if loaded == OLD else Free]
+    if loaded == OLD:
+        (commit,) = messages
+        name = step.request.block_hashes[tokens // step.geometry.hash_tokens - 1]
+        assert isinstance(commit, Commit)
+        assert commit.hashes == adapter_hashes(name, OLD)
+    assert not step.stores.is_awaited
 
-    def is_settled() -> bool:
-        told.extend(stores.reported(StepReport(), step_end) if not told else ())
-        return bool(told)
 
-    until(is_settled, "somebody looks")
-    assert [type(message) for message in told] == [Free if changes else Commit]
-    assert not stores.is_awaited
+def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_committed() -> None:
+    """A reset lies between, after which the new weights are served."""
+    step, adapters = Step("qwen3", 2), Adapters(1)
+    lora = LoRARequest("a", 1, "/a")
+    asked = SimpleNamespace(request_id="r", lora_request=lora, mm_features=[], cache_salt=None)
+    step.tracked.adapter = adapters.arrived(asked)
+    adapters.planned(1, [])
+    adapters.reported(1, {0: {1: OLD}})
+    adapters.emptied()
+    step.stored(step.geometry.chunk_tokens, number=2)
+    adapters.planned(2, ["r"])
+    adapters.reported(2, {0: {1: NEW}})
+    assert step.tracked.has_hashes()
+    report = StepReport(done={run: {0} for run in step.stores._storing})
+    assert [type(message) for message in step.stores.reported(report)] == [Free]

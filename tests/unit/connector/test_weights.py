@@ -2,205 +2,166 @@
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridkv.connector.scheduler.weights import WeightsWatch
-from hybridkv.vllm.weights import WeightsAnswer
+from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsWatch
+from hybridkv.vllm.weights import EngineWeights, StepLook, WeightsAnswer
+from hybridkv.vllm.weights_digest import digest_weights
 
 pytestmark = pytest.mark.engine
 
-SEED = 20261123
+SEED = 20261126
 
 
 def said(
-    question: int, *digests: str, version: int = 0, era: int | None = None
+    question: int, *digests: str, era: int = 0, steps: tuple[int, ...] = ()
 ) -> dict[int, WeightsAnswer]:
-    """What ranks answer; `era` is that of the version by default."""
-    era = version if era is None else era
+    """What all ranks answer; `steps` ran in this era."""
+    looks = tuple(StepLook(step, era) for step in steps)
     return {
-        rank: WeightsAnswer(question, digest, version, era) for rank, digest in enumerate(digests)
+        rank: WeightsAnswer(question, era, digest, looks) for rank, digest in enumerate(digests)
     }
 
 
 def test_after_a_reset_all_ranks_are_heard_before_anything_is_offered() -> None:
     watch = WeightsWatch(("a", "b"))
     assert watch.is_current
-    watch.planned()
     watch.reset(True)
     assert not watch.is_current
     assert watch.heard(said(0, "a", "b")) is None, "an answer to an older question"
     assert not watch.is_current
-    assert watch.heard({0: WeightsAnswer(1, "a", 0, 0)}) is None
+    assert watch.heard({0: WeightsAnswer(1, 0, "a")}) is None
     assert not watch.is_current, "the other rank has not answered"
-    watch.heard({1: WeightsAnswer(1, "b", 0, 0)})
+    watch.heard({1: WeightsAnswer(1, 0, "b")})
     assert watch.is_current, "the same weights, and so the same identity"
     watch.reset(True)
-    assert watch.heard(said(2, "a", "c")) == ("a", "c")
+    assert watch.heard(said(2, "a", "c", era=1)) == ("a", "c")
     assert watch.is_current
     assert watch.named == ("a", "c")
+    assert watch.eras == (1, 1)
 
 
-def test_blocks_of_other_weights_are_cached_by_nobody() -> None:
+def test_weights_that_change_after_a_reset_was_answered() -> None:
+    """A trainer resets first, and updates by its own code; nothing was computed between."""
     watch = WeightsWatch(("a",))
-    watch.planned()
-    watch.heard(said(0, ""))
+    watch.planned(1)
+    watch.heard(said(0, "a", steps=(1,)))
+    watch.reset(True)
+    watch.heard(said(1, "a"))
+    assert watch.is_current, "nothing has changed yet"
+    watch.planned(2, loads_for=watch.eras, computes=False)
+    watch.planned(3)
+    watch.heard(said(1, "", era=1, steps=(2,)))
+    assert not watch.is_current, "what was looked up is of the old weights"
+    assert not watch.is_stale, "and was not loaded"
+    watch.heard(said(1, "", era=1, steps=(3,)))
+    assert not watch.is_proven(3)
+    assert watch.heard(said(1, "b", era=1)) == ("b",)
+    assert watch.is_proven(3)
+
+
+@pytest.mark.parametrize("written", ["computed", "loaded"])
+def test_blocks_of_other_weights_are_cached_by_nobody(written: str) -> None:
+    watch = WeightsWatch(("a",))
+    watch.planned(1, loads_for=(0,), computes=written == "computed")
+    assert not watch.is_proven(1), "nobody has said which weights it had"
+    watch.heard(said(0, "a", steps=(1,)))
+    assert watch.is_proven(1)
+    watch.heard(said(0, "", era=1))
     assert not watch.is_current, "they changed, and are being read"
-    watch.heard(said(0, "a"))
+    watch.heard(said(0, "a", era=1))
     assert watch.is_current, "to the same"
-    assert watch.heard(said(0, "b")) is None
+    assert watch.heard(said(0, "b", era=2)) is None
     assert watch.is_stale
-    assert watch.heard(said(0, "a")) is None
+    assert watch.heard(said(0, "a", era=3)) is None
     assert watch.is_stale, "steps may have run in between"
     watch.reset(False)
-    watch.heard(said(1, "a"))
+    watch.heard(said(1, "a", era=3))
     assert watch.is_stale, "blocks were in use, so they are still there"
     watch.reset(True)
-    assert watch.heard(said(2, "b")) == ("b",)
+    assert watch.heard(said(2, "b", era=4)) == ("b",)
 
 
-@pytest.mark.parametrize(
-    ("eras", "is_known"), [((0, 0), True), ((0, 1), False), ((1, 1), False), ((1, 2), False)]
-)
-def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int], is_known: bool) -> None:
+@pytest.mark.parametrize("eras", [(0, 0), (0, 1), (1, 1), (1, 2)])
+def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int]) -> None:
     """What ran between them is the identity's if the workers saw one weight in all these steps."""
     watch = WeightsWatch(("a",))
-    watch.planned()
-    watch.heard(said(0, "a"))
+    watch.planned(1)
+    watch.heard(said(0, "a", steps=(1,)))
     watch.reset(False)
-    watch.planned()
-    watch.heard(said(1, "", era=eras[0]))
+    watch.planned(2)
+    watch.heard(said(1, "", era=eras[0], steps=(2,)))
     watch.reset(False)
-    watch.planned()
-    assert watch.is_doubtful, "the answer to the last question will tell"
-    watch.heard(said(2, "", era=eras[1]))
+    watch.planned(3)
+    assert not watch.is_proven(3)
+    watch.heard(said(2, "", era=eras[1], steps=(3,)))
     assert watch.heard(said(2, "a", era=eras[1])) is None
+    is_known = eras[0] == eras[1]
     assert (watch.is_current, watch.is_stale) == (is_known, not is_known)
     watch.reset(True)
     watch.heard(said(3, "a", era=eras[1]))
     assert watch.is_current, "nothing of what was computed in doubt is left"
 
 
-def test_two_resets_in_a_row_before_the_first_report() -> None:
-    """As with steps that are planned ahead: the doubt begins before anything was heard."""
+@pytest.mark.parametrize(
+    ("era", "digest", "is_known"), [(0, "a", True), (1, "a", False), (1, "b", False)]
+)
+def test_steps_around_which_a_rank_did_not_look(era: int, digest: str, is_known: bool) -> None:
+    """As after a fault in a worker: the step is of its neighbours' weights, or of nobody's."""
+    watch = WeightsWatch(("a", "c"))
+    for number in (1, 2, 3):
+        watch.planned(number)
+    watch.heard(said(0, "a", "c", steps=(1,)))
+    assert watch.is_proven(1)
+    assert not watch.is_proven(2)
+    look = StepLook(2, 0)
+    watch.heard({0: WeightsAnswer(0, 0, "a"), 1: WeightsAnswer(0, 0, "c", (look,))})
+    assert not watch.is_proven(2)
+    watch.heard(
+        {
+            0: WeightsAnswer(0, era, digest, (StepLook(3, era),)),
+            1: WeightsAnswer(0, 0, "c", (StepLook(3, 0),)),
+        }
+    )
+    assert watch.is_proven(3) == is_known
+    assert watch.is_stale != is_known
+
+
+def test_weights_that_change_in_a_step_are_nobodys() -> None:
     watch = WeightsWatch(("a",))
-    watch.planned()
-    for _ in range(2):
-        watch.reset(False)
-        watch.planned()
-    for question in range(3):
-        watch.heard(said(question, "a" if question == 0 else ""))
-    assert watch.is_doubtful
-    watch.heard(said(2, "a"))
-    assert watch.is_current, "nobody saw other weights"
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_steps_that_nobody_heard_of(changed: bool) -> None:
-    """The role was switched off, and begins anew."""
-    watch = WeightsWatch(("a",))
-    watch.planned()
-    watch.missed()
-    assert not watch.is_current
-    assert watch.heard(said(0, "a", version=int(changed))) is None
-    assert watch.is_current != changed, "weights that changed meanwhile may have been others"
-
-
-@pytest.mark.parametrize("way", ["while they were read", "between two changes"])
-def test_steps_of_unknown_weights(way: str) -> None:
-    watch = WeightsWatch(("a",))
-    watch.reset(True)
-    watch.planned()
-    watch.heard(said(1, ""))
-    if way == "between two changes":
-        assert watch.heard(said(1, "b", version=1)) is None
-        assert watch.is_stale
-        return
-    assert watch.heard(said(1, "b")) == ("b",), "the step that was asked ran with what was read"
-    watch.reset(False)
-    watch.heard(said(2, "c"))
+    watch.planned(1)
+    watch.heard(said(0, "a", steps=(1,)))
+    watch.planned(2)
+    watch.heard({0: WeightsAnswer(0, 1, "", (StepLook(2, 1),))})
+    assert not watch.is_stale, "they are perhaps being read"
+    watch.heard({0: WeightsAnswer(0, 2, "", (StepLook(3, 2),))})
     assert watch.is_stale
 
 
-def test_no_order_of_events_names_blocks_after_other_weights() -> None:
-    """An engine of one rank, step by step, that knows of each of its blocks who computed it."""
-    print(f"seed {SEED}")
-    rng = random.Random(SEED)
-    counts = Counter[str]()
-    for _ in range(2000):
-        watch, weights, blocks = WeightsWatch(("a",)), "a", set[str]()
-        question, read, version, ran = 0, ("a", 0, 0), 0, (-1, -1)
-        seen, era = (0, "a"), 0  # What the worker's last sample was of.
-        lag, reports = rng.choice((0, 0, 1, 3)), deque[tuple[dict[int, Any], set[str]]]()
-        held: list[set[str]] = []  # Objects, each as the weights of the blocks that it is of.
-        for _ in range(rng.randrange(2, 25)):
-            event = rng.choice(
-                ("step", "step", "step", "reading", "watched", "reset", "failed", "failed")
-            )
-            if event == "watched":
-                version, weights = version + 1, rng.choice("ab")
-            elif event in ("reset", "failed"):
-                # Weights that change without a word do so before a reset, and no step is between.
-                weights = rng.choice((weights, weights, weights, "a", "b"))
-                if event == "reset":
-                    blocks.clear()
-                watch.reset(event == "reset")
-                counts["aborted"] += abort(held, reports)
-            elif event == "reading" and ran == (question, version) != read[1:]:
-                read = weights, question, version
-            elif event == "step":
-                plan = watch.question, watch.versions if watch.is_current else ()
-                stores = not watch.is_stale
-                watch.planned()
-                question = max(question, plan[0])
-                ran = question, version
-                blocks.add(weights)
-                if read[1:] != (question, version) and seen != (version, weights):
-                    seen, era = (version, weights), era + 1
-                known = read[0] if read[1:] == (question, version) else ""
-                agrees = plan == (question, ((known, version),)) if known else False
-                if agrees:
-                    counts["loaded"] += 1
-                    assert blocks == {known}, "a block that is loaded here would be a lie"
-                is_stored = stores and (agrees or plan == (question, ()))
-                reports.append(
-                    (
-                        {0: WeightsAnswer(question, known, version, era)},
-                        set(blocks) if is_stored else set(),
-                    )
-                )
-                if len(reports) <= lag:
-                    continue
-                # As the scheduler role does.
-                answers, written = reports.popleft()
-                was_stale = watch.is_stale
-                in_doubt = watch._in_doubt
-                is_other = watch.heard(answers) is not None
-                counts["settled"] += in_doubt and not (watch._in_doubt or watch.is_stale)
-                held += [written] if written else []
-                if is_other or (watch.is_stale and not was_stale):
-                    counts["aborted"] += abort(held, reports)
-                if watch.is_doubtful:
-                    counts["held"] += len(held)
-                    continue
-                counts["committed"] += len(held)
-                assert all(content == set(watch.named) for content in held), "a lie"
-                held = []
-    print(dict(counts))
-    assert counts.pop("settled") > 20
-    assert min(counts.values()) > 500
+def test_a_repeated_report_changes_nothing() -> None:
+    watch = WeightsWatch(("a",))
+    old = said(0, "", era=1)
+    watch.heard(old)
+    assert watch.heard(said(0, "b", era=1, steps=(1,))) == ("b",)
+    watch.heard(old)
+    watch.heard(said(0, "a", steps=(1,)))
+    assert watch.is_current
 
 
-def abort(held: list[set[str]], reports: "deque[tuple[dict[int, Any], set[str]]]") -> int:
-    """Nothing that is being written, or was, is committed; returns how many objects that is."""
-    aborted = len(held) + sum(bool(written) for _, written in reports)
-    held.clear()
-    for _, written in reports:
-        written.clear()
-    return aborted
+def test_steps_that_no_worker_speaks_of_are_forgotten_as_unknown() -> None:
+    watch = WeightsWatch(("a",))
+    for number in range(1, STEPS_MAX + 1):
+        watch.planned(number)
+    assert not watch.is_stale
+    watch.planned(STEPS_MAX + 1)
+    assert watch.is_stale
 
 
 class Model(torch.nn.Module):
@@ -219,14 +180,208 @@ class Runner:
 
     def register(self) -> str:
         """As vLLM registers KV caches; returns the digest."""
-        from hybridkv.vllm.weights import EngineWeights
-
         self.role._weights = EngineWeights.of_caller()
         digest: str = self.role._weights.read().digest
         return digest
 
-    def update_weights(self) -> None:
-        """Nothing but being one of vLLM's methods."""
+    def update_weights(self, value: float = 0.0) -> None:
+        """As vLLM's method, which is followed."""
+        if value:
+            self.model.weight.data.fill_(value)
+
+
+class LateSentinel:
+    """Its looks arrive when `arrive` is called, as a device's do later than a step begins."""
+
+    def __init__(self, sentinel: Any) -> None:
+        self._sentinel, self._late = sentinel, list[LateLook]()
+
+    def look(self, models: Any) -> "LateLook":
+        """Late, of what is seen now."""
+        self._late.append(LateLook(self._sentinel.look(models).digest()))
+        return self._late[-1]
+
+    def arrive(self) -> None:
+        """All that were taken."""
+        for look in self._late:
+            look.has_arrived = True
+
+
+@dataclass
+class LateLook:
+    """As WeightsLook."""
+
+    seen: bytes
+    has_arrived: bool = False
+
+    def digest(self) -> bytes | None:
+        """Once it has arrived."""
+        return self.seen if self.has_arrived else None
+
+
+class SlowWeights(EngineWeights):
+    """A reading lasts until `end_reading`."""
+
+    def _begin_reading(self, before: Any) -> None:
+        self._reading = type(self._reading)(self.question, self.era) if self._reading else None
+
+    def end_reading(self) -> None:
+        """It has read what is there by now."""
+        if self._reading is not None and self._reading.found is None:
+            self._reading.found = self._digest(lambda: False)
+
+
+@dataclass
+class SimulatedObject:
+    """What is stored: the weights of the blocks that it is of, and the step that completed it."""
+
+    content: set[str]
+    step: int
+
+
+@dataclass
+class SimulatedReport:
+    """Of one step, before the scheduler role has it."""
+
+    answer: WeightsAnswer
+    written: SimulatedObject | None
+
+
+class SimulatedEngine:
+    """An engine of one rank that knows of each of its blocks which weights computed it."""
+
+    def __init__(self, rng: random.Random, counts: Counter[str]) -> None:
+        self._rng, self._counts = rng, counts
+        self._runner = Runner(None)
+        self._weights = SlowWeights(self._runner)
+        self._digests = {self._weights.read().digest}
+        self._sentinel = LateSentinel(self._weights._sentinel)
+        self._weights._sentinel = self._sentinel  # type: ignore[assignment]
+        self._is_late = rng.random() < 0.3
+        self._lag = rng.choice((0, 0, 1, 3))
+        self._watch = WeightsWatch((self._present(),))
+        self._number = 0
+        self._blocks = set[str]()
+        self._reports = deque[SimulatedReport]()
+        self._held: list[SimulatedObject] = []
+        self._has_changed = False
+
+    def _present(self) -> str:
+        """The digest of the weights that are there now."""
+        return digest_weights({"model": self._runner.model}).digest
+
+    def change(self, *, is_followed: bool) -> None:
+        """Between two looks the weights change once, by vLLM's own method or by other code."""
+        if self._has_changed or self._rng.random() < 0.5:
+            return
+        self._has_changed, value = True, self._rng.choice((1.0, 2.0))
+        if is_followed:
+            self._runner.update_weights(value)
+        else:
+            self._runner.model.weight.data.fill_(value)
+
+    def reset(self, *, is_empty: bool) -> None:
+        """As SchedulerRole.reset."""
+        if is_empty:
+            self._blocks.clear()
+        self._watch.reset(is_empty)
+        self._abort()
+
+    def end_reading(self) -> None:
+        """Of the weights, beside the steps."""
+        self._weights.end_reading()
+
+    def step_idle(self) -> None:
+        """Report a step that writes nothing."""
+        self._number += 1
+        self._has_changed = False
+        self._weights.step(self._number, self._watch.question, is_idle=True)
+        self._arrive()
+        self._reports.append(SimulatedReport(self._weights.answer(), None))
+        if len(self._reports) > self._lag:
+            self._report(self._reports.popleft())
+
+    def step(self) -> None:
+        """Plan, compute and report one step."""
+        watch, weights, rng = self._watch, self._weights, self._rng
+        self._number += 1
+        question, eras = watch.question, watch.eras
+        loads, stores = bool(eras) and rng.random() < 0.5, not watch.is_stale
+        watch.planned(self._number, loads_for=eras if loads else ())
+        if rng.random() < 0.95:
+            self._has_changed = False
+            weights.step(self._number, question)
+        else:
+            self._counts["unseen"] += 1
+        if not self._is_late:
+            self._arrive()
+        is_known = bool(weights.digest) and weights.question == question
+        agrees = is_known and eras == (weights.era,)
+        begun = weights.era
+        content = {self._present()}
+        if rng.random() < 0.05:
+            self.change(is_followed=False)
+            content.add(self._present())
+        is_stored = stores and (agrees or (weights.question == question and not eras))
+        if is_stored:
+            self._has_changed = False
+            weights.computed()
+        self._arrive()
+        weights.compare()
+        if loads and agrees and weights.era == begun:
+            self._counts["loaded"] += 1
+            assert self._blocks <= {watch.named[0]}, "a block that is loaded here would be a lie"
+        self._blocks |= content
+        written = SimulatedObject(set(self._blocks), self._number) if is_stored else None
+        self._reports.append(SimulatedReport(weights.answer(), written))
+        if len(self._reports) > self._lag:
+            self._report(self._reports.popleft())
+
+    def _arrive(self) -> None:
+        self._sentinel.arrive()
+        self._weights.compare()
+
+    def _report(self, report: SimulatedReport) -> None:
+        """As SchedulerRole.reported."""
+        watch, was_stale = self._watch, self._watch.is_stale
+        is_other = watch.heard({0: report.answer}) is not None
+        self._held += [report.written] if report.written else []
+        if is_other or (watch.is_stale and not was_stale):
+            self._counts["renamed" if is_other else "stale"] += 1
+            self._abort()
+        proven = [stored for stored in self._held if watch.is_proven(stored.step)]
+        self._held = [stored for stored in self._held if not watch.is_proven(stored.step)]
+        self._counts["held"] += len(self._held)
+        self._counts["committed"] += len(proven)
+        assert all(stored.content == set(watch.named) for stored in proven), "a lie"
+
+    def _abort(self) -> None:
+        """Nothing that is being written, or was, is committed."""
+        written = [report for report in self._reports if report.written is not None]
+        self._counts["aborted"] += len(self._held) + len(written)
+        self._held = []
+        for report in written:
+            report.written = None
+
+
+def test_no_order_of_events_names_blocks_after_other_weights() -> None:
+    print(f"seed {SEED}")
+    rng, counts = random.Random(SEED), Counter[str]()
+    for _ in range(1200):
+        engine = SimulatedEngine(rng, counts)
+        events: list[Callable[[], None]] = [
+            *[engine.step] * 6,
+            *[engine.end_reading] * 4,
+            *[engine.step_idle] * 6,
+            partial(engine.change, is_followed=True),
+            partial(engine.change, is_followed=False),
+            *[partial(engine.reset, is_empty=True)] * 2,
+            partial(engine.reset, is_empty=False),
+        ]
+        for _ in range(rng.randrange(2, 60)):
+            rng.choice(events)()
+    print(dict(counts))
+    assert min(counts.values()) > 50
 
 
 def test_a_worker_does_nothing_for_other_weights() -> None:
@@ -253,31 +408,85 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
     role._copiers["b"], role._boot = (None, Copier()), "b"
     runner = Runner(role)
     digest = runner.register()
+    weights = runner.model.weight.data
 
-    def step(number: int, question: int, *weights: tuple[str, int]) -> tuple[bool, bool]:
-        """Whether a load and a store went well."""
+    def step(number: int, question: int, *eras: int, update: bool = False) -> tuple[bool, bool]:
+        """Whether a load and a store went well; `update`: the step's end finds other weights."""
         run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(8), bytes(8))
         plan = StepPlan(boot="b", session=1, loads={"r": LoadPlan("b", ())}, stores={number: run})
-        plan.question, plan.weights = question, weights
+        plan.number, plan.question, plan.eras = number, question, eras
         role.start_loads(plan)
+        if update:
+            weights.neg_()
         role.start_stores(plan)
         finished, failed = role.collect()
         report = role.report()
+        answers.append(report.weights[0])
         assert finished == {"r"}
         assert report.done == {number: {0}}
         return not failed, not report.unstored
 
-    assert step(1, 0, (digest, 0)) == (True, True)
-    assert step(2, 0, ("of others", 0)) == (False, False)
+    def idle(number: int, question: int) -> None:
+        """Steps until the weights are read."""
+        for at in (number, number + 1):
+            role.start_loads(StepPlan(number=at, question=question, is_idle=True))
+            if role._weights._reading.thread is not None:
+                role._weights._reading.thread.join()
+            answers.append(role.report().weights[0])
+
+    answers: list[WeightsAnswer] = []
+    assert step(1, 0, 0) == (True, True)
+    assert answers[-1] == WeightsAnswer(0, 0, digest, (StepLook(1, 0),))
+    assert step(2, 0, 7) == (False, False), "a plan for other weights"
     assert step(3, 0) == (False, True), "the scheduler role commits once it knows them"
+    weights.neg_()
+    assert step(4, 0, 0) == (False, False), "nobody but the sentinel has seen the update"
+    assert answers[-1] == WeightsAnswer(0, 1, "", (StepLook(4, 1),))
+    weights.neg_()
     runner.update_weights()
-    assert role.report().weights == {0: WeightsAnswer(0, "", 1, era=0)}
-    role.start_loads(StepPlan())
-    role._weights._reader[0].join()
-    assert step(5, 0, (digest, 1)) == (True, True), "they were changed to the same"
-    assert step(6, 0, (digest, 0)) == (False, False), "a plan from before the change"
-    role.start_loads(StepPlan(question=1))
-    role._weights._reader[0].join()
-    assert step(7, 0, (digest, 1)) == (False, False), "an older question"
-    assert step(8, 1, (digest, 1)) == (True, True)
+    assert role.report().weights == {0: WeightsAnswer(0, 1, "")}
+    idle(5, 0)
+    assert answers[-1][:3] == (0, 2, digest), "they are the old ones again"
+    assert step(7, 0, 2) == (True, True)
+    assert step(8, 0, 0) == (False, False), "a plan from before the change"
+    idle(9, 1)
+    assert step(11, 0, 2) == (False, False), "an older question"
+    assert step(12, 1, 2, update=True) == (False, True)
+    assert answers[-1] == WeightsAnswer(1, 3, "", (StepLook(12, 3),)), "in an era of its own"
+    role.start_loads(StepPlan(number=13, question=1))
+    assert role.report().weights[0][1:] == (4, "", (StepLook(13, 4),))
+    role.close()
+
+
+def test_a_load_that_began_before_the_weights_changed_fails() -> None:
+    """On a device what a look saw arrives later than the step begins."""
+    from hybridkv.connector.messages import LoadPlan, StepPlan
+    from hybridkv.connector.worker.role import WorkerRole
+
+    class Copier:
+        def load(self, ops: Any, done: Any) -> None:
+            """At once."""
+            done(None)
+
+        def close(self) -> None:
+            """Nothing to free."""
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    role._copiers["b"], role._boot = (None, Copier()), "b"
+    runner = Runner(role)
+    runner.register()
+    sentinel = LateSentinel(role._weights._sentinel)
+    role._weights._sentinel = sentinel
+    for number, update in ((1, False), (2, True)):
+        if update:
+            runner.model.weight.data.neg_()
+        plan = StepPlan(boot="b", session=1, loads={"r": LoadPlan("b", ())})
+        plan.number, plan.eras = number, (0,)
+        role.start_loads(plan)
+        assert role.collect() == (set(), set()), "nobody knows yet which weights it was for"
+        assert role.report().weights[0].steps == ()
+        sentinel.arrive()
+        assert role.report().weights[0].steps == (StepLook(number, number - 1),)
+        assert role.collect() == ({"r"}, {"r"} if update else set())
     role.close()

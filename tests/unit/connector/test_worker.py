@@ -139,3 +139,47 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
     report = worker.report()
     assert report.boots == {}
     assert report.is_disabled
+
+
+def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
+    """Its request would go on with other weights; plans are made from the report before."""
+    from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
+    from hybridkv.connector.worker.role import WorkerRole
+    from hybridkv.vllm.adapters import AdapterWeights
+    from hybridkv.vllm.loaded_adapters import LoadedAdapters, digest_adapter
+    from tests.unit.vllm.small_adapters import Worker, adapter
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 1, 2, "on")
+    role._copiers["b"], role._boot = (None, Broken()), "b"
+    engine = Worker()
+    role._adapters = LoadedAdapters(engine.runner)
+    engine.add(adapter(1))
+    digest = digest_adapter(adapter(1))
+
+    def failed(number: int) -> set[str]:
+        """The loads of a step that fail: one of no adapter, and two of the ranks' adapters."""
+        ours, others = AdapterWeights(1, (b"", digest)), AdapterWeights(1, (digest, b""))
+        loads = {
+            "none": LoadPlan("b", ()),
+            "ours": LoadPlan("b", (), ours),
+            "others": LoadPlan("b", (), others),
+        }
+        role.start_loads(StepPlan(number, "b", 1, loads=loads))
+        finished, failures = role.collect()
+        assert finished == loads.keys()
+        return {*failures}
+
+    assert failed(1) == {"others"}
+    report = role.report()
+    assert report.adapters == {1: {1: digest}}
+    assert report.counters["loads_other_adapter"] == 1
+    other = StepReport(adapters={0: {1: b"", 2: b""}})
+    assert report.aggregate(other).adapters == {0: {1: b"", 2: b""}, 1: {1: digest}}
+    engine.manager.remove_adapter(1)
+    assert failed(2) == {"others", "ours"}
+    assert role.report().adapters == {}
+    engine.add(adapter(1, alpha=8))
+    assert failed(3) == {"others", "ours"}
+    assert role.report().adapters[1].keys() == {1}
+    assert role.report().adapters == {}, "a step that this worker did not begin"

@@ -97,6 +97,8 @@ class Lookups:
         tokens = tracked.lookup.hit_tokens(self._geometry)
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
+        if tracked.adapter is not None and tracked.adapter.weights != tracked.lookup.adapter:
+            return self._begin_anew(tracked, now)
         if not self._weights.is_current:
             return self._wait(tracked, now, "weights")
         if not self._session.workers_attached():
@@ -105,6 +107,17 @@ class Lookups:
             return self._wait(tracked, now, "room")
         tracked.load.local_tokens = local_tokens
         return tokens - local_tokens
+
+    def _begin_anew(self, tracked: TrackedRequest, now: float) -> int | None:
+        """The engine has other weights of the adapter since the lookup; look these up in its time.
+
+        As `offer`.
+        """
+        deadline = tracked.lookup.deadline
+        self._requests.release(tracked, now)
+        self.begin(tracked, now)
+        tracked.lookup.deadline = min(tracked.lookup.deadline, deadline)
+        return None if tracked.is_prefetching else 0
 
     def take_pending(self, pending: Pending, now: float) -> None:
         """The daemon lives, and reads tiers for a request."""
@@ -156,8 +169,9 @@ class Lookups:
     def _send(self, tracked: TrackedRequest, now: float, is_asked: bool = False) -> None:
         """Send the lookup, settle the request, or do neither.
 
-        Neither is done while the adapter is being read. While nothing could be loaded, neither is
-        done before the engine asks about the request (`is_asked`): that may be over by then.
+        Neither is done before a report says whether the adapter is loaded, if one is on its way.
+        While nothing could be loaded, neither is done before the engine asks about the request
+        (`is_asked`): that may be over by then.
         """
         request, adapter, session = tracked.request, tracked.adapter, self._session
         chunks_max = hit_chunks_max(self._geometry)
@@ -172,10 +186,10 @@ class Lookups:
             if not is_asked:
                 return
             declined = vain
-        elif not tracked.has_hashes():
-            if adapter is None or not adapter.refused:
+        elif adapter is not None and (adapter.is_reloaded or not tracked.has_hashes()):
+            if adapter.is_awaited:
                 return
-            declined, detail = "lookups_adapter", adapter.refused
+            declined, detail = "lookups_adapter", adapter.refusal
         elif not session.is_connected:
             declined = "lookups_no_daemon"
         elif not session.breaker.allows(now):
@@ -185,6 +199,7 @@ class Lookups:
             return
         lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
         session.breaker = session.breaker.asked(now)
+        lookup.adapter = adapter.weights if adapter is not None else None
         lookup.hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
         if with_tails:
             known = request.block_hashes
@@ -271,7 +286,7 @@ class LoadPlanner:
             served = [tables[group.gid] for group in geometry.groups]
             slots = found.offsets, found.generations
             runs = plan_load(geometry, found.chunks, local, served, *slots)
-            load.plan = LoadPlan(self.requests.session.boot, runs)
+            load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
         except PlanError as error:
             self.requests.counters["plan_failed"] += 1
             tracked.why = "plan_failed", str(error)
@@ -348,6 +363,8 @@ class LoadPlanner:
         geometry, counters = self.requests.geometry, self.requests.counters
         load, loaded_bytes = tracked.load, 0
         load.restored = load.local_tokens, load.local_tokens + load.tokens
+        if tracked.adapter is not None:
+            tracked.adapter.blocks.add(load.plan.adapter)
         for run in load.plan.runs:
             group = geometry.groups[run.span.group_index]
             loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)

@@ -23,7 +23,7 @@ from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
 from hybridkv.core.tails import tail_tokens
-from hybridkv.vllm.adapters import Adapter
+from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.wire import messages as wire
@@ -88,6 +88,7 @@ class RequestLookup:
     hashes: bytes = b""  # The chunk hashes that were looked up; empty until a lookup was sent.
     tails: bytes = b""  # The names of tails that were looked up (core.tails),
     tails_from: int = 0  # and the chunk that the first of them ends inside.
+    adapter: AdapterWeights | None = None  # The LoRA adapter that the names are of.
     sent: bool = False
     sent_at: float = 0.0
     deadline: float = 0.0
@@ -143,8 +144,8 @@ class TrackedRequest:
     request: Any
     chain: ChunkHashChain | None = None  # Makes the hashes where the engine's own cannot be used.
     adapter: Adapter | None = None
-    """The LoRA adapter; the request's chunks have no hashes while its identity is unknown."""
-    adapter_hash: bytes = b""  # The adapter's identity, once it is known.
+    """The LoRA adapter; the request's chunks have no hashes while its weights are not known."""
+    adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
     lookup: RequestLookup = field(default_factory=RequestLookup)
@@ -171,12 +172,13 @@ class TrackedRequest:
         return self.state is RequestState.PREFETCHING
 
     def has_hashes(self) -> bool:
-        """Whether the chunks have hashes: not while the adapter is being read or is refused."""
+        """Whether the chunks have hashes now: not while its adapter is not known."""
         if self.adapter is None:
             return True
-        identity = self.adapter.identity
-        self.adapter_hash = self.adapter_hash or identity or b""
-        return identity is not None
+        weights = self.adapter.weights
+        if weights is not None:
+            self.adapter_hash = weights.identity
+        return weights is not None
 
     def tail_hashes(self, names: Sequence[bytes]) -> bytes:
         """HASH_BYTES for each of some fine hashes of the engine; only where `has_hashes`."""

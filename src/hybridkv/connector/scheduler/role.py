@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -28,7 +28,7 @@ from hybridkv.core.keys import fingerprint, tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.core.settings import Settings
 from hybridkv.shm.access import group_id
-from hybridkv.vllm.adapters import Adapter, Adapters
+from hybridkv.vllm.adapters import Adapters
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
 from hybridkv.vllm.drafters import Drafter
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
@@ -81,7 +81,7 @@ class SchedulerRole:
         self._geometry = geometry
         self._own_hashes = own_hashes
         self._counters = counters
-        self._adapters: Adapters = before._adapters if before else Adapters(time.time_ns())
+        self._adapters: Adapters = before._adapters if before else Adapters(geometry.ranks)
         self._meter: StatsCollector = before._meter if before else StatsCollector(counters)
         self._events = events or KVEventPublisher(geometry, counters, is_on=False)
         keeps = keeps or [*map(retention_of, geometry.groups)]
@@ -141,6 +141,7 @@ class SchedulerRole:
     def arrived(self, request: Any) -> None:
         """A new request; its lookup leaves with the engine's next question, or its next plan."""
         now = time.monotonic()
+        adapter = self._adapters.arrived(request)
         ahead = self._geometry.chunk_tokens if self._geometry.lookahead_tokens else 0
         if not is_hashable(request, self._own_hashes, ahead):
             tracked = requests.TrackedRequest(request)
@@ -150,7 +151,7 @@ class SchedulerRole:
         tracked = requests.TrackedRequest(
             request,
             ChunkHashChain(request, self._geometry.chunk_tokens) if self._own_hashes else None,
-            self._adapter_of(request, now),
+            adapter,
             tenant=tenant_of(request.cache_salt),
             next_chunk=[0] * len(self._geometry.groups),
         )
@@ -160,8 +161,8 @@ class SchedulerRole:
         self._lookups.begin(tracked, now)
 
     def passed_by(self, request: Any) -> None:
-        """A request that is computed; its adapter's files are read while they are the engine's."""
-        self._adapter_of(request, time.monotonic())
+        """A request that arrives while this role is switched off; it may have an adapter."""
+        self._adapters.arrived(request)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be loaded; None = ask again in the next step."""
@@ -204,6 +205,9 @@ class SchedulerRole:
         `tables` gives a request's present block tables, one for each of the engine's groups.
         """
         plan = self._planned(output, tables)
+        loads_for = plan.eras if plan.loads else ()
+        self._weights.planned(plan.number, loads_for=loads_for, computes=not plan.is_idle)
+        self._adapters.planned(plan.number, output.num_scheduled_tokens)
         # Nothing may come after this: workers never see a plan that a fault ends.
         self._loads.handed_over()
         return plan
@@ -218,10 +222,7 @@ class SchedulerRole:
         plan.question = self._weights.question
         plan.is_idle = not output.total_num_scheduled_tokens
         self._loads.put_into(plan, now)
-        is_current = self._weights.is_current
-        plan.weights = self._weights.versions if is_current else ()
-        if plan.loads or not plan.is_idle:
-            self._weights.planned()
+        plan.eras = self._weights.eras
         if session.is_connected:
             # Workers that were connected before this role map the arena as the first step begins,
             # and that step may be all of a prompt.
@@ -229,7 +230,7 @@ class SchedulerRole:
             if not is_attached:
                 self._counters["stores_unattached"] += len(output.num_scheduled_tokens)
             elif not self._weights.is_stale:
-                plan.stores = self._stores.planned(output, self._requests.by_id, tables)
+                plan.stores = self._stores.planned(output, self._requests.by_id, tables, number)
             self._reserve(now)
         if plan.stores:
             self._push_until = now + PUSH_SECONDS
@@ -239,18 +240,25 @@ class SchedulerRole:
         self._flush(now)
         return plan
 
-    def emergency(self) -> StepPlan:
-        """The plan after a fault in `planned`: loads that no worker was told of fail."""
+    def emergency(self, scheduled: Collection[str]) -> StepPlan:
+        """The plan after a fault in `planned`: loads that no worker was told of fail.
+
+        `scheduled`: the requests that run in this step.
+        """
         if self._drafted is not None:
             self._drafted.missed(self._requests.by_id)
         greetings, number = self._session.link.greetings, next(self._plan_numbers)
         plan = StepPlan(number, session=greetings, failed=self._loads.give_up())
         plan.question = self._weights.question
+        self._weights.planned(number)
+        self._adapters.planned(number, scheduled)
         return plan
 
     def reported(self, finished: set[str], failed: set[str], report: StepReport | None) -> None:
         """What the workers did: loads end, and stored objects are committed."""
         now = time.monotonic()
+        if report is not None:
+            self._adapters.reported(report.number, report.adapters)
         for request_id in finished:
             tracked = self._requests.by_id.get(request_id)
             if tracked is not None:
@@ -285,7 +293,7 @@ class SchedulerRole:
         if digests is not None:
             facts = self._weights.facts_of(digests)
             self.identify(fingerprint(facts), facts)
-        self._changes += self._stores.reported(report, now, self._weights.is_doubtful)
+        self._changes += self._stores.reported(report, self._weights.is_proven)
         if session.is_connected:
             self._events.update(lambda events: events.stored(self._stores.committed))
         self.counted(report)
@@ -298,9 +306,16 @@ class SchedulerRole:
             self._session.send(wire.ReportStale(is_stale), now)
             self._stale_greeting = greeting if is_stale else 0
 
-    def counted(self, report: StepReport | None) -> None:
-        """Add what the workers counted, also while this role is switched off."""
-        self._counters.update(report.counters if report is not None else {})
+    def overheard(self, report: StepReport | None) -> None:
+        """A report while this role is switched off: its counters, and the weights of its steps."""
+        if report is not None:
+            self._adapters.reported(report.number, report.adapters)
+            self._weights.heard(report.weights)
+            self.counted(report)
+
+    def counted(self, report: StepReport) -> None:
+        """Add what the workers counted."""
+        self._counters.update(report.counters)
 
     def has_pending(self) -> bool:
         """Whether the engine should step although no request runs.
@@ -312,6 +327,7 @@ class SchedulerRole:
 
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted."""
+        self._adapters.ended(request_id)
         tracked = self._requests.by_id.get(request_id)
         if tracked is not None:
             self._requests.advance(tracked, requests.RequestEvent.FINISHED, time.monotonic())
@@ -327,12 +343,19 @@ class SchedulerRole:
         self._send_changes(now)
         self._stores.abort()
         self._weights.reset(is_empty)
+        if is_empty:
+            self._adapters.emptied()
         self._push_until = now + PUSH_SECONDS
         self._flush(now)
 
     def gone(self, request_id: str) -> None:
         """The request ended while this role is switched off: its blocks are the engine's."""
         self._room.ran((request_id,))
+        self._adapters.ended(request_id)
+
+    def emptied(self) -> None:
+        """The engine's prefix cache was emptied while this role was switched off."""
+        self._adapters.emptied()
 
     def identify(self, namespace: bytes, facts: Mapping[str, object]) -> None:
         """The weights are others, and the engine has no block of the old ones any more."""
@@ -387,14 +410,14 @@ class SchedulerRole:
         self._events.update(KVEventPublisher.lost)
         return self._events.take()
 
-    def quit(self, scheduled: Container[str]) -> StepPlan:
+    def quit(self, scheduled: Collection[str]) -> StepPlan:
         """The plan of a role that is switched off: the daemon gets back all that it lent.
 
         `scheduled`: the requests that run in this step.
         """
         self.close()
         self._room.ran(scheduled)
-        plan = self.emergency()
+        plan = self.emergency(scheduled)
         # No greeting of this number will come. With it the workers report that they copy nothing
         # that was planned under any other.
         plan.session = self._session.link.greetings + 1
@@ -403,10 +426,6 @@ class SchedulerRole:
     def close(self) -> None:
         """End the session."""
         self._session.link.close()
-
-    def _adapter_of(self, request: Any, now: float) -> Adapter | None:
-        lora = getattr(request, "lora_request", None)
-        return None if lora is None else self._adapters.of(lora, now)
 
     def _poll(self, now: float) -> None:
         # A queued lookup's deadline begins before an answer is read that sets another one.

@@ -33,12 +33,13 @@ class _StoreRun:
     """The hash of the chunk before the run (zeros: there is none), then those of its chunks. Empty
     until the commit where the token behind them was not sampled yet."""
     tracked: TrackedRequest
+    step: int  # The number of the step that computes them.
     ranks_done: frozenset[int] = frozenset()
     unstored: frozenset[int] = frozenset()
     """Places in the run of objects that some rank did not write, or that must not be committed."""
     is_lost: bool = False
     """Whether the slots are gone with the daemon. The ranks still report the run."""
-    done_at: float = 0.0  # When the last rank had reported it.
+    adapter_hash: bytes = b""  # The identity of the LoRA adapter that the hashes are of.
     tail_tokens: int = 0
     """Where the tail ends that the run has an object of (core.tails); 0 = it has whole chunks."""
 
@@ -100,10 +101,11 @@ class StorePlanner:
         self._block_bytes = [group.block_bytes for group in geometry.groups]
         self._parts = [geometry.parts(group) for group in geometry.groups]
         self.numbers = numbers or count(1)
+        self._step = 0  # The number of the last step that was planned.
         self._storing: dict[int, _StoreRun] = {}
         """By the number under which the workers report the run; no number is given twice."""
         self._unproven: list[_StoreRun] = []
-        """Runs that all ranks have reported, of weights or adapters that may be others."""
+        """Runs that all ranks have reported, of weights that may be others."""
         self.committed: list[StoredObjects] = []  # The objects that the last `reported` committed.
 
     def lost(self) -> None:
@@ -128,13 +130,15 @@ class StorePlanner:
         output: Any,
         requests: dict[str, TrackedRequest],
         tables: Callable[[str], Sequence[Sequence[int]]],
+        step: int = 0,
     ) -> dict[int, CopyRun]:
-        """Copies of the objects that this step completes.
+        """Copies of the objects that this step completes; `step` is the number of its plan.
 
         An object waits for a later step where there is no slot for it, or no room in the staging.
         What the engine lets go of soon, windows and states, comes before all that it keeps until
         the end of the request.
         """
+        self._step = step
         offers: Mapping[str, Any] = {}
         if self._recurrent_groups:
             offers = output.kv_connector_block_state.boundary_state_offloads
@@ -201,25 +205,22 @@ class StorePlanner:
         tracked.shed[counter] = max(counted, stop)
 
     def reported(
-        self, report: StepReport, now: float, is_doubtful: bool = False
+        self, report: StepReport, is_proven: Callable[[int], bool] = lambda step: True
     ) -> list[Commit | Free]:
         """Messages for the slots that every rank is done with.
 
-        Slots become objects, or are freed where a rank did not write its part. All wait while it
-        `is_doubtful` which weights computed them.
+        Slots become objects, or are freed where a rank did not write its part. They wait until it
+        `is_proven` of the step that computed them which weights did (`WeightsWatch.is_proven`).
         """
-        over, self._unproven = [*self._unproven, *self._over(report, now)], []
+        over, self._unproven = [*self._unproven, *self._over(report)], []
         self.committed = []
         messages: list[Commit | Free] = []
-        if is_doubtful:
-            self._unproven = over
-            return messages
         for storing in over:
+            if not is_proven(storing.step):
+                self._unproven.append(storing)
+                continue
             adapter = storing.tracked.adapter
-            if adapter is not None and not adapter.is_proven(storing.done_at, now):
-                if not adapter.refused:
-                    self._unproven.append(storing)
-                    continue
+            if adapter and not adapter.has_computed(storing.adapter_hash, storing.step):
                 storing.unstored = frozenset(range(storing.run.objects))
             storing.hashes = storing.hashes or self._hashes(storing.tracked, storing.run)
             if not storing.hashes:
@@ -238,7 +239,7 @@ class StorePlanner:
                 messages += self._commit(storing, part.start, part.stop)
         return messages
 
-    def _over(self, report: StepReport, now: float) -> Iterator[_StoreRun]:
+    def _over(self, report: StepReport) -> Iterator[_StoreRun]:
         """The runs that the last rank reports now, unless the daemon is gone with their slots."""
         for number, places in report.unstored.items():
             if number in self._storing:
@@ -253,7 +254,6 @@ class StorePlanner:
             del self._storing[number]
             self._staging.give_back(storing.run.span)
             if not storing.is_lost:
-                storing.done_at = now
                 yield storing
 
     def _commit(self, storing: _StoreRun, start: int, stop: int) -> Iterator[Commit]:
@@ -406,7 +406,8 @@ class StorePlanner:
             if self._staging.is_too_small(span):
                 self._counters["stores_too_large"] += 1
             elif (run := self._begun(span)).objects:
-                yield self._numbered(_StoreRun(run, before + name, tracked, tail_tokens=boundary))
+                tail = _StoreRun(run, before + name, tracked, self._step, tail_tokens=boundary)
+                yield self._numbered(tail)
 
     def _begun(self, span: ObjectSpan) -> CopyRun:
         """The span's first objects, as many as have slots and room in the staging."""
@@ -429,7 +430,7 @@ class StorePlanner:
             if first != run.span.first_chunk or objects != run.objects:
                 first, objects = run.span.first_chunk, run.objects
                 hashes = self._hashes(tracked, run)
-            yield self._numbered(_StoreRun(run, hashes, tracked))
+            yield self._numbered(_StoreRun(run, hashes, tracked, self._step))
 
     def _hashes(self, tracked: TrackedRequest, run: CopyRun) -> bytes:
         """As `_StoreRun.hashes`; empty while the token that the last one covers is not known."""
@@ -445,6 +446,7 @@ class StorePlanner:
         """A run that begins now, with its number."""
         number = next(self.numbers)
         self._storing[number] = storing
+        storing.adapter_hash = storing.tracked.adapter_hash
         storing.tracked.stored += storing.run.objects
         return number, storing.run
 

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,12 +20,21 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
+from hybridkv.vllm.loaded_adapters import LoadedAdapters
 from hybridkv.vllm.weights import EngineWeights
 from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, ReportMapping, Welcome
 
 logger = logging.getLogger("vllm.hybridkv")
 
 ATTACH_SECONDS = 1.0  # How often an arena is tried that cannot be mapped.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegin:
+    """When a load began."""
+
+    step: int  # The number of its plan.
+    era: int  # That of the worker's weights, as far as it was known.
 
 
 class WorkerRole:
@@ -62,6 +71,7 @@ class WorkerRole:
         """The greeting in which the daemon heard that this worker copies nothing any more."""
         self.layout: WorkerLayout | None = None
         self._weights: EngineWeights | None = None  # None until the tensors are registered.
+        self._adapters: LoadedAdapters | None = None  # As for the weights.
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
@@ -77,6 +87,8 @@ class WorkerRole:
         self._storing: dict[int, set[int]] = {}
         """Places of the objects that are not reported yet, by the number of the store run."""
         self._loading: dict[str, LoadPlan] = {}  # The loads that are running, by request.
+        self._began: dict[str, LoadBegin] = {}
+        """Loads that no call of `collect` has returned yet, by request."""
         self._session = 0  # The engine's greeting that the last plan was for.
         self._draining: set[int | str] = set()
         """Store runs and loads that were running when the first plan of that greeting came."""
@@ -87,7 +99,8 @@ class WorkerRole:
         """Take the engine's tensors; raises GeometryError where a layout is not understood."""
         config, tokens, _ = self._configured
         views = block_views(config, kv_caches)
-        self._weights = EngineWeights.of_caller()
+        self._weights = EngineWeights.of_caller(self.detach)
+        self._adapters = LoadedAdapters(self._weights.runner)
         weights = self._weights.read().digest
         self.layout = replace(worker_layout(config, views), weights=weights)
         groups = [
@@ -114,8 +127,13 @@ class WorkerRole:
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads; those that cannot begin are reported as failed."""
         self._report.number = plan.number
+        # vLLM has loaded the adapters of the step by now.
+        adapters = self._adapters.look() if self._adapters is not None else {}
+        if adapters:
+            self._report.adapters = {self._part.rank: adapters}
         if self._weights is not None:
-            self._weights.step(plan.question)
+            is_idle = plan.is_idle and not plan.loads
+            self._weights.step(plan.number, plan.question, is_idle=is_idle)
             if plan.is_idle:
                 self._weights.give_way()
         self._attach(plan)
@@ -123,16 +141,22 @@ class WorkerRole:
         if plan.loads and not self._agrees(plan):
             self._report.counters["loads_other_weights"] += len(plan.loads)
             refused += plan.loads
+        for request_id, load in plan.loads.items():
+            if request_id not in refused and not self._has_adapter(load, adapters):
+                self._report.counters["loads_other_adapter"] += 1
+                refused.append(request_id)
         with self._lock:
             self._finished.update(plan.failed, refused)
             self._failed.update(plan.failed, refused)
         for request_id, load in plan.loads.items():
-            if not refused:
-                self._load(request_id, load)
+            if request_id not in refused:
+                self._load(request_id, load, plan.number)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says; on return the blocks are the engine's again."""
         self._expect(plan)
+        if self._weights is not None:
+            self._weights.computed()
         _, copier = self._copiers.get(plan.boot, (None, None))
         # What is stored while the weights are not known is not committed before they are.
         agrees = self._agrees(plan) or self._is_asked(plan)
@@ -165,7 +189,12 @@ class WorkerRole:
         self._close_old_copiers()
 
     def fail_all(self, plan: StepPlan) -> None:
-        """After a fault in `start_loads`: every load that neither runs nor ended failed."""
+        """Instead of `start_loads`, or after a fault there: loads that neither run nor ended fail.
+
+        What the engine computes meanwhile is known to be of the same weights or not.
+        """
+        if self._weights is not None:
+            self._weights.watch(plan.number, is_idle=plan.is_idle)
         with self._lock:
             lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
@@ -184,6 +213,20 @@ class WorkerRole:
         with self._lock:
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
+        if self._weights is not None:
+            self._weights.compare()
+            for request_id in finished - failed:
+                began = self._began[request_id]
+                if self._weights.settled < began.step:
+                    # A device has not said yet which weights it had when the load began.
+                    finished.remove(request_id)
+                    with self._lock:
+                        self._finished.add(request_id)
+                elif self._weights.era != began.era:
+                    self._report.counters["loads_other_weights"] += 1
+                    failed.add(request_id)
+        for request_id in finished:
+            self._began.pop(request_id, None)
         return finished, failed
 
     def report(self) -> StepReport:
@@ -197,7 +240,7 @@ class WorkerRole:
             report.boots[self._boot] = 1
         report.is_disabled = self.is_disabled
         if self._weights is not None:
-            report.weights[self._part.rank] = self._weights.answer
+            report.weights[self._part.rank] = self._weights.answer()
         return report
 
     def detach(self) -> None:
@@ -220,20 +263,26 @@ class WorkerRole:
 
     def _agrees(self, plan: StepPlan) -> bool:
         """Whether the plan was made for the weights that this worker has."""
-        if self._weights is None:
+        weights, rank = self._weights, self._part.rank
+        if weights is None:
             return True
-        answer, rank = self._weights.answer, self._part.rank
-        known = ((answer.digest, answer.version),)
-        return plan.question == answer.question and plan.weights[rank : rank + 1] == known
+        is_known = weights.digest and plan.question == weights.question
+        return bool(is_known) and plan.eras[rank : rank + 1] == (weights.era,)
+
+    def _has_adapter(self, load: LoadPlan, adapters: Mapping[int, bytes]) -> bool:
+        """Whether the load is for an adapter that is loaded now, or for none."""
+        adapter = load.adapter
+        return adapter is None or adapters.get(adapter.number) == adapter.digests[self._part.rank]
 
     def _is_asked(self, plan: StepPlan) -> bool:
         """Whether the plan was made while the answer to the last question was not known."""
-        is_last = self._weights is not None and self._weights.answer.question == plan.question
-        return is_last and not plan.weights
+        is_last = self._weights is not None and self._weights.question == plan.question
+        return is_last and not plan.eras
 
-    def _load(self, request_id: str, load: LoadPlan) -> None:
+    def _load(self, request_id: str, load: LoadPlan, step: int) -> None:
         started = time.perf_counter()
         self._loading[request_id] = load
+        self._began[request_id] = LoadBegin(step, self._weights.era if self._weights else 0)
 
         def done(error: HybridKVError | None) -> None:
             with self._lock:
@@ -290,7 +339,9 @@ class WorkerRole:
         self._send_drained(plan.session, now)
         self._send_disabled(now)
         welcome = self._link.welcome
+        is_asleep = self._weights is not None and self._weights.is_asleep
         is_new = welcome is not None and welcome.boot != self._boot and now >= self._attach_at
+        is_new = is_new and not is_asleep
         if welcome is not None and is_new and self._making is not None:
             arena = self._mapped(welcome, now)
             if arena is None:

@@ -1,0 +1,180 @@
+"""The scheduler role and LoRA adapters, hook by hook: nothing is offered for other weights."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from hybridkv.core.keys import HASH_BYTES, adapter_hashes
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.adapters import MIXED, NOT_LOADED, RELOADED, AdapterWeights
+from tests.unit.connector import requests
+from tests.unit.connector.test_scheduler import CHUNK, Rig, tables
+from tests.unit.daemon.tierclient import Client, hashes
+from tests.waiting import until
+
+pytestmark = pytest.mark.engine
+
+OLD, NEW = b"o" * HASH_BYTES, b"n" * HASH_BYTES
+STORED = 4
+"""Chunks of the prompt that the daemon has, computed by the old weights."""
+CHUNKS = 6
+TOKENS = CHUNKS * CHUNK + 1
+
+
+class LoraRig(Rig):
+    """A role whose worker has adapters."""
+
+    loaded: dict[int, bytes]
+    """The worker's adapters, by number."""
+
+    def arrive(self, name: str = "r", *, in_place: bool = False) -> Any:
+        """A request of the prompt with the adapter."""
+        names = adapter_hashes(b"".join(hashes(1, CHUNKS)), OLD)
+        asking = requests.request(name, TOKENS, names)
+        asking.lora_request = LoRARequest("a", 1, "/a", load_inplace=in_place)
+        self.side.arrived(asking)
+        return asking
+
+    def run(self, scheduled: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
+        """A step with its report; the plan."""
+        plan = self.planned(scheduled, tables(TOKENS))
+        self.tell(plan, finished)
+        return plan
+
+    def tell(self, plan: Any, finished: tuple[str, ...] = ()) -> None:
+        """The worker's report of a step: all is stored, and these loads ended well."""
+        boots = {self.side._session.boot: 1}
+        done = {number: {0} for number in plan.stores}
+        report = self.report(plan.number, boots, done, adapters={0: dict(self.loaded)})
+        self.side.reported({*finished}, set(), report)
+        assert not self.side.step_ended()
+
+    def why(self, name: str = "r") -> tuple[str, str]:
+        """Why the request was declined last."""
+        why: tuple[str, str] = self.side._requests.by_id[name].why
+        return why
+
+    def load(self) -> Any:
+        """The plan of the step with the load of a request."""
+        asking = self.arrive()
+        offer = self.offered(asking)
+        assert offer == STORED * CHUNK
+        self.side.allocated(asking, tables(TOKENS), offer)
+        return self.planned({})
+
+
+@pytest.fixture
+def rig(daemon: DaemonProcess) -> Iterator[LoraRig]:
+    """The daemon has the prompt's first chunks, and the worker has no adapter yet."""
+    with Client(daemon.socket_path) as client:
+        client.store(1, STORED)
+        made = LoraRig(daemon)
+        made.loaded = {}
+        yield made
+        made.side.close()
+
+
+def test_the_first_request_after_an_adapter_was_loaded_hits(rig: LoraRig) -> None:
+    """As after `add_lora` in an engine that is idle: one step says what it has."""
+    asking = rig.arrive()
+    assert rig.side.matched(asking, 0) is None
+    assert rig.side.matched(asking, 0) is None
+    assert not rig.counters["lookups"], "its chunks have no names yet"
+    rig.loaded = {1: OLD}
+    rig.run({})
+    assert rig.offered(asking) == STORED * CHUNK
+    rig.side.allocated(asking, tables(TOKENS), STORED * CHUNK)
+    (load,) = rig.planned({}).loads.values()
+    assert load.adapter == AdapterWeights(1, (OLD,))
+
+
+def test_a_request_whose_adapter_is_not_loaded_is_computed_after_one_step(rig: LoraRig) -> None:
+    asking = rig.arrive()
+    assert rig.side.matched(asking, 0) is None
+    rig.run({})
+    assert rig.side.matched(asking, 0) == 0
+    assert rig.why() == ("lookups_adapter", NOT_LOADED)
+    plan = rig.planned({})
+    busy = rig.arrive("busy")
+    assert rig.side.matched(busy, 0) == 0, "the engine is not idle, so nothing is new"
+    assert rig.why("busy") == ("lookups_adapter", NOT_LOADED)
+    rig.tell(plan)
+    assert rig.counters["lookups"] == 0
+
+
+def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) -> None:
+    """The engine reads the files in each of its steps, the first of which comes after a load."""
+    rig.loaded = {1: OLD}
+    rig.run({})
+    asking = rig.arrive(in_place=True)
+    assert rig.side.matched(asking, 0) == 0
+    assert rig.why() == ("lookups_adapter", RELOADED)
+    assert rig.offered(rig.arrive("later")) == STORED * CHUNK
+    rig.loaded = {}
+    rig.run({})
+    assert rig.side.matched(rig.arrive("unknown", in_place=True), 0) == 0, "it is waited for"
+
+
+def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
+    rig.loaded = {1: NEW}
+    rig.run({})
+    assert rig.offered(rig.arrive()) == 0
+    assert rig.counters["lookups_miss"] == 1
+
+
+@pytest.mark.parametrize("loaded", [NEW, b""], ids=["replaced", "evicted"])
+def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded: bytes) -> None:
+    rig.loaded = {1: OLD}
+    rig.run({})
+    asking = rig.arrive()
+    assert rig.offered(asking) == STORED * CHUNK
+    rig.loaded = {1: loaded} if loaded else {}
+    rig.run({})
+    assert rig.offered(asking) == 0
+    assert rig.counters["lookups_adapter"] == (not loaded)
+    assert rig.counters["lookups_miss"] == bool(loaded), "the new weights are looked up"
+    rig.run({})
+    until(lambda: not rig.value("leases"), "what was found is let go of")
+
+
+def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
+    """The engine keeps the blocks in its own prefix cache, whatever is loaded later."""
+    rig.loaded = {1: OLD}
+    rig.run({})
+    rig.tell(rig.load(), finished=("r",))
+    assert rig.counters["loads"] == 1
+    rig.loaded = {1: NEW}
+    rig.run({"r": 1})
+    assert rig.side.matched(rig.arrive("s"), 0) == 0
+    assert rig.why("s") == ("lookups_adapter", MIXED)
+    rig.side.reset(is_empty=False)
+    assert rig.side.matched(rig.arrive("t"), 0) == 0
+    rig.side.reset(is_empty=True)
+    rig.run({})
+    assert rig.offered(rig.arrive("u")) == 0
+    assert rig.counters["lookups_miss"] == 1, "the new weights are looked up"
+
+
+@pytest.mark.parametrize("then", [OLD, NEW], ids=["the same", "others"])
+def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
+    rig: LoraRig, then: bytes
+) -> None:
+    """The first step with an adapter loads it, and its report says which weights it has."""
+    rig.run({})
+    rig.await_slots()
+    asking = rig.arrive()
+    rig.run({})
+    assert rig.side.matched(asking, 0) == 0
+    rig.side.allocated(asking, tables(TOKENS), 0)
+    rig.loaded = {1: OLD}
+    assert not rig.run({"r": 2 * CHUNK}).stores
+    asking.num_computed_tokens = 2 * CHUNK
+    rig.loaded = {1: then}
+    plan = rig.run({"r": CHUNK})
+    spans = [run.span for run in plan.stores.values()]
+    assert {(span.first_chunk, span.objects) for span in spans if not span.group_index} == {(0, 3)}
+    objects = sum(span.objects for span in spans)
+    assert rig.counters["objects_stored"] == (objects if then == OLD else 0)
+    assert rig.counters["stores_failed"] == (0 if then == OLD else objects)
