@@ -113,11 +113,14 @@ class Served:
         """Answer a prompt, and print what came of it once all of it is stored."""
         output = self._answer(prompt(number, LENGTH), lora)
         self._settle()
-        said = {"name": f"{self._name}, {what}", "cached": output.num_cached_tokens}
-        said["chances"] = [
+        line: dict[str, object] = {
+            "name": f"{self._name}, {what}",
+            "cached": output.num_cached_tokens,
+        }
+        line["chances"] = [
             next(iter(place.values())).logprob for place in output.outputs[0].logprobs
         ]
-        print(json.dumps({**said, "objects": self._objects()}), flush=True)
+        print(json.dumps({**line, "objects": self._objects()}), flush=True)
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""

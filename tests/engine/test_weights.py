@@ -114,8 +114,8 @@ def test_integers_that_onednn_keeps(daemon: DaemonProcess, tmp_path: Path) -> No
 @pytest.mark.soak
 def test_an_empty_parameter_costs_no_hit(daemon: DaemonProcess, tmp_path: Path) -> None:
     """As every layer has one that Marlin computes: after a reset, and after a restart."""
-    said = answers("empty", daemon, tmp_path)
-    assert {name: answer.loaded for name, answer in said.items()} == {
+    found = answers("empty", daemon, tmp_path)
+    assert {name: answer.loaded for name, answer in found.items()} == {
         "first": 0,
         "first reset": HIT,
         "second": HIT,
@@ -125,8 +125,8 @@ def test_an_empty_parameter_costs_no_hit(daemon: DaemonProcess, tmp_path: Path) 
 
 @pytest.mark.soak
 def test_what_cannot_be_read_has_a_name(daemon: DaemonProcess, tmp_path: Path) -> None:
-    said = answers("unread", daemon, tmp_path)
-    assert {name: answer.loaded for name, answer in said.items()} == {
+    found = answers("unread", daemon, tmp_path)
+    assert {name: answer.loaded for name, answer in found.items()} == {
         "first": 0,
         "first reset": HIT,
         "second": 0,
@@ -188,11 +188,11 @@ def test_trainers_orders_of_updates_and_resets(daemon: DaemonProcess, tmp_path: 
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    said = {line.pop("name"): Trained(**line) for line in lines}
-    print(said)
-    for what, answer in said.items():
+    found = {line.pop("name"): Trained(**line) for line in lines}
+    print(found)
+    for what, answer in found.items():
         assert answer.tokens == answer.fresh, what
-    assert said["old"].tokens != said["new, reset"].tokens
-    assert said["new, reset first"].cached == 0, "what was found is of the old weights"
+    assert found["old"].tokens != found["new, reset"].tokens
+    assert found["new, reset first"].cached == 0, "what was found is of the old weights"
     misses = ("old", "other", "new, reset first", "old, without a reset")
-    assert {what for what, answer in said.items() if answer.cached != HIT} == {*misses}
+    assert {what for what, answer in found.items() if answer.cached != HIT} == {*misses}

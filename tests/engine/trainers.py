@@ -29,6 +29,7 @@ class Served:
 
     def __init__(self, socket_path: str, model: Path) -> None:
         extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+        extra["load_policy"] = "always"  # However long the weights are read on a loaded machine.
         transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
         trainer = "--worker-extension-cls=tests.engine.trainer.Trainer"
         words = [*ARGUMENTS, f"--model={model}", trainer, f"--kv-transfer-config={transfer}"]
@@ -51,13 +52,13 @@ class Served:
         """Answer a prompt, and print what came of it."""
         answer = await self._answer(number)
         fresh = await self._answer(number, salt=what)
-        said = {
+        line = {
             "name": what,
             "tokens": list(answer.outputs[0].token_ids),
             "fresh": list(fresh.outputs[0].token_ids),
             "cached": answer.num_cached_tokens,
         }
-        print(json.dumps(said), flush=True)
+        print(json.dumps(line), flush=True)
 
     async def update(self, factor: float) -> None:
         """By the trainer's own code."""

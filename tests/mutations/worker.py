@@ -459,6 +459,18 @@ FAULTS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "named-before-it-is-told",
+        "other weights are known as soon as they are heard of, although the daemon was not told",
+        "WeightsWatch.heard",
+        "self.named, self.is_identified = digests, False",
+        "self.named = digests",
+        ("D16",),
+        (
+            f"{SCHEDULER}::test_other_weights_are_named_by_the_hook_that_tells_the_daemon",
+            f"{WEIGHTS}::test_after_a_reset_all_ranks_are_heard_before_anything_is_offered",
+        ),
+    ),
+    Mutation(
         "read-in-its-sleep",
         "weights are read while the engine sleeps, and their memory is gone",
         "EngineWeights.watch",

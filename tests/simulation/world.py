@@ -506,9 +506,8 @@ class _Life:
         engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for turn in ("update", "reset") if is_first else ("reset", "update"):
             if turn == "reset":
-                is_told = rng.random() < 0.5
                 engine.scheduler.reset_prefix_cache(
-                    reset_running_requests=True, reset_connector=is_told
+                    reset_running_requests=True, reset_connector=rng.random() < 0.5
                 )
             for rank in engine.ranks if turn == "update" else ():
                 if is_followed:

@@ -56,6 +56,12 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
+        "EngineWeights._words",
+        "except Exception",
+        "What a device fails to say of the weights is like nothing else; reports go on.",
+        NO + "logged, and nothing is served meanwhile",
+    ),
+    Handler(
         "EngineWeights._look",
         "except Exception",
         "Weights that cannot be looked at are like no others, so no step is taken for another's.",

@@ -239,6 +239,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 keeps=keeps,
                 with_tails=with_tails,
             )
+            self._weights.is_identified = True
 
         make()
         self._make_scheduler = make

@@ -259,8 +259,8 @@ class EngineWeights:
                 return
 
         reading.thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
+        reading.thread.start()  # Where that raises, the next step tries again.
         self._reading = reading
-        reading.thread.start()
 
     def _look_now(self) -> None:
         """Take a look and wait until it has arrived."""
@@ -275,10 +275,9 @@ class EngineWeights:
         try:
             models = self._models()
             look = self._sentinel.look(models) if models else None
-        except Exception:
-            if not self._is_blind:
-                logger.exception("hybridkv: the weights cannot be looked at in each step")
-        self._is_blind = look is None
+        except Exception:  # noqa: BLE001  # the log has it
+            self._report_blindness()
+        self._is_blind = self._is_blind or look is None
         is_over = reading is not None and reading.found is not None
         read = reading if is_over else None
         self._looks.append(_TakenLook(step, self._version, look, is_end, read))
@@ -287,7 +286,7 @@ class EngineWeights:
         """Compare the looks that have arrived, in the order in which they were taken."""
         while self._looks:
             taken = self._looks[0]
-            words = taken.look.digest() if taken.look is not None else secrets.token_bytes(8)
+            words = self._words(taken)
             if words is None:
                 return
             self._looks.popleft()
@@ -303,6 +302,23 @@ class EngineWeights:
             read = taken.read
             if read is not None and not is_torn and self._is_of_now(read):
                 self._read = read
+
+    def _words(self, taken: _TakenLook) -> bytes | None:
+        """What a look saw; None = it has not arrived. One that failed is like no other."""
+        try:
+            if taken.look is not None:
+                words = taken.look.digest()
+                self._is_blind = self._is_blind and words is None
+                return words
+        except Exception:  # noqa: BLE001  # the log has it
+            self._report_blindness()
+        return secrets.token_bytes(8)
+
+    def _report_blindness(self) -> None:
+        """Say that a look failed, unless the one before did too; call this from its handler."""
+        if not self._is_blind:
+            logger.exception("hybridkv: the weights cannot be looked at in each step")
+        self._is_blind = True
 
     def _change(self) -> None:
         """The weights may be others from here on."""
@@ -373,7 +389,8 @@ def _extension_methods(worker: Any) -> Iterable[str]:
     extension = getattr(config, "worker_extension_cls", None)
     for cls in type(worker).__mro__ if extension else ():
         if f"{cls.__module__}.{cls.__qualname__}" == extension:
-            yield from (name for name in vars(cls) if not name.startswith("__"))
+            methods = (name for name, value in vars(cls).items() if callable(value))
+            yield from (name for name in methods if not name.startswith("__"))
 
 
 def _model_of(owner: Any) -> torch.nn.Module | None:

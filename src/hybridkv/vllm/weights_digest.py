@@ -195,8 +195,12 @@ class _WholeDigest:
         for part in parts:
             if self._stop():
                 raise StoppedError
+            is_read = True
             try:
-                is_read = self._add(part) if isinstance(part, ReachedTensor) else self._ask(part)
+                if isinstance(part, ReachedTensor):
+                    self._add(part)
+                else:
+                    is_read = self._ask(part)
             except StoppedError:
                 raise
             except Exception:  # A foreign class may refuse anything.
@@ -228,8 +232,8 @@ class _WholeDigest:
         self._parts.append((f"{matrix.name} {form}\n", found.content))
         return found.is_read
 
-    def _add(self, reached: ReachedTensor) -> bool:
-        """Add a tensor; returns True."""
+    def _add(self, reached: ReachedTensor) -> None:
+        """Add a tensor."""
         tensor = reached.tensor.detach()
         form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         run = _dense(tensor)
@@ -239,7 +243,6 @@ class _WholeDigest:
         place = tensor.device, tensor.data_ptr()
         self.size_bytes += 0 if place in self._counted else tensor.nbytes
         self._counted.add(place)
-        return True
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,9 +266,9 @@ def device_content(run: torch.Tensor) -> torch.Tensor:
     rest[: run.numel() - whole] = run[whole:]
     pieces = [run[at : min(at + 8 * WORDS_MAX, whole)] for at in range(0, whole, 8 * WORDS_MAX)]
     at = 0
-    for one in (*pieces, rest):
+    for lying in (*pieces, rest):
         # Words are read where they lie, unless they begin between two words.
-        piece = (one if one.storage_offset() % 8 == 0 else one.clone()).view(torch.int64)
+        piece = (lying if lying.storage_offset() % 8 == 0 else lying.clone()).view(torch.int64)
         place = torch.arange(at, at + len(piece), dtype=torch.int64, device=run.device)
         mixed = place.mul_(_ODD[0]).bitwise_xor_(piece).mul_(_ODD[1])
         mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[2])

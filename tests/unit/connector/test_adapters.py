@@ -70,10 +70,10 @@ def rig(daemon: DaemonProcess) -> Iterator[LoraRig]:
     """The daemon has the prompt's first chunks, and the worker has no adapter yet."""
     with Client(daemon.socket_path) as client:
         client.store(1, STORED)
-        made = LoraRig(daemon)
-        made.loaded = {}
-        yield made
-        made.side.close()
+        asked = LoraRig(daemon)
+        asked.loaded = {}
+        yield asked
+        asked.side.close()
 
 
 def test_the_first_request_after_an_adapter_was_loaded_hits(rig: LoraRig) -> None:
@@ -135,6 +135,22 @@ def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded:
     assert rig.offered(asking) == 0
     assert rig.counters["lookups_adapter"] == (not loaded)
     assert rig.counters["lookups_miss"] == bool(loaded), "the new weights are looked up"
+    rig.run({})
+    until(lambda: not rig.value("leases"), "what was found is let go of")
+
+
+def test_a_hit_is_looked_up_anew_within_its_first_deadline(rig: LoraRig) -> None:
+    """Or an adapter that is replaced again and again would hold its request for ever."""
+    rig.loaded = {1: OLD}
+    rig.run({})
+    asking = rig.arrive()
+    assert rig.offered(asking) == STORED * CHUNK
+    rig.side._requests.by_id[asking.request_id].lookup.deadline = 0.0
+    rig.loaded = {1: NEW}
+    rig.run({})
+    assert rig.side.matched(asking, 0) == 0
+    assert rig.counters["lookups_adapter"] == 1
+    assert rig.counters["lookups"] == 1
     rig.run({})
     until(lambda: not rig.value("leases"), "what was found is let go of")
 

@@ -710,6 +710,22 @@ def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     rig.side.finished("r")
 
 
+def test_other_weights_are_named_by_the_hook_that_tells_the_daemon(rig: Rig) -> None:
+    """After a fault of that hook nothing is looked up under the old name, or taken for known."""
+    watch, link = rig.side._weights, rig.side._session.link
+    vars(watch).update(vars(WeightsWatch(("a",), lambda digests: {"weights": digests})))
+    old = rig.side._session.hello.namespace
+    report = rig.report(weights={0: WeightsAnswer(0, 1, "b")})
+    rig.side.overheard(report)
+    assert not watch.is_current
+    assert rig.side._session.hello.namespace == old
+    greetings = link.greetings
+    rig.side.reported(set(), set(), report)
+    assert watch.is_current
+    assert rig.side._session.hello.namespace != old
+    assert link.greetings == greetings, "the session goes on"
+
+
 @pytest.mark.parametrize("weights", ["a", "b"])
 def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     daemon: DaemonProcess, weights: str

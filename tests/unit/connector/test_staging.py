@@ -78,7 +78,7 @@ class Prefill:
         report = self.reports.popleft()
         ended = [self.planner._storing[number].run for number in report.done]
         self.inflight = [run for run in self.inflight if not any(run is one for one in ended)]
-        self.planner.reported(report)
+        self.planner.reported(report, lambda step: True)
         return sum(run.objects for run in runs.values())
 
     def check(self) -> None:

@@ -109,7 +109,7 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
     )
     report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
     seen = set()
-    for commit in stores.reported(report):
+    for commit in stores.reported(report, lambda step: True):
         assert isinstance(commit, Commit)
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
@@ -266,7 +266,7 @@ def test_a_state_is_named_when_the_token_behind_it_is_sampled(is_sampled: bool) 
     named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
     ranks = set(range(step.geometry.ranks))
     report = StepReport(done=dict.fromkeys([*step.stores._storing], ranks))
-    messages = step.stores.reported(report)
+    messages = step.stores.reported(report, lambda step: True)
     states = [one for one in messages if isinstance(one, Commit) and one.groups == pack_u64([0])]
     assert [one.parents + one.hashes for one in states] == ([named] if is_sampled else [])
     freed = [one for one in messages if isinstance(one, Free)]
@@ -367,7 +367,7 @@ def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loa
     adapters.planned(2, ["r"])
     adapters.reported(2, {0: {1: loaded} if loaded else {}})
     report = StepReport(done={run: {0} for run in step.stores._storing})
-    messages = step.stores.reported(report)
+    messages = step.stores.reported(report, lambda step: True)
     assert [type(message) for message in messages] == [Commit if loaded == OLD else Free]
     if loaded == OLD:
         (commit,) = messages
@@ -391,4 +391,4 @@ def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_commi
     adapters.reported(2, {0: {1: NEW}})
     assert step.tracked.has_hashes()
     report = StepReport(done={run: {0} for run in step.stores._storing})
-    assert [type(message) for message in step.stores.reported(report)] == [Free]
+    assert [type(message) for message in step.stores.reported(report, lambda step: True)] == [Free]

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsWatch
+from hybridkv.connector.worker.role import WorkerRole
+from hybridkv.core.copies import CopyRun, ObjectSpan
 from hybridkv.vllm.weights import EngineWeights, StepLook, WeightsAnswer
 from hybridkv.vllm.weights_digest import digest_weights
 
@@ -42,7 +45,11 @@ def test_after_a_reset_all_ranks_are_heard_before_anything_is_offered() -> None:
     watch.heard({1: WeightsAnswer(1, 0, "b")})
     assert watch.is_current, "the same weights, and so the same identity"
     watch.reset(True)
-    assert watch.heard(said(2, "a", "c", era=1)) == ("a", "c")
+    for _ in range(2):
+        assert watch.heard(said(2, "a", "c", era=1)) == ("a", "c")
+        assert not watch.is_current, "the daemon does not know yet"
+    watch.is_identified = True
+    assert watch.heard(said(2, "a", "c", era=1)) is None
     assert watch.is_current
     assert watch.named == ("a", "c")
     assert watch.eras == (1, 1)
@@ -64,6 +71,7 @@ def test_weights_that_change_after_a_reset_was_answered() -> None:
     watch.heard(said(1, "", era=1, steps=(3,)))
     assert not watch.is_proven(3)
     assert watch.heard(said(1, "b", era=1)) == ("b",)
+    watch.is_identified = True
     assert watch.is_proven(3)
 
 
@@ -150,6 +158,7 @@ def test_a_repeated_report_changes_nothing() -> None:
     old = said(0, "", era=1)
     watch.heard(old)
     assert watch.heard(said(0, "b", era=1, steps=(1,))) == ("b",)
+    watch.is_identified = True
     watch.heard(old)
     watch.heard(said(0, "a", steps=(1,)))
     assert watch.is_current
@@ -345,6 +354,8 @@ class SimulatedEngine:
         """As SchedulerRole.reported."""
         watch, was_stale = self._watch, self._watch.is_stale
         is_other = watch.heard({0: report.answer}) is not None
+        # The hook that tells the daemon of it may fail.
+        watch.is_identified = watch.is_identified or self._rng.random() < 0.8
         self._held += [report.written] if report.written else []
         if is_other or (watch.is_stale and not was_stale):
             self._counts["renamed" if is_other else "stale"] += 1
@@ -353,6 +364,7 @@ class SimulatedEngine:
         self._held = [stored for stored in self._held if not watch.is_proven(stored.step)]
         self._counts["held"] += len(self._held)
         self._counts["committed"] += len(proven)
+        assert watch.is_identified or not proven
         assert all(stored.content == set(watch.named) for stored in proven), "a lie"
 
     def _abort(self) -> None:
@@ -384,28 +396,33 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
     assert min(counts.values()) > 50
 
 
-def test_a_worker_does_nothing_for_other_weights() -> None:
-    """A plan that was made before a change is carried out after it: its loads and stores fail."""
-    from hybridkv.connector.messages import LoadPlan, StepPlan
-    from hybridkv.connector.worker.role import WorkerRole
-    from hybridkv.core.copies import CopyRun, ObjectSpan
+class Copier:
+    """Copies nothing, at once."""
 
-    class Copier:
-        def store(self, ops: Any, done: Any) -> None:
-            """At once."""
-            for op in ops:
-                done(op, True)
+    def store(self, ops: Any, done: Any) -> None:
+        """All well."""
+        for op in ops:
+            done(op, True)
 
-        def load(self, ops: Any, done: Any) -> None:
-            """At once."""
-            done(None)
+    def load(self, ops: Any, done: Any) -> None:
+        """Well."""
+        done(None)
 
-        def close(self) -> None:
-            """Nothing to free."""
+    def close(self) -> None:
+        """Nothing to free."""
 
+
+def worker_role() -> Any:
+    """A worker that has mapped the arena of the daemon's life "b"."""
     config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
     role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
     role._copiers["b"], role._boot = (None, Copier()), "b"
+    return role
+
+
+def test_a_worker_does_nothing_for_other_weights() -> None:
+    """A plan that was made before a change is carried out after it: its loads and stores fail."""
+    role = worker_role()
     runner = Runner(role)
     digest = runner.register()
     weights = runner.model.weight.data
@@ -460,20 +477,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
 
 def test_a_load_that_began_before_the_weights_changed_fails() -> None:
     """On a device what a look saw arrives later than the step begins."""
-    from hybridkv.connector.messages import LoadPlan, StepPlan
-    from hybridkv.connector.worker.role import WorkerRole
-
-    class Copier:
-        def load(self, ops: Any, done: Any) -> None:
-            """At once."""
-            done(None)
-
-        def close(self) -> None:
-            """Nothing to free."""
-
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
-    role._copiers["b"], role._boot = (None, Copier()), "b"
+    role = worker_role()
     runner = Runner(role)
     runner.register()
     sentinel = LateSentinel(role._weights._sentinel)

@@ -381,6 +381,19 @@ def test_a_step_that_cannot_be_looked_at_is_like_no_other(
     assert engine.read()[1:3] == (3, engine.first)
 
 
+def test_a_device_that_fails_under_a_look_fails_no_report(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("an illegal access of a kernel before this one")
+
+    lost = SimpleNamespace(digest=fails)
+    monkeypatch.setattr(engine.weights._sentinel, "look", lambda models: lost)
+    answers = [engine.step(), engine.step()]
+    assert [answer[1:3] for answer in answers] == [(1, ""), (2, "")]
+    assert caplog.text.count("cannot be looked at") == 1
+
+
 def test_only_steps_that_write_blocks_are_looked_at(engine: Engine) -> None:
     assert engine.step(is_idle=True).steps == ()
     assert engine.step().steps == (StepLook(2, 0),)

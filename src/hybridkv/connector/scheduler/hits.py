@@ -26,6 +26,7 @@ from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names
+from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.wire.messages import Found, Lookup, Pending, Release
 
@@ -98,7 +99,7 @@ class Lookups:
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
         if tracked.adapter is not None and tracked.adapter.weights != tracked.lookup.adapter:
-            return self._begin_anew(tracked, now)
+            return self._begin_anew(tracked, tracked.adapter, now)
         if not self._weights.is_current:
             return self._wait(tracked, now, "weights")
         if not self._session.workers_attached():
@@ -108,12 +109,15 @@ class Lookups:
         tracked.load.local_tokens = local_tokens
         return tokens - local_tokens
 
-    def _begin_anew(self, tracked: TrackedRequest, now: float) -> int | None:
+    def _begin_anew(self, tracked: TrackedRequest, adapter: Adapter, now: float) -> int | None:
         """The engine has other weights of the adapter since the lookup; look these up in its time.
 
         As `offer`.
         """
         deadline = tracked.lookup.deadline
+        if now >= deadline:
+            self._requests.settle(tracked, "lookups_adapter", now, adapter.refusal)
+            return 0
         self._requests.release(tracked, now)
         self.begin(tracked, now)
         tracked.lookup.deadline = min(tracked.lookup.deadline, deadline)

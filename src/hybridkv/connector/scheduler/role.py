@@ -293,6 +293,7 @@ class SchedulerRole:
         if digests is not None:
             facts = self._weights.facts_of(digests)
             self.identify(fingerprint(facts), facts)
+            self._weights.is_identified = True
         self._changes += self._stores.reported(report, self._weights.is_proven)
         if session.is_connected:
             self._events.update(lambda events: events.stored(self._stores.committed))
@@ -307,7 +308,10 @@ class SchedulerRole:
             self._stale_greeting = greeting if is_stale else 0
 
     def overheard(self, report: StepReport | None) -> None:
-        """A report while this role is switched off: its counters, and the weights of its steps."""
+        """A report while this role is switched off, or after a fault in `reported`.
+
+        It has counters, and the weights of steps. Other weights are named by the next report.
+        """
         if report is not None:
             self._adapters.reported(report.number, report.adapters)
             self._weights.heard(report.weights)

@@ -204,9 +204,7 @@ class StorePlanner:
             self._counters[counter] += max(0, stop - first) - mask.count(1, first, stop)
         tracked.shed[counter] = max(counted, stop)
 
-    def reported(
-        self, report: StepReport, is_proven: Callable[[int], bool] = lambda step: True
-    ) -> list[Commit | Free]:
+    def reported(self, report: StepReport, is_proven: Callable[[int], bool]) -> list[Commit | Free]:
         """Messages for the slots that every rank is done with.
 
         Slots become objects, or are freed where a rank did not write its part. They wait until it

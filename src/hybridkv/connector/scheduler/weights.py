@@ -87,6 +87,8 @@ class WeightsWatch:
     named: Digests = ()  # The weights that the engine's identity names.
     facts_of: Callable[[Digests], Mapping[str, object]] = lambda digests: {}
     """The facts of the identity of an engine with other weights."""
+    is_identified: bool = True
+    """Whether the daemon knows the engine by that identity; set by whoever has told it."""
     question: int = 0  # Its number; workers read their weights once for each.
     _answers: dict[int, WeightsAnswer] = field(default_factory=dict)
     """The last answer of each rank."""
@@ -108,7 +110,8 @@ class WeightsWatch:
     @property
     def is_current(self) -> bool:
         """Whether all that the engine computes and loads belongs to its identity."""
-        return not self.is_stale and self._unread is None and self._present() == self.named
+        is_named = self.is_identified and self._present() == self.named
+        return is_named and not self.is_stale and self._unread is None
 
     @property
     def is_untold(self) -> bool:
@@ -145,7 +148,11 @@ class WeightsWatch:
                 self._blocks = None
 
     def heard(self, answers: Mapping[int, WeightsAnswer]) -> Digests | None:
-        """Take what ranks say after a step; the weights of a new identity, if it begins now."""
+        """Take what ranks say after a step; the weights of an identity to be told to the daemon.
+
+        None = there is none. The same are returned again until `is_identified` is set, because the
+        hook that tells it may fail.
+        """
         if not self.named:
             return None
         for rank, answer in answers.items():
@@ -160,14 +167,15 @@ class WeightsWatch:
         if self._unread is not None and self._unread_eras != self._eras():
             # Their era has ended, so no digest of it will come.
             self._blocks, self._unread = None, None
-        if not digests or digests == self.named or self.is_stale:
+        if not digests or self.is_stale:
             return None
-        if self._blocks not in ((), digests):
-            # Other weights would go on with these blocks.
-            self._blocks = None
-            return None
-        self.named = digests
-        return digests
+        if digests != self.named:
+            if self._blocks not in ((), digests):
+                # Other weights would go on with these blocks.
+                self._blocks = None
+                return None
+            self.named, self.is_identified = digests, False
+        return None if self.is_identified else digests
 
     def _take_steps(self) -> None:
         """Note what the steps wrote of which all ranks have said in which era they ran."""
