@@ -37,6 +37,7 @@ logger = logging.getLogger("vllm.hybridkv")
 
 HASH_THREADS = 4  # Where Triton cannot run, they hash at about the rate of a PCIe link.
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: our streams do not wait for the default stream.
+_DEFAULT_PRIORITY = 0  # That of the engine's stream, and the least that there is.
 TRIED_BLOCKS = 5  # Of each group, before the kernels are used; fewer where they are large.
 TRIED_BYTES_MAX = 256 << 20
 TRIED_PIECES = 3
@@ -83,13 +84,14 @@ class CudaDevice:
     """See Device. It is made on the engine's thread, whose device is the worker's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         self._runtime = _runtime()
         self._streams: dict[int, Any] = {}
         self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hybridkv-hash")
-        least = ctypes.c_int()
-        self._run("cudaDeviceGetStreamPriorityRange", ctypes.byref(least), None)
-        self._least_priority = least.value
+        highest = ctypes.c_int()
+        self._run("cudaDeviceGetStreamPriorityRange", None, ctypes.byref(highest))
+        self._highest_priority = highest.value
 
     def free_bytes(self) -> int:
         """See Device."""
@@ -109,14 +111,14 @@ class CudaDevice:
         self._streams[stream.cuda_stream] = stream
         return Stream(stream.cuda_stream)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, is_urgent: bool = False) -> Stream:
         """See Device. It is not one of torch's streams, which others use as well."""
-        made = ctypes.c_void_p()
-        arguments = ctypes.byref(made), _NON_BLOCKING, self._least_priority
-        self._run("cudaStreamCreateWithPriority", *arguments)
-        assert made.value
-        self._streams[made.value] = torch.cuda.ExternalStream(made.value, self._device)
-        return Stream(made.value)
+        handle = ctypes.c_void_p()
+        priority = self._highest_priority if is_urgent else _DEFAULT_PRIORITY
+        self._run("cudaStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+        assert handle.value
+        self._streams[handle.value] = torch.cuda.ExternalStream(handle.value, self._device)
+        return Stream(handle.value)
 
     def record(self, stream: Stream) -> CudaEvent:
         """See Device."""
@@ -180,11 +182,12 @@ class CudaDevice:
 
     def start(self, name: str, lane: Lane) -> None:
         """See Device."""
+        threading.Thread(target=drive, args=(lane,), name=name, daemon=True).start()
 
-        def choose_device() -> None:
+    def enter_thread(self) -> None:
+        """See Device."""
+        with translated():
             torch.cuda.set_device(self._device)
-
-        threading.Thread(target=drive, args=(lane, choose_device), name=name, daemon=True).start()
 
     def wait(self, waitable: Waitable) -> None:
         """See Device."""
@@ -198,9 +201,8 @@ class CudaDevice:
             raise DeviceError(f"{name} failed with CUDA error {status}")
 
 
-def drive(lane: Lane, prepare: Callable[[], None]) -> None:
+def drive(lane: Lane) -> None:
     """Run a lane in this thread to its end."""
-    prepare()
     # The engine's tensors may be of inference mode, which is set thread by thread.
     with torch.inference_mode():
         for waitable in lane:
