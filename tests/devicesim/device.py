@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,8 @@ class SimulatedDevice:
         self._lanes: list[Running] = []
         self._results: list[Result] = []
         self._actor = ENGINE
+        self._entered = {ENGINE, "the model"}
+        """Threads that have chosen this device."""
         self.in_hook = False
         self.broken = ""
         self.refusals = 0  # Registrations that were refused.
@@ -160,6 +163,8 @@ class SimulatedDevice:
         """Whatever the engine's thread waited for in a hook."""
         self.wrongs: list[str] = []
         """What CUDA would do wrongly, or slowly; the copier may have caught the error."""
+        self.urgent: set[int] = set()
+        """Streams of the highest priority."""
         self.frozen: set[int] = set()
         """Streams that do not run."""
 
@@ -268,6 +273,9 @@ class SimulatedDevice:
                 raise DeviceMemoryError(f"no room for {size} bytes")
             self.habits.free_bytes -= size
         tensor = torch.full((size,), 0xC3, dtype=torch.uint8)
+        if not pinned:
+            # Of memory that the engine has given back, and that its queued work still writes.
+            self._streams[COMPUTE].append(Operation(partial(_fill, tensor)))
         ranges = self._pinned if pinned else self._device
         ranges.append(Range(tensor.data_ptr(), size, tensor))
         return tensor
@@ -277,10 +285,12 @@ class SimulatedDevice:
         assert self._actor == ENGINE, "only the engine's thread has the engine's stream"
         return COMPUTE
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, is_urgent: bool = False) -> Stream:
         """See Device."""
         self._call("stream")
         self._streams.append(deque())
+        if is_urgent:
+            self.urgent.add(len(self._streams) - 1)
         self._pace.append(self._rng.choice((1, 1, 3, 20)))
         return Stream(len(self._streams) - 1)
 
@@ -371,6 +381,11 @@ class SimulatedDevice:
         """See Device."""
         self._lanes.append(Running(name, lane))
 
+    def enter_thread(self) -> None:
+        """See Device."""
+        self._call("enter_thread")
+        self._entered.add(self._actor)
+
     def wait(self, waitable: Waitable) -> None:
         """See Device."""
         self._hold("an event")
@@ -381,7 +396,7 @@ class SimulatedDevice:
     # Within
 
     def _call(self, what: str) -> None:
-        if self._actor == STRANGER:
+        if self._actor not in self._entered and what != "enter_thread":
             raise self._wrong(f"{what}: this thread would use the first device")
         self._count(what, 1)
         self.check()
@@ -474,6 +489,10 @@ class AddressKernels:
             content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
             digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
             ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    tensor.fill_(0xC3)
 
 
 def _read(address: int, count: int) -> "array[int]":
