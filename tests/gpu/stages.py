@@ -67,11 +67,12 @@ _COPIER = Step("copier", (*_PYTEST, "-x", "tests/unit/connector/test_copier.py")
 _BYTES = Step("bytes", (*_PYTEST, "tests/gpu"), 120)
 _PATH = Step("bench path", ("-m", "hybridkv", "bench", "path", "--device=cuda", "--json"), 90)
 _GRAPHS = "--no-enforce-eager", f"--compilation-config={GRAPHS}"
-_PRODUCTION = Step(
-    "production, graphs",
-    (*("-m", "tests.gpu.checks.production", "--", *_ENGINE), f"--compilation-config={GRAPHS}"),
-    330,
-)
+
+
+def _production(model: str) -> Step:
+    words = ["-m", "tests.gpu.checks.production", f"--model={model}", "--", *_ENGINE]
+    return Step(f"production, {model}", (*words, f"--compilation-config={GRAPHS}"), 200)
+
 
 STAGES = {
     "0": Stage(
@@ -91,7 +92,7 @@ STAGES = {
                 under=("compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"),
             ),
             _verify("qwen3next", "qwen3next"),
-            _PRODUCTION,
+            _production("qwen3"),
         ),
     ),
     "a": Stage("bytes, under load", (_BYTES, _COPIER)),
@@ -109,7 +110,7 @@ STAGES = {
             _verify("gptoss", "gptoss"),
             _verify("qwen3, detected", "qwen3", flip="detect"),
             _verify("qwen3, graphs", "qwen3", *_GRAPHS),
-            _PRODUCTION,
+            *(_production(model) for model in ("qwen3", "qwen3next", "gptoss")),
         ),
         jobs=8,
     ),
