@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from hybridkv.core.copies import CopyRun
+from hybridkv.core.audit import AuditVerdict
+from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.vllm.weights import WeightsAnswer
 
 Key = TypeVar("Key")
@@ -22,6 +23,17 @@ class LoadPlan:
 
     boot: str
     runs: tuple[CopyRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPair:
+    """One object of `count` stored blocks in two slots, which a live audit compares."""
+
+    group_index: int
+    chunk: int
+    count: int
+    stored: SlotRef
+    computed: SlotRef
 
 
 @dataclass
@@ -41,6 +53,8 @@ class StepPlan(base.KVConnectorMetadata):
     question: int = 0  # Workers read their weights once for each number.
     weights: tuple[tuple[str, int], ...] = ()
     """(digest, version) of the weights that loads and stores are for, by rank."""
+    audits: dict[int, ObjectPair] = field(default_factory=dict)
+    """By the number under which the workers report what they found; slots of the life `boot`."""
 
 
 @dataclass
@@ -60,6 +74,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """Places in a store run of objects that some rank did not write, by the run's number."""
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
+    audits: dict[int, dict[int, AuditVerdict]] = field(default_factory=dict)
+    """The verdict of each rank that has compared a pair, by the pair's number."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
     """Each rank's EngineWeights.answer."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
@@ -74,6 +90,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
             _merged(self.done, other.done, operator.or_),
             _merged(self.unstored, other.unstored, operator.or_),
             self.corrupt | other.corrupt,
+            _merged(self.audits, other.audits, operator.or_),
             {**self.weights, **other.weights},
             _merged(self.counters, other.counters, operator.add),
             self.is_disabled or other.is_disabled,

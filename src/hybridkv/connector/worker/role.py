@@ -14,6 +14,7 @@ from hybridkv.client.link import Link
 from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
+from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.copiers import Copiers, open_pipeline
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
@@ -62,6 +63,7 @@ class WorkerRole:
         """The greeting in which the daemon heard that this worker copies nothing any more."""
         self.layout: WorkerLayout | None = None
         self._weights: EngineWeights | None = None  # None until the tensors are registered.
+        self._auditor: Auditor | None = None  # None until the tensors are registered.
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
@@ -104,6 +106,11 @@ class WorkerRole:
         if pipeline is not None:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
         self._making = Copiers(groups, self._part, pipeline)
+        numbers = [
+            [layer_numbers(group.kv_cache_spec, name, views[name]) for name in group.layer_names]
+            for group in _served(config)
+        ]
+        self._auditor = Auditor(numbers, self._part)
         self._link.poll(time.monotonic())
 
     @property
@@ -129,6 +136,9 @@ class WorkerRole:
         for request_id, load in plan.loads.items():
             if not refused:
                 self._load(request_id, load)
+        if plan.audits and self._auditor is not None:
+            arena, _ = self._copiers.get(plan.boot, (None, None))
+            self._auditor.begin(arena, plan.audits)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says; on return the blocks are the engine's again."""
@@ -196,6 +206,11 @@ class WorkerRole:
         if self._boot and (self._making is None or self._making.is_alive):
             report.boots[self._boot] = 1
         report.is_disabled = self.is_disabled
+        if self._auditor is not None:
+            rank = self._part.rank
+            report.audits = {
+                number: {rank: verdict} for number, verdict in self._auditor.take().items()
+            }
         if self._weights is not None:
             report.weights[self._part.rank] = self._weights.answer
         return report
