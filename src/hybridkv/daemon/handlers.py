@@ -300,7 +300,8 @@ class Daemon(DaemonState):
         chunk = chunks - is_last
         entry = entries[chunk] if chunk < len(entries) else None
         compared = [slot for slot in entry or () if slot is not None]
-        if entry is None or not compared or asked.audit_lease in session.leases:
+        is_taken = asked.audit_lease in session.leases or len(session.leases) >= LEASES_MAX
+        if entry is None or not compared or is_taken:
             return None
         leased = [*shorter, *compared]
         self.store.hold(leased)  # A proof is no use.
