@@ -76,7 +76,7 @@ def compared(layers: Mapping[int, Any], before: Objects, after: Objects) -> dict
         stored, computed = before[name], after[name]
         count = len(stored) // sum(layer.block_bytes for layer in numbers)
         outcome = str(compare(numbers, count, stored, computed).outcome)
-        worst: dict[str, list[tuple[float, float]]] = {}
+        worst: dict[str, list[Any]] = {}
         at = 0
         for layer in numbers:
             stop, shape = at + count * layer.block_bytes, (count, layer.block_bytes)
@@ -87,12 +87,12 @@ def compared(layers: Mapping[int, Any], before: Objects, after: Objects) -> dict
                     for part in (stored, computed)
                 ]
                 errors = errors_of(*(numbers_of(part, span.dtype) for part in both))
-                worst.setdefault(span.dtype, []).append((errors.typical, errors.high))
+                worst.setdefault(span.dtype, []).append(errors)
             at = stop
-        for dtype, errors in worst.items():
+        for dtype, of_layers in worst.items():
             tally = tallies.setdefault(dtype, Tally([], [], []))
-            tally.typical.append(max(typical for typical, _ in errors))
-            tally.high.append(max(high for _, high in errors))
+            tally.typical.append(max(errors.typical for errors in of_layers))
+            tally.high.append(max(errors.high for errors in of_layers))
             tally.outcomes.append(outcome)
     return tallies
 
@@ -214,10 +214,11 @@ def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
     processor = os.environ.get("HYBRIDKV_TEST_CPU", "default")
     for arm, objects in arms(running, way):
         if not kept.exists():
-            np.savez(kept, **objects)
+            arrays: dict[str, Any] = dict(objects)
+            np.savez(kept, **arrays)
             continue
-        with np.load(kept) as arrays:
-            before = {name: arrays[name] for name in arrays.files}
+        with np.load(kept) as loaded:
+            before = {name: loaded[name] for name in loaded.files}
         for dtype, tally in sorted(compared(running.layers, before, objects).items()):
             about = {"model": named, "processor": processor, "way": arm, "dtype": dtype}
             print(json.dumps({**about, **tally.line()}), flush=True)

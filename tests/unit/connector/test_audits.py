@@ -244,7 +244,12 @@ def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> Non
     request = rig.request(1, TOKENS)
     rig.side.arrived(request)
     tracked = rig.side._requests.by_id["r"]
-    until(lambda: rig.side._poll(0.0) or tracked.lookup.found is not None, "it is read")
+
+    def is_read() -> bool:
+        rig.side._poll(0.0)
+        return tracked.lookup.found is not None
+
+    until(is_read, "it is read")
     assert rig.side._audits._audit is not None
     rig.side.finished("r")
     released(rig)

@@ -32,7 +32,8 @@ def random_numbers(seed: int) -> torch.Tensor:
 def bytes_of(numbers: torch.Tensor, dtype: str) -> Bytes:
     """The numbers of some blocks as an object has them."""
     raw = numbers.to(getattr(torch, dtype)).contiguous().view(torch.uint8)
-    return raw.numpy().reshape(-1).copy()
+    copied: Bytes = raw.numpy().reshape(-1).copy()
+    return copied
 
 
 def layer(dtype: str, name: str = "layer") -> LayerNumbers:
