@@ -1,6 +1,7 @@
 """Every fault. docs/REQUIREMENTS.md names those that show that an item is held by a test."""
 
 from tests.mutations import (
+    audits,
     core,
     daemon,
     device,
@@ -19,6 +20,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *settings.FAULTS,
     *hooks.FAULTS,
     *scheduler.FAULTS,
+    *audits.FAULTS,
     *worker.FAULTS,
     *device.FAULTS,
     *daemon.FAULTS,

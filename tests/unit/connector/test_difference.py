@@ -133,8 +133,20 @@ def test_bytes_that_are_no_known_numbers_are_compared_as_bytes_alone() -> None:
     assert compare([unknown], 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
 
 
-def test_other_layers_that_differ_are_told_next_to_one_that_is_not_known() -> None:
+def test_bytes_that_are_no_known_numbers_say_nothing_of_the_other_layers() -> None:
+    """A layer that passes does not speak for one that could not be compared."""
     unknown = LayerNumbers("unknown", 64, ())
+    bits, part = np.zeros(64, np.uint8), bytes_of(random_numbers(1), "float32")
+    stored, computed = np.append(part, bits), np.append(part, bits + 1)
+    assert compare([layer("float32")], BLOCKS, part, part.copy()).outcome is AuditOutcome.PASSED
+    padded = LayerNumbers("padded", 64 // BLOCKS, ())
+    verdict = compare([layer("float32"), padded], BLOCKS, stored, computed)
+    assert verdict.outcome is AuditOutcome.UNMADE
+    assert compare([unknown], 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
+
+
+def test_other_layers_that_differ_are_told_next_to_one_that_is_not_known() -> None:
+    unknown = LayerNumbers("unknown", 64 // BLOCKS, ())
     bits, parts = np.zeros(64, np.uint8), [bytes_of(random_numbers(s), "float32") for s in (1, 2)]
     stored, computed = np.append(parts[0], bits), np.append(parts[1], bits + 1)
     verdict = compare([layer("float32"), unknown], BLOCKS, stored, computed)
