@@ -66,7 +66,9 @@ class Tally:
         }
 
 
-def compared(layers: Mapping[int, Any], before: Objects, after: Objects) -> dict[str, Tally]:
+def compared(
+    layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
+) -> dict[str, Tally]:
     """The errors of objects that both have, by data type."""
     from hybridkv.connector.worker.difference import compare, errors_of, numbers_of
 
@@ -75,7 +77,7 @@ def compared(layers: Mapping[int, Any], before: Objects, after: Objects) -> dict
         numbers = layers[int(name.split(":")[0])]
         stored, computed = before[name], after[name]
         count = len(stored) // sum(layer.block_bytes for layer in numbers)
-        outcome = str(compare(numbers, count, stored, computed).outcome)
+        outcome = str(compare(numbers, bounds, count, stored, computed).outcome)
         worst: dict[str, list[Any]] = {}
         at = 0
         for layer in numbers:
@@ -116,9 +118,9 @@ class Running:
         self.chunk = geometry.chunk_tokens
         worker: Any = self.core.model_executor.driver_worker.worker
         auditor = _connector_of(worker)._worker._auditor
+        self.bounds = auditor.bounds
         self.layers = {
-            group.gid: layers
-            for group, layers in zip(geometry.groups, auditor._layers, strict=True)
+            group.gid: layers for group, layers in zip(geometry.groups, auditor.layers, strict=True)
         }
 
     def objects(self, prompts: Sequence[list[int]], together: int) -> Objects:
@@ -219,7 +221,9 @@ def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
             continue
         with np.load(kept) as loaded:
             before = {name: loaded[name] for name in loaded.files}
-        for dtype, tally in sorted(compared(running.layers, before, objects).items()):
+        for dtype, tally in sorted(
+            compared(running.layers, running.bounds, before, objects).items()
+        ):
             about = {"model": named, "processor": processor, "way": arm, "dtype": dtype}
             print(json.dumps({**about, **tally.line()}), flush=True)
 

@@ -12,6 +12,7 @@ from hybridkv.connector.worker.difference import (
     PIECE,
     LayerNumbers,
     NumberRange,
+    bounds_of,
     compare,
     errors_of,
     numbers_of,
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.engine
 
 BLOCKS, NUMBERS = 8, 20 * PIECE
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}
+FLOAT32 = BOUNDS["float32"]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -62,7 +64,7 @@ def test_rounding_passes(dtype: str) -> None:
     stored = bytes_of(numbers, dtype)
     computed = bytes_of(numbers * (1 + EPSILON[dtype] * signs), dtype)
     assert not np.array_equal(stored, computed)
-    verdict = compare([layer(dtype)], BLOCKS, stored, computed)
+    verdict = compare([layer(dtype)], BOUNDS[dtype], BLOCKS, stored, computed)
     assert verdict.outcome is AuditOutcome.PASSED
     assert 0 < verdict.error < verdict.error_max
 
@@ -70,7 +72,7 @@ def test_rounding_passes(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_other_numbers_differ(dtype: str) -> None:
     stored, computed = (bytes_of(random_numbers(seed), dtype) for seed in (1, 2))
-    verdict = compare([layer(dtype)], BLOCKS, stored, computed)
+    verdict = compare([layer(dtype)], BOUNDS[dtype], BLOCKS, stored, computed)
     assert verdict.outcome is AuditOutcome.DIFFERED
     assert verdict.error > 1
 
@@ -81,7 +83,9 @@ def test_one_other_block_of_eight_differs(dtype: str) -> None:
     numbers, others = random_numbers(1), random_numbers(2)
     computed = numbers.clone()
     computed[3] = others[3]
-    verdict = compare([layer(dtype)], BLOCKS, bytes_of(numbers, dtype), bytes_of(computed, dtype))
+    verdict = compare(
+        [layer(dtype)], BOUNDS[dtype], BLOCKS, bytes_of(numbers, dtype), bytes_of(computed, dtype)
+    )
     assert verdict.outcome is AuditOutcome.DIFFERED
 
 
@@ -90,8 +94,19 @@ def test_a_few_tokens_that_other_experts_computed_pass(dtype: str) -> None:
     numbers, others = random_numbers(1), random_numbers(2)
     computed = numbers.clone()
     computed[2, : 6 * PIECE] = others[2, : 6 * PIECE]  # 6 of 160 pieces.
-    verdict = compare([layer(dtype)], BLOCKS, bytes_of(numbers, dtype), bytes_of(computed, dtype))
+    verdict = compare(
+        [layer(dtype)], BOUNDS[dtype], BLOCKS, bytes_of(numbers, dtype), bytes_of(computed, dtype)
+    )
     assert verdict.outcome is AuditOutcome.PASSED
+
+
+def test_all_layers_have_the_bounds_of_the_coarsest_type() -> None:
+    """A state of float32 is made of what layers of bfloat16 computed."""
+    groups = [[layer("float32")], [layer("bfloat16"), LayerNumbers("unknown", 8, ())]]
+    assert bounds_of(groups) == BOUNDS["bfloat16"]
+    assert bounds_of(groups[:1]) == FLOAT32
+    assert bounds_of(groups[:1], is_on_cpu=False) == BOUNDS["float16"]
+    assert bounds_of([]) == FLOAT32
 
 
 def test_the_layer_that_is_farthest_off_is_named() -> None:
@@ -101,12 +116,12 @@ def test_the_layer_that_is_farthest_off_is_named() -> None:
     parts = [
         np.concatenate([bytes_of(each, "float32") for each in side]) for side in (numbers, computed)
     ]
-    verdict = compare(layers, BLOCKS, *parts)
+    verdict = compare(layers, FLOAT32, BLOCKS, *parts)
     assert (verdict.outcome, verdict.layer) == (AuditOutcome.DIFFERED, "b")
     assert verdict.error == pytest.approx(0.5, rel=1e-3)
 
 
-def test_numbers_of_two_types_in_one_block_are_each_judged_by_their_own() -> None:
+def test_numbers_of_two_types_in_one_block_are_each_read_as_their_own() -> None:
     """A recurrent layer's states: one behind the other, and padding behind both."""
     first, second = random_numbers(1), random_numbers(2)
     sizes = 2 * NUMBERS, 4 * NUMBERS
@@ -120,17 +135,17 @@ def test_numbers_of_two_types_in_one_block_are_each_judged_by_their_own() -> Non
         return np.concatenate([*blocks, rest], axis=1).reshape(-1)
 
     stored = part(first, second, 0)
-    near = compare([mixed], BLOCKS, stored, part(first * 1.01, second, 255))
+    near = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first * 1.01, second, 255))
     assert near.outcome is AuditOutcome.PASSED
-    far = compare([mixed], BLOCKS, stored, part(first, second * 1.01, 0))
+    far = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first, second * 1.1, 0))
     assert far.outcome is AuditOutcome.DIFFERED
 
 
 def test_bytes_that_are_no_known_numbers_are_compared_as_bytes_alone() -> None:
     unknown = LayerNumbers("unknown", 64, ())
     bits = np.zeros(64, np.uint8)
-    assert compare([unknown], 1, bits, bits.copy()).outcome is AuditOutcome.PASSED
-    assert compare([unknown], 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
+    assert compare([unknown], FLOAT32, 1, bits, bits.copy()).outcome is AuditOutcome.PASSED
+    assert compare([unknown], FLOAT32, 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
 
 
 def test_bytes_that_are_no_known_numbers_say_nothing_of_the_other_layers() -> None:
@@ -138,18 +153,21 @@ def test_bytes_that_are_no_known_numbers_say_nothing_of_the_other_layers() -> No
     unknown = LayerNumbers("unknown", 64, ())
     bits, part = np.zeros(64, np.uint8), bytes_of(random_numbers(1), "float32")
     stored, computed = np.append(part, bits), np.append(part, bits + 1)
-    assert compare([layer("float32")], BLOCKS, part, part.copy()).outcome is AuditOutcome.PASSED
+    assert (
+        compare([layer("float32")], FLOAT32, BLOCKS, part, part.copy()).outcome
+        is AuditOutcome.PASSED
+    )
     padded = LayerNumbers("padded", 64 // BLOCKS, ())
-    verdict = compare([layer("float32"), padded], BLOCKS, stored, computed)
+    verdict = compare([layer("float32"), padded], FLOAT32, BLOCKS, stored, computed)
     assert verdict.outcome is AuditOutcome.UNMADE
-    assert compare([unknown], 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
+    assert compare([unknown], FLOAT32, 1, bits, bits + 1).outcome is AuditOutcome.UNMADE
 
 
 def test_other_layers_that_differ_are_told_next_to_one_that_is_not_known() -> None:
     unknown = LayerNumbers("unknown", 64 // BLOCKS, ())
     bits, parts = np.zeros(64, np.uint8), [bytes_of(random_numbers(s), "float32") for s in (1, 2)]
     stored, computed = np.append(parts[0], bits), np.append(parts[1], bits + 1)
-    verdict = compare([layer("float32"), unknown], BLOCKS, stored, computed)
+    verdict = compare([layer("float32"), unknown], FLOAT32, BLOCKS, stored, computed)
     assert (verdict.outcome, verdict.layer) == (AuditOutcome.DIFFERED, "layer")
 
 

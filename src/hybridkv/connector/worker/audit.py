@@ -16,7 +16,13 @@ from vllm.v1 import kv_cache_interface as kv
 
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.messages import ObjectPair
-from hybridkv.connector.worker.difference import BOUNDS, LayerNumbers, NumberRange, compare
+from hybridkv.connector.worker.difference import (
+    BOUNDS,
+    LayerNumbers,
+    NumberRange,
+    bounds_of,
+    compare,
+)
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.arena import Arena
@@ -28,8 +34,11 @@ logger = logging.getLogger("vllm.hybridkv")
 class Auditor:
     """One rank's comparisons. `layers` are those of each served group, in an object's order."""
 
-    def __init__(self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout, is_on_cpu: bool = True
+    ) -> None:
+        self.layers = layers
+        self.bounds = bounds_of(layers, is_on_cpu)
         self._part = part
         self._lock = threading.Lock()
         self._verdicts: dict[int, AuditVerdict] = {}  # Guarded by the lock.
@@ -71,7 +80,7 @@ class Auditor:
 
     def _compared(self, arena: Arena, pair: ObjectPair) -> AuditVerdict:
         """Raises BadSlotError where a slot is another object's, or has lost its bytes."""
-        layers = self._layers[pair.group_index]
+        layers = self.layers[pair.group_index]
         part_bytes = pair.count * sum(layer.block_bytes for layer in layers)
         stored, computed = (self._op(pair, slot) for slot in (pair.stored, pair.computed))
         if not self._part.writes(computed):
@@ -82,7 +91,7 @@ class Auditor:
             self._part.prove(arena, op, part_bytes)
             at = self._part.payload(op, part_bytes)
             parts.append(np.frombuffer(arena.memory, np.uint8, part_bytes, at))
-        verdict = compare(layers, pair.count, *parts)
+        verdict = compare(layers, self.bounds, pair.count, *parts)
         for op in (stored, computed):
             # Its slot may have been given away meanwhile.
             self._part.recheck(arena, op)

@@ -110,7 +110,7 @@ class WorkerRole:
             [layer_numbers(group.kv_cache_spec, name, views[name]) for name in group.layer_names]
             for group in _served(config)
         ]
-        self._auditor = Auditor(numbers, self._part)
+        self._auditor = Auditor(numbers, self._part, self.layout.device == "cpu")
         self._link.poll(time.monotonic())
 
     @property
