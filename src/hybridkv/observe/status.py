@@ -269,6 +269,8 @@ def outcome_of(told: RequestExplanation) -> tuple[wire.Outcome, str]:
         return wire.Outcome.LOCAL, text
     if not told.hit_chunks:
         return wire.Outcome.MISS, "nothing was found"
+    if told.audit is not None:
+        return wire.Outcome.UNUSED, "its only chunk was computed for the live audit"
     return wire.Outcome.UNUSED, "the request ended before the hit was loaded"
 
 

@@ -180,6 +180,8 @@ class WorkerRole:
             lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
             self._failed |= lost
+        if self._auditor is not None:
+            self._auditor.begin(None, plan.audits)
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: what no copier has will not be stored."""
