@@ -207,8 +207,12 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
 def help_of(snapshot: Snapshot) -> str:
     """Whether the cache helps, in a sentence or two, by the last hour and the last requests."""
     window = _window(snapshot, HOUR_SECONDS)
+    passed, differed = map(snapshot.values.of, ("audits_passed", "audits_differed"))
+    audited = ""
+    if passed or differed:
+        audited = f" Audited {passed + differed:,.0f}, {differed:,.0f} differed."
     if not window.asked_tokens:
-        return "Nothing was looked up in the last hour."
+        return f"Nothing was looked up in the last hour.{audited}"
     text = "Nothing was loaded in the last hour."
     if window.loaded_tokens:
         part = window.loaded_tokens / window.asked_tokens
@@ -220,9 +224,7 @@ def help_of(snapshot: Snapshot) -> str:
             text += f", which saved {window.saved_seconds:.3g} s."
         else:
             text += f", which took {-window.saved_seconds:.3g} s longer than computing."
-    passed, differed = map(snapshot.values.of, ("audits_passed", "audits_differed"))
-    if passed or differed:
-        text += f" Audited {passed + differed:,.0f}, {differed:,.0f} differed."
+    text += audited
     words = Counter(str(outcome_of(one.explanation)[0]) for one in snapshot.decisions)
     told = ", ".join(f"{count} {word}" for word, count in words.most_common())
     return f"{text} The last requests: {told}." if told else text
