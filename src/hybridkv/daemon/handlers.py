@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
@@ -27,6 +28,11 @@ from hybridkv.wire.protocol import RULES, ErrorCode, refused
 
 LEASES_MAX = 1 << 16
 LATEST_MAX = 20
+AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
+    AuditOutcome.PASSED: "audits_passed",
+    AuditOutcome.DIFFERED: "audits_differed",
+    AuditOutcome.UNMADE: "audits_unmade",
+}
 
 _Present = tuple[list[bytes], Sequence[Sequence[Slot | None] | None], int]
 """What RAM has of some chunks: each group's mask; each chunk's slots by group index, None where RAM
@@ -352,7 +358,7 @@ class Daemon(DaemonState):
         self.history.add_request(RequestOutcome(*ended, self.now))
 
     def _report_audit(self, connection: ClientConnection, told: wire.ReportAudit) -> None:
-        self.counters[f"audits_{told.outcome}"] += 1
+        self.counters[AUDIT_COUNTERS[told.outcome]] += 1
         known = self.history.known(told.request_id)
         if known is not None:
             explanation = replace(known.explanation, audit=told.outcome, audit_detail=told.detail)
