@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
-    "steps of 300": ("--max-num-batched-tokens=600",),
+    "steps of 600": ("--max-num-batched-tokens=600",),
     "steps of 4096": ("--max-num-batched-tokens=4096",),
     "other seed": (),
 }
