@@ -137,7 +137,7 @@ def test_numbers_of_two_types_in_one_block_are_each_read_as_their_own() -> None:
     stored = part(first, second, 0)
     near = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first * 1.01, second, 255))
     assert near.outcome is AuditOutcome.PASSED
-    far = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first, second * 1.1, 0))
+    far = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first, second * 1.2, 0))
     assert far.outcome is AuditOutcome.DIFFERED
 
 

@@ -40,9 +40,9 @@ class Bounds:
 
 BOUNDS: Mapping[str, Bounds] = {
     "float32": Bounds(1e-3, 0.5),
-    "float16": Bounds(0.01, 0.5),
-    "bfloat16": Bounds(0.06, 0.5),
-    "float8_e4m3fn": Bounds(0.2, 0.5),
+    "float16": Bounds(0.02, 0.5),
+    "bfloat16": Bounds(0.1, 0.5),
+    "float8_e4m3fn": Bounds(0.25, 0.5),
 }
 """By the name of the data type; numbers of other types are not compared."""
 
