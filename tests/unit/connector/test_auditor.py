@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.messages import ObjectPair, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
-from hybridkv.connector.worker.difference import LayerNumbers, NumberRange
+from hybridkv.connector.worker.difference import Depth, LayerNumbers, NumberRange
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.arena import Arena
@@ -188,3 +188,20 @@ def test_states_that_are_not_where_they_should_be_are_not_taken_for_numbers() ->
     assert not layer_numbers(spec, "m", apart).ranges
     unknown = states(torch.int8, torch.float32)
     assert not layer_numbers(unknown, "m", torch.zeros(3, 1, 1, 512, dtype=torch.int8)).ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "depth"),
+    [
+        ("model.layers.0.self_attn.attn", attention(), Depth.FIRST),
+        ("language_model.model.layers.0.self_attn.attn", attention(), Depth.FIRST),
+        ("model.layers.1.self_attn.attn", attention(), Depth.LATER),
+        ("model.layers.10.self_attn.attn", attention(), Depth.LATER),
+        ("mtp.layers.0.self_attn.attn", attention(), Depth.LATER),
+        ("draft_model.model.layers.0.attn", attention(), Depth.LATER),
+        ("model.layers.0.mixer", states(torch.bfloat16, torch.float32), Depth.FIRST_STATE),
+    ],
+)
+def test_the_first_layer_is_that_of_the_model_itself(name: str, spec: Any, depth: Depth) -> None:
+    """A drafter's first layer reads what the model's last one computed."""
+    assert layer_numbers(spec, name, torch.zeros(3, 1, 1, 512, dtype=torch.int8)).depth is depth

@@ -337,6 +337,15 @@ def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig)
     assert follower.is_cut_off
 
 
+def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    request.mm_features = ["an image"]
+    rig.side.arrived(request)
+    assert rig.offered(request) == STORED * CHUNK
+    rig.side.finished("r")
+    released(rig)
+
+
 def test_audits_may_be_off(daemon: DaemonProcess) -> None:
     with Client(daemon.socket_path) as client:
         client.store(1, STORED)

@@ -1,5 +1,6 @@
 """How far numbers are off: what rounding makes passes, and what other weights make does not."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hybridkv.connector.worker.difference import (
     BOUNDS,
     PIECE,
+    Depth,
     LayerNumbers,
     NumberRange,
     bounds_of,
@@ -106,7 +108,25 @@ def test_all_layers_have_the_bounds_of_the_coarsest_type() -> None:
     assert bounds_of(groups) == BOUNDS["bfloat16"]
     assert bounds_of(groups[:1]) == FLOAT32
     assert bounds_of(groups[:1], is_on_cpu=False) == BOUNDS["float16"]
-    assert bounds_of([]) == FLOAT32
+    assert bounds_of([]) == BOUNDS["float16"]
+
+
+@pytest.mark.parametrize(
+    ("depth", "outcome"),
+    [
+        (Depth.FIRST, AuditOutcome.DIFFERED),
+        (Depth.FIRST_STATE, AuditOutcome.PASSED),
+        (Depth.LATER, AuditOutcome.PASSED),
+    ],
+)
+def test_the_first_layer_is_held_to_little_more_than_the_last_bit(
+    depth: Depth, outcome: AuditOutcome
+) -> None:
+    """Norms that are off by 3 %."""
+    numbers, held = random_numbers(1), dataclasses.replace(layer("bfloat16"), depth=depth)
+    stored, computed = bytes_of(numbers, "bfloat16"), bytes_of(numbers * 1.03, "bfloat16")
+    verdict = compare([held], BOUNDS["bfloat16"], BLOCKS, stored, computed)
+    assert verdict.outcome is outcome
 
 
 def test_the_layer_that_is_farthest_off_is_named() -> None:
@@ -137,7 +157,7 @@ def test_numbers_of_two_types_in_one_block_are_each_read_as_their_own() -> None:
     stored = part(first, second, 0)
     near = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first * 1.01, second, 255))
     assert near.outcome is AuditOutcome.PASSED
-    far = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first, second * 1.2, 0))
+    far = compare([mixed], BOUNDS["bfloat16"], BLOCKS, stored, part(first, second * 3, 0))
     assert far.outcome is AuditOutcome.DIFFERED
 
 

@@ -93,9 +93,15 @@ class Audits:
         """Whether an audit has differed: nothing is loaded or stored under this identity."""
         return self.identity in self.budget.cut_off
 
-    def lease_for_lookup(self) -> int:
-        """The number of the lease by which a lookup asks for an audit; 0 = none is due."""
-        if self._audit is not None or not self.budget.is_due(self.identity):
+    def lease_for_lookup(self, tracked: TrackedRequest) -> int:
+        """The number of the lease by which a lookup asks for an audit; 0 = none is due.
+
+        Prompts with images are left out: what an encoder made of them differs by more than the last
+        bits in the first layer.
+        """
+        if self._audit is not None or getattr(tracked.request, "mm_features", None):
+            return 0
+        if not self.budget.is_due(self.identity):
             return 0
         return self._requests.next_lease()
 

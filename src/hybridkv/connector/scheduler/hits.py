@@ -205,7 +205,7 @@ class Lookups:
         seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
         waits = round(seconds * 1e3), rate
         tails = lookup.tails, lookup.tails_from
-        audit = self._audits.lease_for_lookup()
+        audit = self._audits.lease_for_lookup(tracked)
         message = Lookup(lease, lease, lookup.hashes, *waits, *tails, audit)
         lookup.sent = session.send(message, now)
         self.queued.append(tracked)

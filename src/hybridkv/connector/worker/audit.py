@@ -6,6 +6,7 @@ too.
 """
 
 import logging
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.messages import ObjectPair
 from hybridkv.connector.worker.difference import (
     BOUNDS,
+    Depth,
     LayerNumbers,
     NumberRange,
     bounds_of,
@@ -29,6 +31,9 @@ from hybridkv.shm.arena import Arena
 from hybridkv.vllm.blocks import block_bytes, physical
 
 logger = logging.getLogger("vllm.hybridkv")
+
+_FIRST_LAYER = re.compile(r"(language_model\.)?model\.layers\.0\.")
+"""The first layer of the model itself: that of a drafter reads what the last one computed."""
 
 
 class Auditor:
@@ -120,7 +125,10 @@ def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:
         ranges.append(NumberRange(0, size, dtype))
     if any(numbers.dtype not in BOUNDS for numbers in ranges):
         ranges = []
-    return LayerNumbers(name, size, tuple(ranges))
+    depth = Depth.LATER
+    if _FIRST_LAYER.match(name):
+        depth = Depth.FIRST_STATE if isinstance(spec, kv.MambaSpec) else Depth.FIRST
+    return LayerNumbers(name, size, tuple(ranges), depth)
 
 
 def _name(dtype: torch.dtype) -> str:

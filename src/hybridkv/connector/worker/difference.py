@@ -9,11 +9,15 @@ by the length of what is stored. Two numbers say how far a layer is off:
 - the *high* error, which a sixteenth of the pieces exceeds. It is large where a block is another
   one. A token that another expert computes may be far off alone, and a few of these are none.
 
+Rounding grows with each layer, by how much depends on the model. The first layer is held to little
+more than the last bit, which tells other weights; later ones to what is not quite another prompt's.
+
 docs/decisions/0016-a-live-audit.md has the measurements behind the bounds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -30,19 +34,43 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 
 
+class Depth(StrEnum):
+    """How much was computed before the numbers of a layer."""
+
+    FIRST = "first"  # Keys and values of the first layer: an embedding, a norm and a product.
+    FIRST_STATE = "first_state"  # A recurrent state of the first layer: all tokens before it, too.
+    LATER = "later"  # The numbers depend on all layers before theirs.
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The largest errors that rounding makes in numbers of one type."""
+    """The largest errors that rounding makes."""
 
     typical: float
     high: float
 
 
-BOUNDS: Mapping[str, Bounds] = {
-    "float32": Bounds(1e-3, 0.5),
-    "float16": Bounds(0.02, 0.5),
-    "bfloat16": Bounds(0.1, 0.5),
-    "float8_e4m3fn": Bounds(0.25, 0.5),
+BOUNDS: Mapping[str, Mapping[Depth, Bounds]] = {
+    "float32": {
+        Depth.FIRST: Bounds(1e-4, 0.1),
+        Depth.FIRST_STATE: Bounds(1e-3, 0.1),
+        Depth.LATER: Bounds(0.05, 1.1),
+    },
+    "float16": {
+        Depth.FIRST: Bounds(0.002, 0.1),
+        Depth.FIRST_STATE: Bounds(0.01, 0.1),
+        Depth.LATER: Bounds(0.3, 1.1),
+    },
+    "bfloat16": {
+        Depth.FIRST: Bounds(0.01, 0.1),
+        Depth.FIRST_STATE: Bounds(0.05, 0.25),
+        Depth.LATER: Bounds(0.7, 1.1),
+    },
+    "float8_e4m3fn": {
+        Depth.FIRST: Bounds(0.1, 0.25),
+        Depth.FIRST_STATE: Bounds(0.1, 0.25),
+        Depth.LATER: Bounds(0.7, 1.1),
+    },
 }
 """By the name of the data type; numbers of other types are not compared."""
 
@@ -63,21 +91,22 @@ class LayerNumbers:
     name: str
     block_bytes: int
     ranges: tuple[NumberRange, ...]
+    depth: Depth = Depth.LATER
 
 
-def bounds_of(groups: Iterable[Iterable[LayerNumbers]], is_on_cpu: bool = True) -> Bounds:
-    """The bounds for all layers of a model: those of its coarsest data type.
+def bounds_of(
+    groups: Iterable[Iterable[LayerNumbers]], is_on_cpu: bool = True
+) -> Mapping[Depth, Bounds]:
+    """The bounds of a model: those of its coarsest data type.
 
     A recurrent state of float32 is made of what layers of bfloat16 computed, and is no better known
     than that. Elsewhere than on a CPU, kernels may round float32 to a mantissa of 10 bits (TF32).
     """
     layers = (layer for group in groups for layer in group)
     dtypes = {numbers.dtype for layer in layers for numbers in layer.ranges}
-    if not is_on_cpu:
+    if not is_on_cpu or not dtypes:
         dtypes.add("float16")
-    return max(
-        (BOUNDS[dtype] for dtype in dtypes), key=lambda one: one.typical, default=BOUNDS["float32"]
-    )
+    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda one: one[Depth.FIRST].typical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +118,11 @@ class Errors:
 
 
 def compare(
-    layers: Sequence[LayerNumbers], bounds: Bounds, count: int, stored: Bytes, computed: Bytes
+    layers: Sequence[LayerNumbers],
+    bounds: Mapping[Depth, Bounds],
+    count: int,
+    stored: Bytes,
+    computed: Bytes,
 ) -> AuditVerdict:
     """The verdict on one part of an object of `count` stored blocks: [layer][block][bytes].
 
@@ -100,7 +133,9 @@ def compare(
     at = 0
     for layer in layers:
         stop = at + count * layer.block_bytes
-        verdicts.append(_compare_layer(layer, bounds, count, stored[at:stop], computed[at:stop]))
+        verdicts.append(
+            _compare_layer(layer, bounds[layer.depth], count, stored[at:stop], computed[at:stop])
+        )
         at = stop
     is_known = all(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)
     verdict = worst(verdicts)
