@@ -1,9 +1,9 @@
 """`python -m tests.engine.audit_errors DIRECTORY [MODEL[:DTYPE]...]`: what audits rest on.
 
 Real engines on bundled models compute the same prompts in several ways, and with other weights.
-Every stored object is compared with the one that the first engine stored alone. A line of JSON for
-each model, way and data type has the errors (connector.worker.difference) and how many objects an
-audit would pass.
+Every stored object is compared with the one that the first engine stored alone. Lines of JSON for
+each model and way have what audits of the chunks come to, and for each data type the errors
+(connector.worker.difference) and how many objects pass.
 
 The first run keeps its objects in DIRECTORY. A second one with HYBRIDKV_TEST_CPU=avx2 and the same
 DIRECTORY compares another processor's with them.
@@ -97,6 +97,28 @@ def compared(
             tally.high.append(max(errors.high for errors in of_layers))
             tally.outcomes.append(outcome)
     return tallies
+
+
+def audited(
+    layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
+) -> dict[str, object]:
+    """What audits of these chunks come to, each over all groups, and the worst error by its bound.
+
+    A recurrent group has an object of few chunks.
+    """
+    from hybridkv.connector.worker.difference import compare
+
+    verdicts: dict[str, list[Any]] = {}
+    for name in before.keys() & after.keys():
+        gid, chunk = name.split(":")
+        numbers = layers[int(gid)]
+        count = len(before[name]) // sum(layer.block_bytes for layer in numbers)
+        verdict = compare(numbers, bounds, count, before[name], after[name])
+        verdicts.setdefault(chunk, []).append(verdict)
+    passed = [all(one.outcome == "passed" for one in some) for some in verdicts.values()]
+    found = [one for some in verdicts.values() for one in some if one.error_max]
+    worst = max((one.error / one.error_max for one in found), default=0.0)
+    return {"audits": len(passed), "passed": sum(passed), "worst": float(f"{worst:.2g}")}
 
 
 class Running:
@@ -221,11 +243,13 @@ def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
             continue
         with np.load(kept) as loaded:
             before = {name: loaded[name] for name in loaded.files}
+        about = {"model": named, "processor": processor, "way": arm}
+        came_to = audited(running.layers, running.bounds, before, objects)
+        print(json.dumps({**about, **came_to}), flush=True)
         for dtype, tally in sorted(
             compared(running.layers, running.bounds, before, objects).items()
         ):
-            about = {"model": named, "processor": processor, "way": arm, "dtype": dtype}
-            print(json.dumps({**about, **tally.line()}), flush=True)
+            print(json.dumps({**about, "dtype": dtype, **tally.line()}), flush=True)
 
 
 def _fork(model: str, way: str, directory: Path, socket_path: str) -> None:

@@ -114,7 +114,7 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
     rig = Rig(arena)
     slots = [rig.slot(1), rig.slot(2)]
     slots[which] = SlotRef(slots[which].offset, slots[which].generation + 1)
-    assert rig.compared(*slots) == [UNMADE]
+    assert rig.compared(slots[0], slots[1]) == [UNMADE]
 
 
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
