@@ -56,6 +56,12 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
+        "Auditor._compare_all",
+        "except Exception",
+        "What cannot be compared is no reason not to serve; the log has it.",
+        "audits_*",
+    ),
+    Handler(
         "EngineWeights._look",
         "except Exception",
         "Weights that cannot be looked at are like no others, so no step is taken for another's.",
