@@ -56,7 +56,13 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     return answers("-", "exchanged", tmp_path_factory.mktemp("plain") / "w", own_process=False)
 
 
-@pytest.mark.parametrize("own_process", [False, True], ids=["in process", "own process"])
+@pytest.mark.parametrize(
+    "own_process",
+    [
+        pytest.param(False, id="in process"),
+        pytest.param(True, id="own process", marks=pytest.mark.soak),
+    ],
+)
 def test_an_adapter_is_what_the_engine_loaded(
     daemon: DaemonProcess, tmp_path: Path, exchanged: dict[str, Answer], own_process: bool
 ) -> None:
