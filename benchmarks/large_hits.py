@@ -106,7 +106,8 @@ def _engine(
     directory: Path,
     overrides: dict[str, Any] | None,
 ) -> EngineProcess:
-    settings = {"server": f"unix://{socket_path}", "load_policy": policy, "lookup_timeout_ms": 2000}
+    settings: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
+    settings |= {"load_policy": policy, "lookup_timeout_ms": 2000}
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "hybridkv.connector",

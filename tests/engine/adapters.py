@@ -92,7 +92,8 @@ class Served:
         self._socket_path = None if socket_path == "-" else socket_path
         arguments = [*ARGUMENTS, f"--model={model}", *LORA]
         if self._socket_path is not None:
-            extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+            extra: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
+            extra["lookup_timeout_ms"] = LOOKUP_TIMEOUT_MS
             transfer = {**CONNECTOR, "kv_connector_extra_config": extra}
             arguments.append(f"--kv-transfer-config={json.dumps(transfer)}")
         self.engine: Any = make_engine(arguments)

@@ -69,6 +69,7 @@ def tokens_loaded(
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
             "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
+            "audit": "off",
             **(extra or {}),
         },
     }

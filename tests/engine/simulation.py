@@ -264,7 +264,11 @@ def main() -> None:
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"server": f"unix://{socket_path}", "lookup_timeout_ms": 50},
+        "kv_connector_extra_config": {
+            "server": f"unix://{socket_path}",
+            "lookup_timeout_ms": 50,
+            "audit": "off",
+        },
     }
     with DaemonProcess(socket_path, ram) as daemon:
         simulation = Simulation(

@@ -31,6 +31,7 @@ def ours(socket_path: str, **extra: object) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
             "lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
+            "audit": "off",
             "load_policy": "always",
             **extra,
         },

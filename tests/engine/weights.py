@@ -74,7 +74,8 @@ class Served:
         weights_identity: str = "",
     ) -> None:
         self._name, self._requests, self._socket_path = name, 0, socket_path
-        extra = {"server": f"unix://{socket_path}", "lookup_timeout_ms": LOOKUP_TIMEOUT_MS}
+        extra: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
+        extra["lookup_timeout_ms"] = LOOKUP_TIMEOUT_MS
         extra |= {"weights_identity": weights_identity} if weights_identity else {}
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:

@@ -1,5 +1,10 @@
 """Test files and commands that the tables of faults name."""
 
+AUDITOR = "tests/unit/connector/test_auditor.py"
+AUDITS = "tests/unit/connector/test_audits.py"
+AUDIT_OFFERS = "tests/unit/daemon/test_audits.py"
+BUDGET = "tests/unit/core/test_audit.py"
+DIFFERENCE = "tests/unit/connector/test_difference.py"
 DRAFTED = "tests/unit/connector/test_drafted.py"
 DOCTOR = "tests/engine/test_doctor.py"
 FIELDS = "tests/engine/test_fields.py"

@@ -2,6 +2,7 @@
 
 from tests.mutations import (
     adapters,
+    audits,
     core,
     daemon,
     device,
@@ -21,6 +22,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *settings.FAULTS,
     *hooks.FAULTS,
     *scheduler.FAULTS,
+    *audits.FAULTS,
     *worker.FAULTS,
     *weights.FAULTS,
     *adapters.FAULTS,

@@ -120,6 +120,7 @@ EVENTS: list[tuple[str, dict[str, str], int, int, dict[str, str]]] = [
     ("HybridKVDaemonStuck", {"answering": "1x5 0x20"}, 6, 8, {}),
     ("HybridKVArenaNotMapped", {"workers_unmapped": "0x5 1x20"}, 5, 8, {}),
     ("HybridKVEngineStale", {"engines_stale": "0x5 1x20"}, 5, 8, {}),
+    ("HybridKVAuditDiffered", {"audits_differed_total": "0x9 1x20"}, 9, 11, {}),
     ("HybridKVTierNotOpen", {"tier_is_open{tier='disk'}": "1x5 0x20"}, 9, 12, {"tier": "disk"}),
     ("HybridKVTierSick", {"tier_breaker_open{tier='disk'}": "0x5 1x20"}, 9, 12, {"tier": "disk"}),
     ("HybridKVWrongBytes", {"objects_condemned_total": "0x9 1x20"}, 9, 11, {}),

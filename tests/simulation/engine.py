@@ -74,6 +74,7 @@ CLOCK = Clock()
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
     "": "arrived matched allocated _planned reported finished step_ended identify _poll _take",
+    "_audits": "answered begin began must_wait put_into take settle",
     "_lookups": "begin offer take_found flushed",
     "_loads": "allocated put_into ended",
     "_stores": "planned reported",
@@ -410,6 +411,8 @@ class Rank:
             for _, _, states, table in work:
                 self.oracle.verified(table, states)
             self.connector.wait_for_save()
+        # So that a seed repeats: a thread compares.
+        self.side._auditor.join()
         if self.device is not None:
             self.device.turn_some(self._rng.choice((1, 10, 100, 1000)))
             assert not self.device.held, f"a hook waited for {self.device.held}"

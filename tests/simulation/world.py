@@ -135,6 +135,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         ),
         "load_policy": rng.choice(("always", "faster")),
     }
+    settings["audit"] = random.Random(f"audits of {seed}").choice(("off", "on", 1.0))
     if not derived:
         settings["hybrid_chunk_size"] = chunk
     match_unit = None
@@ -328,6 +329,8 @@ class _Life:
                 "tails_loaded",
                 "stores_no_staging",
                 "stores_too_large",
+                "audits_passed",
+                "audits_unmade",
             ):
                 totals[name] += int(site.engine.connector.counters.get(name, 0))
         return dict(totals)
@@ -598,6 +601,7 @@ class _Life:
                 assert not saboteur.others, f"hooks faulted: {saboteur.others}"
                 self.counts["hook"] += saboteur.fired
                 self.counts["begun_anew"] += saboteur.supervisor.counters["begun_anew"]
+            assert not engine.connector.counters.get("audits_differed"), "a false alarm"
             refused = [name for name in engine.connector.counters if name.startswith("refused_")]
             assert not refused, f"the daemon refused: {refused}"
             engine.barrier()
@@ -609,6 +613,8 @@ class _Life:
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
                 site.engine.step_idle()
+        audits = [site.engine.side._audits._audit for site in self.sites]
+        assert not any(audits), f"audits never end: {audits}"
         # The daemon tells of evictions at the end of its turn; the second answer comes after that.
         # From here on each step may ask for slots, and evictions are told after it.
         for _ in range(2):

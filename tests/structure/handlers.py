@@ -62,6 +62,12 @@ HANDLERS = (
         NO + "logged, and nothing is served meanwhile",
     ),
     Handler(
+        "Auditor._compare_all",
+        "except Exception",
+        "What cannot be compared is no reason not to serve; the log has it.",
+        "audits_*",
+    ),
+    Handler(
         "EngineWeights._look",
         "except Exception",
         "Weights that cannot be looked at are like no others, so no step is taken for another's.",

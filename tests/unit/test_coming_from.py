@@ -181,6 +181,6 @@ def test_what_does_not_exist_is_noticed(name: str) -> None:
 def test_every_setting_is_on_the_page() -> None:
     told = {name for _, name in names()}
     keys = OF_ENGINES | {"ram", "eviction", "salt_quota", "disk", "disk_bytes", "tiers"}
-    assert keys - told <= {"load_policy", "checksum", "weights_identity", "config"}, (
+    assert keys - told <= {"load_policy", "checksum", "audit", "weights_identity", "config"}, (
         "others have nothing like these"
     )

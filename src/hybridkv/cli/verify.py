@@ -467,7 +467,7 @@ class Verification:
             checksum = "off" if self._flip == "blind" else "paranoid"
             # A hit is right or wrong; whether computing would have been faster is not asked here.
             extra = {"server": f"unix://{self._socket_path}", "checksum": checksum}
-            extra["load_policy"] = LoadPolicy.ALWAYS.value
+            extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
             transfer = {
                 "kv_connector": CONNECTOR,
                 "kv_connector_module_path": "hybridkv.connector",

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from hybridkv.core.copies import CopyRun
+from hybridkv.core.audit import AuditVerdict
+from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
 
@@ -25,6 +26,17 @@ class LoadPlan:
     runs: tuple[CopyRun, ...]
     adapter: AdapterWeights | None = None
     """The LoRA adapter that computed the objects; workers load them only while they have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPair:
+    """One object of `count` stored blocks in two slots, which a live audit compares."""
+
+    group_index: int
+    chunk: int
+    count: int
+    stored: SlotRef
+    computed: SlotRef
 
 
 @dataclass
@@ -44,6 +56,8 @@ class StepPlan(base.KVConnectorMetadata):
     question: int = 0  # Workers read their weights once for each number.
     eras: tuple[int, ...] = ()
     """The eras of the weights that loads and stores are for, by rank; empty = not known yet."""
+    audits: dict[int, ObjectPair] = field(default_factory=dict)
+    """By the number under which the workers report what they found; slots of the life `boot`."""
 
 
 @dataclass
@@ -63,6 +77,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """Places in a store run of objects that some rank did not write, by the run's number."""
     corrupt: set[tuple[int, int]] = field(default_factory=set)
     """(offset, generation) of slots whose bytes were proven wrong."""
+    audits: dict[int, dict[int, AuditVerdict]] = field(default_factory=dict)
+    """The verdict of each rank that has compared a pair, by the pair's number."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
     """What each rank's EngineWeights answers."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
@@ -79,6 +95,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
             _merged(self.done, other.done, operator.or_),
             _merged(self.unstored, other.unstored, operator.or_),
             self.corrupt | other.corrupt,
+            _merged(self.audits, other.audits, operator.or_),
             {**self.weights, **other.weights},
             _merged(self.counters, other.counters, operator.add),
             self.is_disabled or other.is_disabled,

@@ -81,6 +81,11 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "tiers (not_kept), or at all, since as many are known as there is room for (not_shown).",
         "event",
     ),
+    "audits": counter(
+        "Live audits, by outcome: the engine computed what is stored (passed), something else "
+        "(differed), or nothing could be compared (unmade).",
+        "outcome",
+    ),
     "weights_stale": counter(
         "Times that the engine's own prefix cache had blocks of other weights, or may have had: "
         "nothing is loaded or stored until it is reset."
@@ -133,6 +138,7 @@ EXACT: Mapping[str, Cell] = {
 PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("lookups_", "lookups", ("declined",)),
     ("hits_limited_by_", "hits_limited", ()),
+    ("audits_", "audits", ()),
     ("tokens_loaded_from_", "loaded_tokens_by_tier", ()),
     ("stores_", "stores_shed", ()),
     ("fault_", "faults", ()),

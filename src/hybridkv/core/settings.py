@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridkv.core import options
+from hybridkv.core.audit import AUDIT_SHARE
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.policies import LoadPolicy
@@ -25,6 +26,15 @@ def _config(value: object, where: str) -> str:
         what = f"{where}={value!r} must be the absolute path of a settings file"
         raise ConfigError(what, '"/etc/hybridkv.toml" works')
     return value
+
+
+def _audit(value: object, where: str) -> float:
+    shares = {"on": AUDIT_SHARE, "off": 0.0}
+    if isinstance(value, str) and value in shares:
+        return shares[value]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise ConfigError(f'{where}={value!r} must be "on", "off" or a share up to 1', '"on" works')
+    return float(value)
 
 
 def _setting(default: Any, parse: options.Parser) -> Any:
@@ -75,6 +85,11 @@ class Settings:
     checksum: str = _setting("on", options.choice(("on", "off", "paranoid")))
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
+    audit: float = _setting(AUDIT_SHARE, _audit)
+    """How many tokens are computed although they are stored, as a share of all that are computed of
+    prompts, for the live audit: the workers compare the two, and where they differ, this engine
+    neither loads nor stores any more under its identity. "on" is 0.001, "off" is 0. With "on" the
+    first hit of every engine start, and after each change of weights, is audited in any case."""
     weights_identity: str | None = _setting(None, options.text)
     """A name that stands for the weights with which the engine starts. By default the identity has
     a digest of the weights in each worker's memory. Set it where the same model has other bytes in

@@ -6,12 +6,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import ClientConnection, RequestError
+from hybridkv.daemon.sessions import ClientConnection, RequestError, Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
@@ -26,6 +28,11 @@ from hybridkv.wire.protocol import RULES, ErrorCode, refused
 
 LEASES_MAX = 1 << 16
 LATEST_MAX = 20
+AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
+    AuditOutcome.PASSED: "audits_passed",
+    AuditOutcome.DIFFERED: "audits_differed",
+    AuditOutcome.UNMADE: "audits_unmade",
+}
 
 _Present = tuple[list[bytes], Sequence[Sequence[Slot | None] | None], int]
 """What RAM has of some chunks: each group's mask; each chunk's slots by group index, None where RAM
@@ -55,6 +62,7 @@ class Daemon(DaemonState):
             wire.ReportCorrupt: partial(slot_requests.report_corrupt, self),
             wire.ReportRequest: self._report_request,
             wire.ReportIdentity: self._report_identity,
+            wire.ReportAudit: self._report_audit,
             wire.Explain: self._explain,
             wire.Stats: self._stats,
             wire.ListEngines: self._list_engines,
@@ -178,7 +186,10 @@ class Daemon(DaemonState):
             fault = f"{len(lookup.tails)} bytes are no names of tails of this session's chunks"
             raise RequestError(ErrorCode.HASHES, fault)
         is_waiting = self.promotion.is_waiting(connection.number, lookup.lease)
-        if is_waiting or lookup.lease in session.leases or len(session.leases) >= LEASES_MAX:
+        is_taken = is_waiting or lookup.lease in session.leases
+        if lookup.audit_lease:
+            is_taken |= lookup.audit_lease in (lookup.lease, *session.leases)
+        if is_taken or len(session.leases) >= LEASES_MAX:
             fault = f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open"
             raise RequestError(ErrorCode.LEASE, fault)
         # A hit of more chunks might need more slots than fit in a message.
@@ -192,7 +203,7 @@ class Daemon(DaemonState):
         asked = LookupRequest(
             *(*names, namespace, geometry, hashes, *times, lookup.tokens_per_second),
             *(PromptHit(chunks, 0, chunks * geometry.chunk_tokens), lookup.tails),
-            lookup.tails_from,
+            *(lookup.tails_from, lookup.audit_lease),
         )
         tail, tails = resident_tail(asked, masks, chunks)[0], len(lookup.tails) // HASH_BYTES
         asked = asked._replace(resident=asked.hit_of(chunks, tail))
@@ -256,6 +267,9 @@ class Daemon(DaemonState):
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
             self.counters["tokens_hit"] += tokens
+        audit = None
+        if asked.audit_lease and not tail and asked.namespace is session.namespace:
+            audit = self._audit_offer(session, asked, (masks, entries, chunks))
         packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
             facts: dict[str, str | int] = {
@@ -270,7 +284,39 @@ class Daemon(DaemonState):
             if chunks:
                 session.spans[asked.lease] = self.now, span
         why = why[: wire.FACT_MAX]  # An error's text may be of any length.
-        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why, tail)
+        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why, tail, audit)
+
+    def _audit_offer(
+        self, session: Session, asked: LookupRequest, present: _Present
+    ) -> wire.AuditOffer | None:
+        """Open the audit's lease on what can be compared; None where nothing can be.
+
+        That is the last chunk of the hit, if the hit before it is one too. Else it is what the
+        groups have of the chunk behind the hit, which the engine computes anyway.
+        """
+        masks, entries, chunks = present
+        geometry = session.geometry
+        shorter: list[Slot] = []
+        is_last = chunks > 0 and largest_hit(geometry, masks, chunks - 1) == chunks - 1
+        if is_last:
+            for index, group in enumerate(geometry.groups):
+                need = needed_chunks(geometry, group, chunks - 1)
+                # Every entry of a hit is whole.
+                shorter += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
+        chunk = chunks - is_last
+        entry = entries[chunk] if chunk < len(entries) else None
+        compared = [slot for slot in entry or () if slot is not None]
+        is_taken = asked.audit_lease in session.leases or len(session.leases) >= LEASES_MAX
+        if entry is None or not compared or is_taken:
+            return None
+        leased = [*shorter, *compared]
+        self.store.hold(leased)  # A proof is no use.
+        session.leases[asked.audit_lease] = leased
+        session.asked[asked.audit_lease] = asked.asked_at, asked.tokens_per_second
+        offsets = pack_u64([slot.offset if slot is not None else 0 for slot in entry])
+        generations = pack_u64([slot.generation if slot is not None else 0 for slot in entry])
+        names = asked.audit_lease, chunk
+        return wire.AuditOffer(*names, offsets, generations, *slot_requests.pack_slots(shorter))
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
         session = connection.session
@@ -310,6 +356,13 @@ class Daemon(DaemonState):
     def _report_request(self, connection: ClientConnection, told: wire.ReportRequest) -> None:
         ended = told.request_id, connection.session.namespace.identity, told.explanation
         self.history.add_request(RequestOutcome(*ended, self.now))
+
+    def _report_audit(self, connection: ClientConnection, told: wire.ReportAudit) -> None:
+        self.counters[AUDIT_COUNTERS[told.outcome]] += 1
+        known = self.history.known(told.request_id)
+        if known is not None:
+            explanation = replace(known.explanation, audit=told.outcome, audit_detail=told.detail)
+            self.history.add_request(known._replace(explanation=explanation))
 
     def _report_identity(self, connection: ClientConnection, told: wire.ReportIdentity) -> None:
         in_use = {session.namespace.identity for session in self.sessions.all}

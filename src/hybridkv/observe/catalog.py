@@ -53,6 +53,11 @@ PLAIN: Mapping[str, MetricFamily] = {
     "duplicates": counter("Stored objects that were there already; their slot was freed."),
     "mappings_failed": counter("Times that a worker could not map the arena; it tries again."),
     "engines_gone_stale": counter("Times that an engine had blocks of other weights in its cache."),
+    "audits_passed": counter("Live audits in which engines computed what was stored."),
+    "audits_differed": counter(
+        "Live audits in which an engine computed something else; it uses that identity no more."
+    ),
+    "audits_unmade": counter("Live audits in which nothing could be compared."),
     "evicted": counter("Objects that were evicted for room."),
     "over_quota": counter("Objects not kept, or evicted, for their cache_salt's quota."),
     "slots_granted": counter("Write slots given to engines."),

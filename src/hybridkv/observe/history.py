@@ -166,6 +166,10 @@ class RequestHistory:
             unused = (one for one in self._identities if one not in in_use)
             self._identities.pop(next(unused, b""), None)
 
+    def known(self, request_id: str) -> RequestOutcome | None:
+        """A request by its id alone."""
+        return self._requests.get(request_id)
+
     def request(self, request_id: str) -> RequestOutcome | None:
         """A request by its id, or by the id that clients know, to which vLLM may append."""
         if request_id in self._requests or not request_id:

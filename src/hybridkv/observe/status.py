@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from hybridkv import __version__
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.sizes import format_size
 from hybridkv.observe.history import Past, Sample, Snapshot
 from hybridkv.wire import status as wire
@@ -60,8 +61,15 @@ DECLINES: Mapping[Decline, str] = {
     Decline.IDENTITY: "the engine's weights changed meanwhile",
     Decline.LOAD_FAILED: "the load failed, and the request was computed",
     Decline.PLAN_FAILED: "the load could not be planned",
+    Decline.AUDIT: "a live audit found that this engine computes other bytes than are stored",
 }
 """Each reason in words."""
+AUDITS: Mapping[AuditOutcome, str] = {
+    AuditOutcome.PASSED: "passed: the engine computed what is stored",
+    AuditOutcome.DIFFERED: "differed: the engine computed something else",
+    AuditOutcome.UNMADE: "not made: nothing could be compared",
+}
+"""What came of an audit in words."""
 
 
 class StatusReport:
@@ -184,6 +192,10 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         text = f"{count:,.0f} engines serve nothing: their caches have blocks of other weights"
         cure = "reset_prefix_cache while no request runs ends it"
         found.append(wire.Problem("bad", f"{text}; {cure}"))
+    if count := snapshot.values.of("audits_differed"):
+        text = f"{count:,.0f} live audits found that an engine computes other bytes than are stored"
+        what = "it neither loads nor stores under that identity any more; its log names the layer"
+        found.append(wire.Problem("bad", f"{text}; {what}"))
     if count := snapshot.values.of("objects_condemned"):
         text = f"{count:,.0f} objects had wrong bytes in RAM and were dropped"
         found.append(wire.Problem("warn", f"{text}, since the daemon began"))
@@ -195,8 +207,12 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
 def help_of(snapshot: Snapshot) -> str:
     """Whether the cache helps, in a sentence or two, by the last hour and the last requests."""
     window = _window(snapshot, HOUR_SECONDS)
+    passed, differed = map(snapshot.values.of, ("audits_passed", "audits_differed"))
+    audited = ""
+    if passed or differed:
+        audited = f" Audited {passed + differed:,.0f}, {differed:,.0f} differed."
     if not window.asked_tokens:
-        return "Nothing was looked up in the last hour."
+        return f"Nothing was looked up in the last hour.{audited}"
     text = "Nothing was loaded in the last hour."
     if window.loaded_tokens:
         part = window.loaded_tokens / window.asked_tokens
@@ -208,6 +224,7 @@ def help_of(snapshot: Snapshot) -> str:
             text += f", which saved {window.saved_seconds:.3g} s."
         else:
             text += f", which took {-window.saved_seconds:.3g} s longer than computing."
+    text += audited
     words = Counter(str(outcome_of(one.explanation)[0]) for one in snapshot.decisions)
     told = ", ".join(f"{count} {word}" for word, count in words.most_common())
     return f"{text} The last requests: {told}." if told else text
@@ -254,6 +271,8 @@ def outcome_of(told: RequestExplanation) -> tuple[wire.Outcome, str]:
         return wire.Outcome.LOCAL, text
     if not told.hit_chunks:
         return wire.Outcome.MISS, "nothing was found"
+    if told.audit is not None:
+        return wire.Outcome.UNUSED, "its only chunk was computed for the live audit"
     return wire.Outcome.UNUSED, "the request ended before the hit was loaded"
 
 
@@ -291,6 +310,9 @@ def sentences_of(told: RequestExplanation) -> dict[str, str]:
         facts["loaded"] = text
     elif told.declined is not None or told.hit_chunks is not None:
         facts["nothing loaded because"] = text
+    if told.audit is not None:
+        detail = f": {told.audit_detail}" if told.audit_detail else ""
+        facts["live audit"] = AUDITS[told.audit] + detail
     return facts | {"stored": f"{told.stored_objects} objects"}
 
 

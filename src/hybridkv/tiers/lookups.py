@@ -82,6 +82,7 @@ class LookupRequest(NamedTuple):
     resident: PromptHit  # The hit that RAM alone had at `asked_at`.
     tails: bytes = b""  # The names of tails, as in wire.Lookup.
     tails_from: int = 0
+    audit_lease: int = 0  # As in wire.Lookup.
 
     @property
     def chunks(self) -> int:

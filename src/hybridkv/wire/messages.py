@@ -13,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
@@ -107,6 +108,7 @@ class Decline(StrEnum):
     IDENTITY = "lookups_identity"
     LOAD_FAILED = "loads_failed"
     PLAN_FAILED = "plan_failed"
+    AUDIT = "lookups_audit"
 
 
 class GroupPresence(Struct, frozen=True, array_like=True):
@@ -145,6 +147,10 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     """Why nothing was loaded; None where nothing went wrong."""
     detail: Fact = ""
     """What is known besides, for people."""
+    audit: AuditOutcome | None = None
+    """None where the request was not audited, or its audit has not ended."""
+    audit_detail: Fact = ""
+    """What is known of the audit, for people."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):
@@ -242,6 +248,8 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
     `tails` are names of hits that end inside a chunk (core.tails), in prefix order from chunk
     `tails_from` on: one for each match unit that ends inside a chunk.
+
+    With an `audit_lease` (0: none) the answer says too which objects a live audit may compare.
     """
 
     lease: Count
@@ -250,6 +258,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     tokens_per_second: Count = 0
     tails: Hashes = b""
     tails_from: Count = 0
+    audit_lease: Count = 0
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -309,6 +318,14 @@ class ReportIdentity(_Message, frozen=True, tag="report_identity"):
     facts: Facts
 
 
+class ReportAudit(_Message, frozen=True, tag="report_audit"):
+    """Tell what came of a live audit of a request of the session's identity."""
+
+    request_id: Text
+    outcome: AuditOutcome
+    detail: Fact = ""
+
+
 class Explain(_Numbered, frozen=True, tag="explain"):
     """Ask what became of a request; an empty `request_id` only asks which requests are known."""
 
@@ -354,6 +371,24 @@ class Welcome(_Numbered, frozen=True, tag="welcome"):
     pid: Count
 
 
+class AuditOffer(Struct, frozen=True, array_like=True):
+    """Objects of one chunk that are stored, for an engine that computes the chunk.
+
+    All slots below are under the lease `lease`.
+    """
+
+    lease: Count
+    chunk: Count
+    """The chunk that is computed: the hit's last, or the first behind the hit."""
+    offsets: Packed
+    generations: Packed
+    """The slot of each group's object of the chunk; generation 0 = there is none."""
+    shorter_offsets: Packed = b""
+    shorter_generations: Packed = b""
+    """The slots of the hit that ends before the chunk, as in Found, where the chunk is the hit's
+    last; else empty."""
+
+
 class Found(_Numbered, frozen=True, tag="found"):
     """The answer to Lookup: the hit, each group's presence mask, and the slots that the hit needs.
 
@@ -373,6 +408,8 @@ class Found(_Numbered, frozen=True, tag="found"):
     tail: Count = 0
     """The number, counted from 1, of the tail in Lookup that the hit ends with; 0 = none. Its
     objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
+    audit: AuditOffer | None = None
+    """What a live audit may compare; None where nobody asked for that, or nothing can be."""
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):
@@ -458,7 +495,7 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify | Subscribe
 SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
-EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity
+EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 """What an engine sends; control connections send the rest."""
 Request = EngineMessage | Stats | ListEngines | Clear | Explain
 Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error

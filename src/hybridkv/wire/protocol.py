@@ -88,6 +88,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ReportCorrupt: MessageRule(_ENGINE, None),
     wire.ReportRequest: MessageRule(_ENGINE, None),
     wire.ReportIdentity: MessageRule(_ENGINE, None),
+    wire.ReportAudit: MessageRule(_ENGINE, None),
     wire.Explain: MessageRule(_GREETED, wire.Explained),
     wire.Stats: MessageRule(_GREETED, wire.Report),
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),

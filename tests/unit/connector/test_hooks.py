@@ -70,7 +70,11 @@ def make_roles(socket_path: str) -> Roles:
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS[LAYOUT]
-    settings: dict[str, object] = {"weights_identity": "simulated", "lookup_timeout_ms": 10_000}
+    settings: dict[str, object] = {
+        "weights_identity": "simulated",
+        "audit": "off",
+        "lookup_timeout_ms": 10_000,
+    }
     settings["hybrid_chunk_size"] = 2 * layout.unit
     shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, ON_CPU, settings)
     config = _vllm_config(shape, socket_path, "e")
@@ -165,7 +169,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
 
     layout = LAYOUTS[name]
     length, budget = 40 * layout.unit, 3 * layout.unit
-    settings: dict[str, object] = {"weights_identity": "simulated"}
+    settings: dict[str, object] = {"weights_identity": "simulated", "audit": "off"}
     settings["hybrid_chunk_size"] = layout.unit
     shape = Shape(layout, BLOCKS, length, budget, 4, None, 1, ON_CPU, settings, is_async, drafts=3)
     monkeypatch.setattr(hybridkv.vllm.drafters, "is_cpu_mended", True)
@@ -202,7 +206,11 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
 
     layout = LAYOUTS["gemma3_small"]
     unit = layout.unit
-    settings: dict[str, object] = {"weights_identity": "simulated", "hybrid_chunk_size": 4 * unit}
+    settings: dict[str, object] = {
+        "weights_identity": "simulated",
+        "audit": "off",
+        "hybrid_chunk_size": 4 * unit,
+    }
     shape = Shape(layout, BLOCKS, 3 * unit, unit, 4, None, 1, ON_CPU, settings)
     config = _vllm_config(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)

@@ -51,7 +51,11 @@ class Served:
         from tests.simulation.layouts import LAYOUTS, ON_CPU
 
         layout = LAYOUTS[LAYOUT]
-        chosen: dict[str, object] = {"weights_identity": "simulated", "lookup_timeout_ms": 20_000}
+        chosen: dict[str, object] = {
+            "weights_identity": "simulated",
+            "audit": "off",
+            "lookup_timeout_ms": 20_000,
+        }
         chosen["hybrid_chunk_size"] = layout.unit
         shape = Shape(layout, BLOCKS, 1 << 20, 512, 4, None, 1, ON_CPU, chosen)
         config = _vllm_config(shape, daemon.socket_path, f"e {algorithm}")

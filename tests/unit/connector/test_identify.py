@@ -29,7 +29,7 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
 
     counters: Counter[str] = Counter()
     scheduler = SchedulerRole(
-        Settings(server=f"unix://{daemon.socket_path}", lookup_timeout_ms=60_000),
+        Settings(server=f"unix://{daemon.socket_path}", lookup_timeout_ms=60_000, audit=0.0),
         GEOMETRY,
         b"n" * 32,
         "e",

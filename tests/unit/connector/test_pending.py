@@ -49,6 +49,7 @@ def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
             "server": f"unix://{slow.socket_path}",
             "load_policy": "always",
             "lookup_timeout_ms": 10_000,
+            "audit": "off",
         }
     )
     scheduler = SchedulerRole(

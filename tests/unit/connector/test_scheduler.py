@@ -50,7 +50,12 @@ class Rig:
         self.counters: Counter[str] = Counter()
         server = f"unix://{daemon.socket_path}"
         parsed = parse_settings(
-            {"server": server, "lookup_timeout_ms": 1e3 * LOOKUP_SECONDS, **(settings or {})}
+            {
+                "server": server,
+                "lookup_timeout_ms": 1e3 * LOOKUP_SECONDS,
+                "audit": "off",
+                **(settings or {}),
+            }
         )
         self.side = SchedulerRole(
             parsed, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, self.counters, 1000

@@ -45,7 +45,7 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
     counters: Counter[str] = Counter()
     events = KVEventPublisher(GEOMETRY, counters)
     settings = parse_settings(
-        {"server": f"unix://{daemon.socket_path}", "lookup_timeout_ms": 10_000}
+        {"server": f"unix://{daemon.socket_path}", "lookup_timeout_ms": 10_000, "audit": "off"}
     )
     side = SchedulerRole(
         settings, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, counters, 1000, events=events

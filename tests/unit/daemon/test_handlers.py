@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
@@ -27,6 +28,7 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     Release,
+    ReportAudit,
     ReportCorrupt,
     ReportIdentity,
     ReportMapping,
@@ -68,6 +70,7 @@ MINIMAL: dict[type[Request], Request] = {
         ReportCorrupt(b"", b""),
         ReportRequest("r", RequestExplanation(1, 0)),
         ReportIdentity({}),
+        ReportAudit("r", AuditOutcome.PASSED),
         ReportStale(True),
         Explain(1, "r"),
         Stats(1),

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.daemon.view import HOUR, SAMPLED
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
-from hybridkv.wire.messages import Found, Lookup, Release
+from hybridkv.wire.messages import Found, Lookup, Release, ReportAudit
 from hybridkv.wire.status import SessionStatus, TierStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.observe.test_metrics import PART, SMALL
@@ -73,6 +74,21 @@ def test_whether_it_helps_is_told_by_what_was_loaded() -> None:
     assert told.help == (
         "In the last hour 64 tokens were loaded, 50% of those asked for, which saved 1.5 s."
     )
+
+
+def test_audits_are_told_and_a_difference_is_bad() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, SMALL)
+    daemon.view.tick(0.0)
+    for _ in range(3):
+        daemon.handle(1, ReportAudit("r", AuditOutcome.PASSED))
+    told = StatusReport().make(daemon.view.snapshot(20.0))
+    assert told.help.endswith("Audited 3, 0 differed.")
+    daemon.handle(1, ReportAudit("r", AuditOutcome.DIFFERED, "layer x differs by 2"))
+    told = StatusReport().make(daemon.view.snapshot(40.0))
+    assert told.help.endswith("Audited 4, 1 differed.")
+    (problem,) = [problem for problem in told.health if problem.level == "bad"]
+    assert "1 live audits found that an engine computes other bytes" in problem.text
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
 PARTS = (
     *(messages.WireGeometry, messages.WireGroup, messages.WireModel, messages.WireEngine),
     *(messages.RequestExplanation, messages.GroupPresence),
-    *(messages.OtherIdentity, messages.IdentityDifference),
+    *(messages.OtherIdentity, messages.IdentityDifference, messages.AuditOffer),
     *(page.Status, page.TierStatus, page.GroupStatus, page.SessionStatus, page.DecisionStatus),
     *(page.Problem, page.MemoryVerdict, page.WindowStatus, page.StatusHistory),
 )

@@ -7,10 +7,12 @@ from typing import get_args
 
 import pytest
 
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    AuditOffer,
     Clear,
     Commit,
     Decline,
@@ -34,6 +36,7 @@ from hybridkv.wire.messages import (
     Removed,
     Reply,
     Report,
+    ReportAudit,
     ReportCorrupt,
     ReportIdentity,
     ReportMapping,
@@ -121,6 +124,8 @@ EXPLANATION = RequestExplanation(
     loaded_bytes=1 << 20,
     declined=Decline.LOAD_FAILED,
     detail="d",
+    audit=AuditOutcome.DIFFERED,
+    audit_detail="a",
 )
 TIER = TierStatus(
     name="disk",
@@ -242,10 +247,11 @@ REQUESTS: list[tuple[Request, str]] = [
             tokens_per_second=10_000,
             tails=NAME,
             tails_from=2,
+            audit_lease=10,
         ),
-        "7500000098a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "7600000099a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
-        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f02",
+        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020a",
     ),
     (
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
@@ -282,14 +288,18 @@ REQUESTS: list[tuple[Request, str]] = [
     ),
     (
         ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
-        "9100000093ae7265706f72745f72657175657374a6636d706c2d319fcd025802cc8004c4200001020304"
-        "05060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7"
-        "736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80"
-        "cd0100ce00100000ac6c6f6164735f6661696c6564a164",
+        "9e00000093ae7265706f72745f72657175657374a6636d706c2d31dc0011cd025802cc8004c420000102"
+        "030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c094"
+        "01a7736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65"
+        "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a161",
     ),
     (
         ReportIdentity(facts={"dtype": "bfloat16"}),
         "2100000092af7265706f72745f6964656e7469747981a56474797065a862666c6f61743136",
+    ),
+    (
+        ReportAudit(request_id="cmpl-1", outcome=AuditOutcome.PASSED, detail="d"),
+        "1e00000094ac7265706f72745f6175646974a6636d706c2d31a6706173736564a164",
     ),
     (Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
     (Stats(id=6), "0900000093a5737461747306c2"),
@@ -322,9 +332,19 @@ REPLIES: list[tuple[Reply, str]] = [
             tiers={"disk": 1},
             why="w",
             tail=5,
+            audit=AuditOffer(
+                lease=10,
+                chunk=0,
+                offsets=OFFSETS,
+                generations=GENERATIONS,
+                shorter_offsets=OFFSETS,
+                shorter_generations=GENERATIONS,
+            ),
         ),
-        "410000009aa5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
-        "10101112131415161718191a1b1c1d1e1f81a46469736b01a17705",
+        "8c0000009ba5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
+        "10101112131415161718191a1b1c1d1e1f81a46469736b01a17705960a00c41000010203040506070809"
+        "0a0b0c0d0e0fc410101112131415161718191a1b1c1d1e1fc410000102030405060708090a0b0c0d0e0f"
+        "c410101112131415161718191a1b1c1d1e1f",
     ),
     (
         Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
@@ -412,12 +432,12 @@ REPLIES: list[tuple[Reply, str]] = [
                 )
             ],
         ),
-        "e700000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
-        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f9fcd025802cc8004c420000102030405060708"
-        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7736c6964"
-        "696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80cd0100ce"
-        "00100000ac6c6f6164735f6661696c6564a1649192c420000102030405060708090a0b0c0d0e0f101112"
-        "131415161718191a1b1c1d1e1f9193a56474797065a161a162",
+        "f400000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
+        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fdc0011cd025802cc8004c42000010203040506"
+        "0708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7736c"
+        "6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80cd01"
+        "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a1619192c420000102030405"
+        "060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f9193a56474797065a161a162",
     ),
     (
         Error(id=3, code="lease", message="lease 9 is taken"),

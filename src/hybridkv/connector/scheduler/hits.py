@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
+from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.requests import (
     RequestEvent,
@@ -67,10 +68,12 @@ class Lookups:
         requests: RequestRegistry,
         events: KVEventPublisher,
         weights: WeightsWatch,
+        audits: Audits,
         with_tails: bool = False,
     ) -> None:
         """`with_tails`: hits may end inside a chunk (core.tails)."""
         self._weights = weights
+        self._audits = audits
         self._with_tails = with_tails
         self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
@@ -95,6 +98,10 @@ class Lookups:
         found, request = tracked.lookup.found, tracked.request
         if found is None:
             return self._unanswered(tracked, local_tokens, now)
+        if self._audits.is_cut_off:
+            self._requests.settle(tracked, "lookups_audit", now)
+            return 0
+        self._audits.begin(tracked, local_tokens, now)
         tokens = tracked.lookup.hit_tokens(self._geometry)
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
@@ -141,6 +148,7 @@ class Lookups:
         if tracked is None or not tracked.is_prefetching or not is_sound:
             self._requests.by_lease.pop(found.lease, None)
             self._session.send(Release(found.lease), now)
+            self._audits.refused(found, now)
             return
         tracked.lookup.found = tracked.lookup.answer = found
         self._requests.meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
@@ -149,6 +157,7 @@ class Lookups:
             # A miss opens no lease.
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
+        self._audits.answered(tracked, found, now)
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
         if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)
@@ -214,7 +223,9 @@ class Lookups:
         lookup.sent_at, lookup.deadline = now, now + self._most_seconds
         seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
         waits = round(seconds * 1e3), rate
-        message = Lookup(lease, lease, lookup.hashes, *waits, lookup.tails, lookup.tails_from)
+        tails = lookup.tails, lookup.tails_from
+        audit = self._audits.lease_for_lookup(tracked)
+        message = Lookup(lease, lease, lookup.hashes, *waits, *tails, audit)
         lookup.sent = session.send(message, now)
         self.queued.append(tracked)
         self._counters["lookups"] += 1
@@ -226,6 +237,8 @@ class Lookups:
             return ""
         if self._weights.is_stale:
             return "lookups_identity"
+        if self._audits.is_cut_off:
+            return "lookups_audit"
         return "lookups_late_workers" if session.unmapped == session.boot else ""
 
     def _unanswered(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:

@@ -19,6 +19,7 @@ from typing import Any
 from hybridkv.connector.messages import LoadPlan
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.stats import StatsCollector
+from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
@@ -165,6 +166,7 @@ class TrackedRequest:
     """By counter, the chunk before which objects that are not stored for that reason are counted.
     """
     drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
+    audited: AuditVerdict | None = None  # What came of its live audit; None = nothing did.
 
     @property
     def is_prefetching(self) -> bool:
@@ -246,12 +248,16 @@ class RequestRegistry:
         for tracked in [one for one in self.by_id.values() if one.is_prefetching]:
             self.settle(tracked, reason, now)
 
+    def next_lease(self) -> int:
+        """The number of a new lease."""
+        self.last_lease += 1
+        return self.last_lease
+
     def open_lease(self, tracked: TrackedRequest) -> int:
         """The number of a new lease, under which the request is found."""
-        self.last_lease += 1
-        self.by_lease[self.last_lease] = tracked
-        tracked.lookup.lease = self.last_lease
-        return self.last_lease
+        lease = tracked.lookup.lease = self.next_lease()
+        self.by_lease[lease] = tracked
+        return lease
 
     def release(
         self, tracked: TrackedRequest, now: float, loaded: tuple[int, int] | None = (0, 0)
@@ -272,10 +278,14 @@ class RequestRegistry:
     def report(self, tracked: TrackedRequest, now: float) -> None:
         """Send the daemon what became of a request that ended, for `hybridkv explain`."""
         if self.session.is_connected:
-            # A client may choose the id, also one that is no UTF-8.
-            request_id = str(tracked.request.request_id).encode("utf-8", "replace").decode()
             explanation = explain_request(self.geometry, tracked)
-            self.session.send(wire.ReportRequest(request_id[: wire.TEXT_MAX], explanation), now)
+            self.session.send(wire.ReportRequest(wire_name(tracked), explanation), now)
+
+
+def wire_name(tracked: TrackedRequest) -> str:
+    """The request's id as messages have it; a client may choose one that is no UTF-8."""
+    request_id = str(tracked.request.request_id).encode("utf-8", "replace").decode()
+    return request_id[: wire.TEXT_MAX]
 
 
 def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.RequestExplanation:
@@ -307,6 +317,8 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         *tracked.load.total,
         wire.Decline(declined) if declined else None,
         detail[: wire.FACT_MAX],
+        tracked.audited.outcome if tracked.audited is not None else None,
+        tracked.audited.sentence[: wire.FACT_MAX] if tracked.audited is not None else "",
     )
 
 

@@ -16,6 +16,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler import requests
+from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
@@ -23,6 +24,7 @@ from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import HybridKVStats, StatsCollector
+from hybridkv.core.audit import AuditBudget
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint, tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
@@ -103,7 +105,11 @@ class SchedulerRole:
             geometry, self._session, self._room, self._meter, counters
         )
         self._weights = weights or WeightsWatch()
-        self._lookups = Lookups(settings, self._requests, self._events, self._weights, with_tails)
+        budget = before._audits.budget if before else AuditBudget(settings.audit)
+        self._audits: Audits = Audits(self._requests, budget)
+        self._lookups = Lookups(
+            *(settings, self._requests, self._events, self._weights, self._audits, with_tails)
+        )
         self._loads = LoadPlanner(self._requests)
         # A late report of what `before` planned must not be taken for one of this role's plans.
         numbers = before._stores.numbers if before else None
@@ -111,6 +117,7 @@ class SchedulerRole:
             *(geometry, tokens_per_step, settings.store_generated, counters),
             *(staging_bytes, numbers, with_tails),
         )
+        self._stores.audits = self._audits
         self._drafted = DraftedBlocks(drafter, geometry, pool_blocks + 1) if drafter else None
         if before:
             self._loads.to_fail = before._loads.give_up()
@@ -229,8 +236,9 @@ class SchedulerRole:
             is_attached = session.attached_ranks is None or session.workers_attached()
             if not is_attached:
                 self._counters["stores_unattached"] += len(output.num_scheduled_tokens)
-            elif not self._weights.is_stale:
+            elif not self._weights.is_stale and not self._audits.is_cut_off:
                 plan.stores = self._stores.planned(output, self._requests.by_id, tables, number)
+            self._audits.put_into(plan, now)
             self._reserve(now)
         if plan.stores:
             self._push_until = now + PUSH_SECONDS
@@ -294,6 +302,8 @@ class SchedulerRole:
             facts = self._weights.facts_of(digests)
             self.identify(fingerprint(facts), facts)
             self._weights.is_identified = True
+        if self._audits.take(report, now):
+            self._stores.abort()
         self._changes += self._stores.reported(report, self._weights.is_proven)
         if session.is_connected:
             self._events.update(lambda events: events.stored(self._stores.committed))
@@ -332,9 +342,11 @@ class SchedulerRole:
     def finished(self, request_id: str) -> None:
         """The request ended or was aborted."""
         self._adapters.ended(request_id)
-        tracked = self._requests.by_id.get(request_id)
+        now, tracked = time.monotonic(), self._requests.by_id.get(request_id)
         if tracked is not None:
-            self._requests.advance(tracked, requests.RequestEvent.FINISHED, time.monotonic())
+            self._audits.count_prefill(tracked)
+            self._requests.advance(tracked, requests.RequestEvent.FINISHED, now)
+            self._audits.settle(now)
 
     def reset(self, is_empty: bool) -> None:
         """The engine reset its prefix cache (`is_empty`: nothing is left): weights may be others.
@@ -346,6 +358,7 @@ class SchedulerRole:
         # What is committed by now was computed before; what is being written may not be.
         self._send_changes(now)
         self._stores.abort()
+        self._audits.reset(now)
         self._weights.reset(is_empty)
         if is_empty:
             self._adapters.emptied()
@@ -368,6 +381,7 @@ class SchedulerRole:
         self._send_changes(now)
         self._session.identify(namespace, facts, now)
         self._stores.abort()
+        self._audits.identify(now)
         self._events.update(KVEventPublisher.lost)
         for tracked in [*self._requests.by_id.values()]:
             tracked.next_chunk = [0] * len(self._geometry.groups)
@@ -476,5 +490,6 @@ class SchedulerRole:
         self._changes.clear()
         self._lookups.queued.clear()
         self._stores.lost()
+        self._audits.lost()
         self._events.update(KVEventPublisher.lost)
         self._requests.lost(time.monotonic())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
+from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.requests import TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
@@ -105,7 +106,9 @@ class StorePlanner:
         self._storing: dict[int, _StoreRun] = {}
         """By the number under which the workers report the run; no number is given twice."""
         self._unproven: list[_StoreRun] = []
-        """Runs that all ranks have reported, of weights that may be others."""
+        """Runs that all ranks have reported, of weights that may be others, or with an object that
+        a live audit compares."""
+        self.audits: Audits | None = None  # They compare objects before these are committed.
         self.committed: list[StoredObjects] = []  # The objects that the last `reported` committed.
 
     def lost(self) -> None:
@@ -220,6 +223,9 @@ class StorePlanner:
             adapter = storing.tracked.adapter
             if adapter and not adapter.has_computed(storing.adapter_hash, storing.step):
                 storing.unstored = frozenset(range(storing.run.objects))
+            if self.audits is not None and self.audits.must_wait(storing.run, storing.unstored):
+                self._unproven.append(storing)
+                continue
             storing.hashes = storing.hashes or self._hashes(storing.tracked, storing.run)
             if not storing.hashes:
                 storing.unstored = frozenset(range(storing.run.objects))
@@ -446,6 +452,8 @@ class StorePlanner:
         self._storing[number] = storing
         storing.adapter_hash = storing.tracked.adapter_hash
         storing.tracked.stored += storing.run.objects
+        if self.audits is not None and not storing.tail_tokens:
+            self.audits.began(storing.tracked, number, storing.run)
         return number, storing.run
 
     def _shape(self, span: ObjectSpan) -> SlotShape:

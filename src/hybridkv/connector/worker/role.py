@@ -14,6 +14,7 @@ from hybridkv.client.link import Link
 from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
+from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.copiers import Copiers, open_pipeline
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
@@ -72,6 +73,7 @@ class WorkerRole:
         self.layout: WorkerLayout | None = None
         self._weights: EngineWeights | None = None  # None until the tensors are registered.
         self._adapters: LoadedAdapters | None = None  # As for the weights.
+        self._auditor: Auditor | None = None  # None until the tensors are registered.
         self._boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
         self._copiers: dict[str, tuple[Arena, Copier]] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
@@ -117,6 +119,11 @@ class WorkerRole:
         if pipeline is not None:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
         self._making = Copiers(groups, self._part, pipeline)
+        numbers = [
+            [layer_numbers(group.kv_cache_spec, name, views[name]) for name in group.layer_names]
+            for group in _served(config)
+        ]
+        self._auditor = Auditor(numbers, self._part, self.layout.device == "cpu")
         self._link.poll(time.monotonic())
 
     @property
@@ -151,6 +158,9 @@ class WorkerRole:
         for request_id, load in plan.loads.items():
             if request_id not in refused:
                 self._load(request_id, load, plan.number)
+        if plan.audits and self._auditor is not None:
+            arena, _ = self._copiers.get(plan.boot, (None, None))
+            self._auditor.begin(arena, plan.audits)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says; on return the blocks are the engine's again."""
@@ -199,6 +209,8 @@ class WorkerRole:
             lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
             self._failed |= lost
+        if self._auditor is not None:
+            self._auditor.begin(None, plan.audits)
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: what no copier has will not be stored."""
@@ -239,6 +251,11 @@ class WorkerRole:
         if self._boot and (self._making is None or self._making.is_alive):
             report.boots[self._boot] = 1
         report.is_disabled = self.is_disabled
+        if self._auditor is not None:
+            rank = self._part.rank
+            report.audits = {
+                number: {rank: verdict} for number, verdict in self._auditor.take().items()
+            }
         if self._weights is not None:
             report.weights[self._part.rank] = self._weights.answer()
         return report

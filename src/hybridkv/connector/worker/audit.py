@@ -1,0 +1,135 @@
+"""A worker's part of live audits: it compares two slots, in a thread of its own.
+
+Both slots are in the arena: what is stored, and what the engine computed and the worker has just
+copied out as it copies every store. So an audit needs nothing of a device, and proves the copies
+too.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1 import kv_cache_interface as kv
+
+from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.messages import ObjectPair
+from hybridkv.connector.worker.difference import (
+    BOUNDS,
+    Depth,
+    LayerNumbers,
+    NumberRange,
+    bounds_of,
+    compare,
+)
+from hybridkv.core.audit import AuditOutcome, AuditVerdict
+from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.shm.arena import Arena
+from hybridkv.vllm.blocks import block_bytes, physical
+
+logger = logging.getLogger("vllm.hybridkv")
+
+_FIRST_LAYER = re.compile(r"(language_model\.)?model\.layers\.0\.")
+"""The first layer of the model itself: that of a drafter reads what the last one computed."""
+
+
+class Auditor:
+    """One rank's comparisons. `layers` are those of each served group, in an object's order."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout, is_on_cpu: bool = True
+    ) -> None:
+        self.layers = layers
+        self.bounds = bounds_of(layers, is_on_cpu)
+        self._part = part
+        self._lock = threading.Lock()
+        self._verdicts: dict[int, AuditVerdict] = {}  # Guarded by the lock.
+        self._thread: threading.Thread | None = None  # The last one that was started.
+
+    def begin(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
+        """Compare the objects; `arena` has their slots, None = it is not mapped here."""
+        if arena is None:
+            self._put(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
+            return
+        self._thread = threading.Thread(
+            target=self._compare_all, args=(arena, dict(pairs)), name="hybridkv-audit", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> dict[int, AuditVerdict]:
+        """The verdicts since the last call, by the numbers of the pairs."""
+        with self._lock:
+            taken, self._verdicts = self._verdicts, {}
+        return taken
+
+    def join(self) -> None:
+        """Wait until everything that was begun is compared; for tests."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _put(self, verdicts: Mapping[int, AuditVerdict]) -> None:
+        with self._lock:
+            self._verdicts.update(verdicts)
+
+    def _compare_all(self, arena: Arena, pairs: Mapping[int, ObjectPair]) -> None:
+        for number, pair in pairs.items():
+            verdict = AuditVerdict(AuditOutcome.UNMADE)
+            try:
+                verdict = self._compared(arena, pair)
+            except Exception as error:  # noqa: BLE001  # no audit is no reason not to serve
+                logger.warning("hybridkv: an audit could not compare: %s", error)
+            self._put({number: verdict})
+
+    def _compared(self, arena: Arena, pair: ObjectPair) -> AuditVerdict:
+        """Raises BadSlotError where a slot is another object's, or has lost its bytes."""
+        layers = self.layers[pair.group_index]
+        part_bytes = pair.count * sum(layer.block_bytes for layer in layers)
+        stored, computed = (self._op(pair, slot) for slot in (pair.stored, pair.computed))
+        if not self._part.writes(computed):
+            # The part that all ranks share is compared by the rank that wrote it.
+            return AuditVerdict(AuditOutcome.PASSED)
+        parts = []
+        for op in (stored, computed):
+            self._part.prove(arena, op, part_bytes)
+            at = self._part.payload(op, part_bytes)
+            parts.append(np.frombuffer(arena.memory, np.uint8, part_bytes, at))
+        verdict = compare(layers, self.bounds, pair.count, *parts)
+        for op in (stored, computed):
+            # Its slot may have been given away meanwhile.
+            self._part.recheck(arena, op)
+        return verdict
+
+    def _op(self, pair: ObjectPair, slot: SlotRef) -> CopyOp:
+        return CopyOp(slot, pair.group_index, pair.chunk, pair.count, 0, ())
+
+
+def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:
+    """Where the numbers of a layer are, from its group's spec and its blocks (vllm.layout)."""
+    if isinstance(spec, kv.UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[name]
+    size, dtype = block_bytes(view), _name(view.dtype)
+    ranges: list[NumberRange] = []
+    if isinstance(spec, kv.MambaSpec):
+        # Its states stand one behind the other; the tensor is registered as plain bytes.
+        at = 0
+        for shape, state_dtype in zip(spec.shapes, spec.dtypes, strict=True):
+            stop = at + int(np.prod(shape)) * state_dtype.itemsize
+            ranges.append(NumberRange(at, stop, _name(state_dtype)))
+            at = stop
+        if at > size or len(physical(view).shape) != 2:
+            ranges = []
+    elif getattr(spec, "state_content_bytes", None) is None:
+        ranges.append(NumberRange(0, size, dtype))
+    if any(numbers.dtype not in BOUNDS for numbers in ranges):
+        ranges = []
+    depth = Depth.LATER
+    if _FIRST_LAYER.match(name):
+        depth = Depth.FIRST_STATE if isinstance(spec, kv.MambaSpec) else Depth.FIRST
+    return LayerNumbers(name, size, tuple(ranges), depth)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

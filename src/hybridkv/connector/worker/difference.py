@@ -1,0 +1,216 @@
+"""How far the numbers of an object are from those that were computed again.
+
+An object's part is cut into *pieces* of PIECE numbers that stand side by side in a block: some
+numbers of one token, in most layouts. The error of a piece is the length of the difference, divided
+by the length of what is stored. Two numbers say how far a layer is off:
+
+- the *typical* error, the median of all pieces. Rounding makes it small, whatever computes; other
+  weights do not.
+- the *high* error, which a sixteenth of the pieces exceeds. It is large where a block is another
+  one. A token that another expert computes may be far off alone, and a few of these are none.
+
+Rounding grows with each layer, by how much depends on the model. The first layer is held to little
+more than the last bit, which tells other weights; later ones to what is not quite another prompt's.
+
+docs/decisions/0016-a-live-audit.md has the measurements behind the bounds.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.core.audit import AuditOutcome, AuditVerdict, worst
+
+PIECE = 32
+HIGH_QUANTILE = 15 / 16
+FLOOR = 0.1
+"""Pieces that are shorter than this share of the layer's root mean square count as so long: the
+error of next to nothing says nothing."""
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.float32]
+
+
+class Depth(StrEnum):
+    """How much was computed before the numbers of a layer."""
+
+    FIRST = "first"  # Keys and values of the first layer: an embedding, a norm and a product.
+    FIRST_STATE = "first_state"  # A recurrent state of the first layer: all tokens before it, too.
+    LATER = "later"  # The numbers depend on all layers before theirs.
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest errors that rounding makes."""
+
+    typical: float
+    high: float
+
+
+BOUNDS: Mapping[str, Mapping[Depth, Bounds]] = {
+    "float32": {
+        Depth.FIRST: Bounds(1e-4, 0.1),
+        Depth.FIRST_STATE: Bounds(1e-3, 0.1),
+        Depth.LATER: Bounds(0.05, 1.1),
+    },
+    "float16": {
+        Depth.FIRST: Bounds(0.002, 0.1),
+        Depth.FIRST_STATE: Bounds(0.01, 0.1),
+        Depth.LATER: Bounds(0.3, 1.1),
+    },
+    "bfloat16": {
+        Depth.FIRST: Bounds(0.01, 0.1),
+        Depth.FIRST_STATE: Bounds(0.05, 0.25),
+        Depth.LATER: Bounds(0.7, 1.1),
+    },
+    "float8_e4m3fn": {
+        Depth.FIRST: Bounds(0.1, 0.25),
+        Depth.FIRST_STATE: Bounds(0.1, 0.25),
+        Depth.LATER: Bounds(0.7, 1.1),
+    },
+}
+"""By the name of the data type; numbers of other types are not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """Numbers of one type that stand side by side in each block of a layer."""
+
+    start_bytes: int
+    stop_bytes: int
+    dtype: str  # A key of BOUNDS.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """Where the numbers of a layer's blocks are; without `ranges` it is not known."""
+
+    name: str
+    block_bytes: int
+    ranges: tuple[NumberRange, ...]
+    depth: Depth = Depth.LATER
+
+
+def bounds_of(
+    groups: Iterable[Iterable[LayerNumbers]], is_on_cpu: bool = True
+) -> Mapping[Depth, Bounds]:
+    """The bounds of a model: those of its coarsest data type.
+
+    A recurrent state of float32 is made of what layers of bfloat16 computed, and is no better known
+    than that. Elsewhere than on a CPU, kernels may round float32 to a mantissa of 10 bits (TF32).
+    """
+    layers = (layer for group in groups for layer in group)
+    dtypes = {numbers.dtype for layer in layers for numbers in layer.ranges}
+    if not is_on_cpu or not dtypes:
+        dtypes.add("float16")
+    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda one: one[Depth.FIRST].typical)
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far numbers are off, relative to those that are stored."""
+
+    typical: float
+    high: float
+
+
+def compare(
+    layers: Sequence[LayerNumbers],
+    bounds: Mapping[Depth, Bounds],
+    count: int,
+    stored: Bytes,
+    computed: Bytes,
+) -> AuditVerdict:
+    """The verdict on one part of an object of `count` stored blocks: [layer][block][bytes].
+
+    Layers with the same bytes pass whatever their numbers are. UNMADE where a layer has other bytes
+    and its numbers are not known.
+    """
+    verdicts: list[AuditVerdict] = []
+    at = 0
+    for layer in layers:
+        stop = at + count * layer.block_bytes
+        verdicts.append(
+            _compare_layer(layer, bounds[layer.depth], count, stored[at:stop], computed[at:stop])
+        )
+        at = stop
+    is_known = all(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)
+    verdict = worst(verdicts)
+    if is_known or verdict.outcome is AuditOutcome.DIFFERED:
+        return verdict
+    return AuditVerdict(AuditOutcome.UNMADE)
+
+
+def _compare_layer(
+    layer: LayerNumbers, bounds: Bounds, count: int, stored: Bytes, computed: Bytes
+) -> AuditVerdict:
+    if np.array_equal(stored, computed):
+        return AuditVerdict(AuditOutcome.PASSED)
+    verdicts: list[AuditVerdict] = []
+    shape = count, layer.block_bytes
+    for numbers in layer.ranges:
+        span = slice(numbers.start_bytes, numbers.stop_bytes)
+        both = (np.ascontiguousarray(part.reshape(shape)[:, span]) for part in (stored, computed))
+        errors = errors_of(*(numbers_of(part, numbers.dtype) for part in both))
+        pairs = ((errors.typical, bounds.typical), (errors.high, bounds.high))
+        error, error_max = max(pairs, key=lambda pair: pair[0] / pair[1])
+        outcome = AuditOutcome.PASSED if error <= error_max else AuditOutcome.DIFFERED
+        verdicts.append(AuditVerdict(outcome, layer.name, error, error_max))
+    return worst(verdicts)
+
+
+def numbers_of(blocks: Bytes, dtype: str) -> Numbers:
+    """The numbers of some blocks: [block, number]."""
+    if dtype == "float32":
+        return blocks.view(np.float32)
+    if dtype == "float16":
+        return blocks.view(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return _FLOAT8[blocks]
+
+
+def errors_of(stored: Numbers, computed: Numbers) -> Errors:
+    """The errors of the numbers of some blocks, [block, number] each.
+
+    A number that is none in one of the two alone is infinitely far off.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = computed - stored
+    is_same = stored.view(np.uint32) == computed.view(np.uint32)
+    difference[is_same] = 0.0
+    difference[~np.isfinite(difference)] = np.inf
+    lengths = _lengths(np.where(np.isfinite(stored), stored, 0.0))
+    floor = FLOOR * float(np.sqrt(np.mean(np.square(lengths, dtype=np.float64))))
+    with np.errstate(over="ignore"):
+        off = _lengths(difference)
+    base = np.maximum(lengths, max(floor, float(np.finfo(np.float32).tiny)))
+    errors = off / base
+    typical, high = np.quantile(errors, (0.5, HIGH_QUANTILE), method="higher")
+    return Errors(float(typical), float(high))
+
+
+def _lengths(numbers: Numbers) -> npt.NDArray[np.float64]:
+    """The length of each piece; the last one of a block may have fewer numbers."""
+    size = numbers.shape[1]
+    if size % PIECE:
+        numbers = np.pad(numbers, ((0, 0), (0, -size % PIECE)))
+    pieces = numbers.reshape(-1, PIECE).astype(np.float64)
+    lengths: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", pieces, pieces))
+    return lengths
+
+
+def _float8() -> Numbers:
+    """The number of each byte of float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    normal = (8 + mantissa) * 2.0 ** (exponent - 10.0)
+    numbers = np.where(exponent > 0, normal, mantissa * 2.0**-9.0)
+    numbers[(codes & 127) == 127] = np.nan
+    return np.where(codes & 128, -numbers, numbers).astype(np.float32)
+
+
+_FLOAT8 = _float8()

@@ -1,0 +1,205 @@
+"""Live audits next to engines that compute other bytes under one identity, which no digest sees."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+from hybridkv.core.coverage import stored_blocks
+from tests.simulation.engine import CLOCK, Chance, Engine, Shape
+from tests.simulation.layouts import LAYOUTS
+from tests.simulation.node import Node
+from tests.simulation.world import draw
+from tests.waiting import until
+
+pytestmark = pytest.mark.engine
+
+NAMES = (
+    "full",
+    "gemma3_small",
+    "gptoss_small",
+    "llama4_small",
+    "mistral",
+    "deepseekv4_small",
+    "lfm2_small",
+    "falconh1_small",
+    "qwen3next_small",
+    "eagle_full",
+)
+CHUNKS = 4
+STEPS_MAX = 500
+LIE = 5
+"""What the bytes of a liar depend on besides the tokens; its weights say that it is nothing."""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    made = Node(tmp_path_factory.mktemp("audits"), "roomy")
+    yield made
+    made.close()
+
+
+def shape_of(name: str, device: int | None = None) -> Shape:
+    """An engine that keeps a state at the end of every chunk."""
+    layout = LAYOUTS[name]
+    drawn = draw(random.Random(1), layout, 1).shape
+    sparse = {"sliding", "mla_sliding", "recurrent"} & {member.what for member in layout.members}
+    return Shape(
+        layout=layout,
+        num_blocks=4 * layout.blocks_for(8 * layout.unit, layout.unit, drawn.drafts) + 16,
+        max_model_len=8 * layout.unit,
+        budget=layout.unit,
+        max_seqs=2,
+        retention=layout.unit if sparse else 0,
+        ranks=1,
+        placement=drawn.placement,
+        settings={
+            "lookup_timeout_ms": 10_000,
+            "hybrid_chunk_size": layout.unit,
+            "load_policy": "always",
+            "audit": "on",
+        },
+        device=device,
+        drafts=drawn.drafts,
+        is_padded=False,
+    )
+
+
+class Served:
+    """One engine, on its own."""
+
+    def __init__(self, shape: Shape, node: Node, name: str, salt: int = 0) -> None:
+        chance = Chance(
+            late=lambda: 0,
+            behind=lambda: 0,
+            shed=lambda: False,
+            repeat=lambda: 0,
+            between=lambda: None,
+        )
+        self.engine = Engine(shape, node, name, chance, 0)
+        self._salt = salt
+        self._name, self._requests = name, 0
+        if salt:
+            for rank in self.engine.ranks:
+                # The oracle would see at once that a liar reads what it did not compute.
+                rank.oracle.check = lambda *about: None  # type: ignore[method-assign]
+                rank.oracle.check_drafter = lambda *about: 0  # type: ignore[method-assign]
+
+    def ask(self, tokens: list[int]) -> int:
+        """Answer a prompt; the tokens that were loaded for it."""
+        self._requests += 1
+        before = self.counted("tokens_loaded")
+        parameters = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
+        request = Request(
+            f"{self._name}-{self._requests}",
+            tokens,
+            parameters,
+            None,
+            block_hasher=self.engine.hasher,
+        )
+        self.engine.add(request, self._salt)
+        for _ in range(STEPS_MAX):
+            CLOCK.now += 0.005
+            self.engine.settle()
+            self.engine.step()
+            if not self.engine.is_busy() and self.engine.quiet():
+                break
+        else:
+            raise AssertionError("the request is never answered")
+        for _ in range(4):
+            self.engine.step_idle()
+            self.engine.barrier()
+        return self.counted("tokens_loaded") - before
+
+    def counted(self, name: str) -> int:
+        return int(self.engine.connector.counters.get(name, 0))
+
+
+def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
+    """The daemon has a prompt, of an engine that is gone."""
+    node.fresh()
+    first = Served(shape, node, "first")
+    until(lambda: _has_slots(first), "there are write slots")
+    first.ask(tokens)
+    first.engine.close()
+
+
+def _has_slots(served: Served) -> bool:
+    served.engine.settle()
+    served.engine.step_idle()
+    return all(pool.offsets for pool in served.engine.side._stores.credits._pools.values())
+
+
+def second(node: Node, shape: Shape, salt: int = 0) -> Served:
+    served = Served(shape, node, "second", salt)
+    until(lambda: _has_slots(served), "there are write slots")
+    return served
+
+
+def prompt_of(shape: Shape) -> list[int]:
+    return random.Random(3).choices(range(2, 2000), k=CHUNKS * shape.layout.unit + 3)
+
+
+@pytest.mark.parametrize("device", [None, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
+    name: str, device: int | None, node: Node
+) -> None:
+    shape = shape_of(name, device)
+    tokens = prompt_of(shape)
+    stored(node, shape, tokens)
+    liar = second(node, shape, LIE)
+    try:
+        before = node.control.stats().values
+        loaded = liar.ask(tokens)
+        assert loaded <= (CHUNKS - 1) * shape.layout.unit
+        assert liar.counted("audits_differed") == 1
+        assert liar.engine.scheduler.reset_prefix_cache()
+        assert not liar.ask(tokens)
+        assert liar.counted("lookups_audit") == 1
+        values = node.control.stats().values
+        assert values["audits_differed"] - before.get("audits_differed", 0) == 1
+        # What it computed before the verdict may be there: objects behind the hit.
+        more = values["objects_stored"] - before["objects_stored"]
+        assert more <= len(shape.layout.members)
+        assert not values["leases"]
+    finally:
+        liar.engine.close()
+
+
+@pytest.mark.parametrize("device", [None, 7])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_engine_that_computes_the_same_bytes_is_served_on(
+    name: str, device: int | None, node: Node
+) -> None:
+    """All groups are compared, states too; the first hit is a chunk shorter, the next is not."""
+    shape = shape_of(name, device)
+    tokens = prompt_of(shape)
+    stored(node, shape, tokens)
+    honest = second(node, shape)
+    try:
+        audits = honest.engine.side._audits
+        compared: list[int] = []
+        finish = audits._finish
+
+        def watched(audit, verdict, now):  # type: ignore[no-untyped-def]
+            compared.extend(item.pair.group_index for item in audit.objects.values())
+            finish(audit, verdict, now)
+
+        audits._finish = watched
+        assert honest.ask(tokens) == (CHUNKS - 1) * shape.layout.unit
+        assert honest.counted("audits_passed") == 1
+        geometry = honest.engine.geometry
+        assert sorted(compared) == [
+            index
+            for index, group in enumerate(geometry.groups)
+            if stored_blocks(geometry, group, CHUNKS - 1)
+        ]
+        assert honest.engine.scheduler.reset_prefix_cache()
+        assert honest.ask(tokens) == CHUNKS * shape.layout.unit
+        assert honest.counted("audits_passed") == 1
+        assert not node.control.stats().values["leases"]
+    finally:
+        honest.engine.close()
