@@ -21,6 +21,7 @@ from hybridkv.connector.copy.device import (
     DeviceMemoryError,
     Kernels,
     Lane,
+    Pieces,
     Stream,
     Waitable,
 )
@@ -322,6 +323,15 @@ class SimulatedDevice:
             raise self._wrong("memory is copied that is not pinned")
         self._streams[stream].append(Operation(lambda: self._memmove(to, source, size)))
 
+    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """See Device. They run one by one, in any order."""
+        assert stream != COMPUTE, "CUDA refuses it on the default stream"
+        self._count("copy_all", 1)
+        copies = list(pieces)
+        self._rng.shuffle(copies)
+        for target, source, size in copies:
+            self.copy(target, source, size, stream)
+
     def kernels(
         self,
         tables: BlockTables,
@@ -483,12 +493,17 @@ class AddressKernels:
                     to, source = (stored, engine) if is_gather else (engine, stored)
                     ctypes.memmove(to, source, run)
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels."""
-        for piece in range(pieces):
-            content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
-            digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
-            ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+        numbers = _read(entries, objects * ENTRY)
+        for index in range(objects):
+            part, whole = numbers[index * ENTRY], numbers[index * ENTRY + 7]
+            assert whole <= pieces
+            for piece in range(whole):
+                content = ctypes.string_at(part + piece * PIECE_BYTES, PIECE_BYTES)
+                digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
+                at = out + (index * pieces + piece) * NUMBER_BYTES
+                ctypes.memmove(at, digest, NUMBER_BYTES)
 
 
 def _fill(tensor: torch.Tensor) -> None:
