@@ -34,7 +34,11 @@ PRODUCTS = 150  # Some 200 ms of a Hopper GPU.
 HELD_SECONDS = 0.005  # Of each 10 ms.
 VARIANTS = {
     "as configured": CopySizes(),
-    "ring of 512 MiB, 32 objects": CopySizes(load_ring=512 << 20, depth=32),
+    "batches of 64 MiB": CopySizes(batch=64 << 20, depth=4),
+    "batches of 64 MiB, a ring of 512 MiB": CopySizes(batch=64 << 20, load_ring=512 << 20),
+    "batches of 128 MiB, a ring of 512 MiB": CopySizes(
+        batch=128 << 20, load_ring=512 << 20, depth=4
+    ),
 }
 
 
