@@ -31,6 +31,12 @@ ENGINE = "engine"
 STRANGER = "stranger"
 """A thread that never chose a device: CUDA would give it the first one."""
 COMPUTE = Stream(0)
+GRID_MAX = (2**31 - 1, 65_535, 65_535)
+"""CUDA's limits of a grid."""
+TILE_WORDS = 1024
+"""See triton_kernels, which not every machine can import."""
+Touch = Callable[[int, int, int], None]
+"""Called with (address, bytes, alignment) of all memory that a kernel uses, before it does."""
 
 
 @dataclass
@@ -166,8 +172,9 @@ class SimulatedDevice:
     # What the tests use
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """The engine's memory, which is the device's."""
-        self._device.append(Range(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        """The engine's memory, which is the device's: all of what the tensor is a view of."""
+        storage = tensor.untyped_storage()
+        self._device.append(Range(storage.data_ptr(), storage.nbytes(), tensor))
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -231,6 +238,15 @@ class SimulatedDevice:
         for running in asleep:
             running.asleep = False
         return bool(asleep)
+
+    def touch(self, address: int, size: int, alignment: int) -> None:
+        """A kernel uses this memory; the device fails for good where CUDA's would."""
+        if address % alignment:
+            self.fail("a misaligned address was used")
+            raise self._wrong(f"a kernel uses {address:#x} as a word of {alignment} bytes")
+        if not self._reaches(address, size):
+            self.fail("an illegal address was used")
+            raise self._wrong("a kernel uses memory that the device cannot reach")
 
     def fail(self, why: str) -> None:
         """For good: nothing that is queued runs."""
@@ -324,7 +340,7 @@ class SimulatedDevice:
         self._hold("a compiler")
         if self.habits.torch_kernels:
             return TorchKernels(tables.word_bytes, groups)
-        return AddressKernels(tables.word_bytes, self.habits.digests)
+        return AddressKernels(tables.word_bytes, self.habits.digests, self.touch)
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
         """See Device."""
@@ -446,37 +462,64 @@ class SimulatedDevice:
 class AddressKernels:
     """The kernels byte by byte, from what the descriptors say when they run."""
 
-    def __init__(self, word_bytes: int, digests: bool) -> None:
+    def __init__(self, word_bytes: int, digests: bool, touch: Touch) -> None:
         self.digests = digests
         self._word = word_bytes
+        self._touch = touch
 
     def move(self, move: Move, is_gather: bool) -> None:
         """See Kernels."""
-        numbers = _read(move.descriptors.data_ptr(), len(move.descriptors) // NUMBER_BYTES)
-        for at in range(0, len(move.ops) * ENTRY, ENTRY):
-            part, count, first, size, start, row, rows, _ = numbers[at : at + ENTRY]
-            assert rows <= move.rows
-            table = _read(move.table + row * ROW * NUMBER_BYTES, rows * ROW)
-            for index in range(0, rows * ROW, ROW):
-                address = table[index]
-                sizes = (number * self._word for number in table[index + 1 : index + ROW])
-                stride, run, block, before, inside = sizes
-                assert run <= move.run_words * self._word
-                for number, block_id in enumerate(numbers[start : start + size], first):
-                    engine = address + block_id * stride
-                    stored = part + before * count + number * block + inside
-                    to, source = (stored, engine) if is_gather else (engine, stored)
-                    ctypes.memmove(to, source, run)
+        grid = len(move.ops), move.rows, -(-move.run_words // TILE_WORDS)
+        assert is_launchable(grid), grid
+        entries = move.descriptors.data_ptr()
+        move_words(self._touch, grid, entries, move.table, self._word, is_gather)
 
     def digest(self, address: int, pieces: int, out: int) -> None:
         """See Kernels."""
-        for piece in range(pieces):
-            content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
-            digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
-            ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+        digest_pieces(self._touch, address, pieces, out)
 
 
-def _read(address: int, count: int) -> "array[int]":
+def move_words(
+    touch: Touch, grid: tuple[int, int, int], entries: int, table: int, word: int, is_gather: bool
+) -> None:
+    """What a launch of triton_kernels._move does: nothing for what is outside the grid."""
+    entries_count, rows_max, tiles = grid
+    for number in range(entries_count):
+        entry = _read(touch, entries + number * ENTRY * NUMBER_BYTES, ENTRY)
+        part, count, first, size, start, row, rows, _ = entry
+        blocks = _read(touch, entries + start * NUMBER_BYTES, size)
+        rows = min(rows, rows_max)
+        numbers = _read(touch, table + row * ROW * NUMBER_BYTES, rows * ROW)
+        for at in range(0, rows * ROW, ROW):
+            sizes = (words * word for words in numbers[at + 1 : at + ROW])
+            stride, run, block_bytes, before, inside = sizes
+            run = min(run, tiles * TILE_WORDS * word)
+            for block, block_id in enumerate(blocks, first):
+                engine = numbers[at] + block_id * stride
+                stored = part + before * count + block * block_bytes + inside
+                touch(engine, run, word)
+                touch(stored, run, word)
+                to, source = (stored, engine) if is_gather else (engine, stored)
+                ctypes.memmove(to, source, run)
+
+
+def digest_pieces(touch: Touch, address: int, pieces: int, out: int) -> None:
+    """What a launch of triton_kernels._digest does."""
+    touch(address, pieces * PIECE_BYTES, NUMBER_BYTES)
+    touch(out, pieces * NUMBER_BYTES, NUMBER_BYTES)
+    for piece in range(pieces):
+        content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
+        digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
+        ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+
+
+def is_launchable(grid: Sequence[int]) -> bool:
+    """Whether CUDA takes a grid of these sizes."""
+    return all(1 <= size <= limit for size, limit in zip(grid, GRID_MAX, strict=False))
+
+
+def _read(touch: Touch, address: int, count: int) -> "array[int]":
+    touch(address, count * NUMBER_BYTES, NUMBER_BYTES)
     numbers = array("q")
     numbers.frombytes(ctypes.string_at(address, count * NUMBER_BYTES))
     return numbers
