@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,6 +156,8 @@ class SimulatedDevice:
         self._lanes: list[Running] = []
         self._results: list[Result] = []
         self._actor = ENGINE
+        self._entered = {ENGINE, "the model"}
+        """Threads that have chosen this device."""
         self.in_hook = False
         self.broken = ""
         self.refusals = 0  # Registrations that were refused.
@@ -166,6 +169,8 @@ class SimulatedDevice:
         """Whatever the engine's thread waited for in a hook."""
         self.wrongs: list[str] = []
         """What CUDA would do wrongly, or slowly; the copier may have caught the error."""
+        self.urgent: set[int] = set()
+        """Streams of the highest priority."""
         self.frozen: set[int] = set()
         """Streams that do not run."""
 
@@ -284,6 +289,9 @@ class SimulatedDevice:
                 raise DeviceMemoryError(f"no room for {size} bytes")
             self.habits.free_bytes -= size
         tensor = torch.full((size,), 0xC3, dtype=torch.uint8)
+        if not pinned:
+            # Of memory that the engine has given back, and that its queued work still writes.
+            self._streams[COMPUTE].append(Operation(partial(_fill, tensor)))
         ranges = self._pinned if pinned else self._device
         ranges.append(Range(tensor.data_ptr(), size, tensor))
         return tensor
@@ -293,10 +301,12 @@ class SimulatedDevice:
         assert self._actor == ENGINE, "only the engine's thread has the engine's stream"
         return COMPUTE
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, is_urgent: bool = False) -> Stream:
         """See Device."""
         self._call("stream")
         self._streams.append(deque())
+        if is_urgent:
+            self.urgent.add(len(self._streams) - 1)
         self._pace.append(self._rng.choice((1, 1, 3, 20)))
         return Stream(len(self._streams) - 1)
 
@@ -387,6 +397,11 @@ class SimulatedDevice:
         """See Device."""
         self._lanes.append(Running(name, lane))
 
+    def enter_thread(self) -> None:
+        """See Device."""
+        self._call("enter_thread")
+        self._entered.add(self._actor)
+
     def wait(self, waitable: Waitable) -> None:
         """See Device."""
         self._hold("an event")
@@ -397,7 +412,7 @@ class SimulatedDevice:
     # Within
 
     def _call(self, what: str) -> None:
-        if self._actor == STRANGER:
+        if self._actor not in self._entered and what != "enter_thread":
             raise self._wrong(f"{what}: this thread would use the first device")
         self._count(what, 1)
         self.check()
@@ -459,10 +474,15 @@ class SimulatedDevice:
         result.value, result.work = result.work(), None
 
 
+def check_alignment(address: int, size: int, alignment: int) -> None:
+    """See Touch: all of the process's memory may be used."""
+    assert address % alignment == 0, f"{address:#x} is no address of {alignment} bytes"
+
+
 class AddressKernels:
     """The kernels byte by byte, from what the descriptors say when they run."""
 
-    def __init__(self, word_bytes: int, digests: bool, touch: Touch) -> None:
+    def __init__(self, word_bytes: int, digests: bool, touch: Touch = check_alignment) -> None:
         self.digests = digests
         self._word = word_bytes
         self._touch = touch
@@ -516,6 +536,10 @@ def digest_pieces(touch: Touch, address: int, pieces: int, out: int) -> None:
 def is_launchable(grid: Sequence[int]) -> bool:
     """Whether CUDA takes a grid of these sizes."""
     return all(1 <= size <= limit for size, limit in zip(grid, GRID_MAX, strict=False))
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    tensor.fill_(0xC3)
 
 
 def _read(touch: Touch, address: int, count: int) -> "array[int]":

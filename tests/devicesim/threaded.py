@@ -20,7 +20,7 @@ class ThreadedDevice(SimulatedDevice):
 
     def start(self, name: str, lane: Lane) -> None:
         """See Device."""
-        thread = threading.Thread(target=drive, args=(lane, lambda: None), name=name, daemon=True)
+        thread = threading.Thread(target=drive, args=(lane,), name=name, daemon=True)
         self.threads.append(thread)
         thread.start()
 

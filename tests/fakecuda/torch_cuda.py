@@ -34,7 +34,7 @@ WORKER = 1
 FRESH = 0xC3
 """What memory holds that nobody has written."""
 _VIEWS = {
-    *("__get__", "__len__", "as_strided", "data_ptr", "dim", "element_size", "expand", "flatten"),
+    *("__len__", "as_strided", "data_ptr", "dim", "element_size", "expand", "flatten"),
     *("is_contiguous", "narrow", "numel", "reshape", "select", "size", "storage_offset", "stride"),
     *("unbind", "unflatten", "untyped_storage", "view", "view_as"),
 }
@@ -228,7 +228,7 @@ class FakeCuda:
     def run(self, function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """An operation of torch with tensors of the device among its arguments."""
         name = function.__name__
-        if name in _VIEWS or (name == "__getitem__" and not _has_tensor(arguments[1])):
+        if name == "__get__" or (name == "__getitem__" and not _has_tensor(arguments[1])):
             return function(*arguments, **keywords)
         self.check_launch()
         self.runtime.finish(self.thread.stream)
@@ -259,6 +259,8 @@ class DeviceMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """See TorchFunctionMode."""
+        if func.__name__ in _VIEWS:
+            return func(*args, **(kwargs or {}))
         cuda, keywords = self._cuda, dict(kwargs or {})
         if func == torch.Tensor.device.__get__ and cuda.is_on_device(args[0]):
             return torch.device("cuda", cuda.runtime.device)

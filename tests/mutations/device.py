@@ -3,6 +3,8 @@
 from tests.mutations.files import DEVICES, PIPELINE
 from tests.mutations.mutation import Mutation
 
+REFUSED = "test_a_refused_registration_is_said_once_and_tried_again_after_a_minute"
+
 FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "staging-in-shreds",
@@ -47,11 +49,8 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-behind-pinning",
         "the load lane registers the arena's memory (F4)",
         "CopyPipeline.pin",
-        "self._pinning.put(lambda: slots.pins.pin(self._device, reserved_bytes))",
-        """
-        lane = slots.pins.pin(self._device, reserved_bytes)
-        self._loads.jobs.put(Barrier(lambda: deque(lane, 0).clear()))
-        """,
+        "self._pinning.put(pin)",
+        "self._loads.jobs.put(Barrier(lambda: deque(pin(), 0).clear()))",
         ("D18",),
         (f"{PIPELINE}::test_an_arena_that_is_attached_again_delays_no_load", DEVICES),
     ),
@@ -89,7 +88,7 @@ FAULTS: tuple[Mutation, ...] = (
         "lane-ends-with-its-first-error",
         "a lane ends with an error, and whoever waits for it waits for ever (F8)",
         "CopyLane.run",
-        "yield from self._fail(error)",
+        "turn = self._fail(error)",
         "raise",
         ("B38",),
         (f"{PIPELINE}::test_a_device_that_fails_ends_the_copier_and_hangs_nobody", DEVICES),
@@ -129,10 +128,97 @@ FAULTS: tuple[Mutation, ...] = (
         "refused-again-and-again",
         "a refused registration is tried again whenever the arena grows (F10)",
         "Pins.pin",
-        "self._refused = True",
+        "self._retry_at = time.monotonic() + RETRY_SECONDS",
         "",
         ("B31",),
-        (f"{PIPELINE}::test_a_refused_registration_is_said_once", DEVICES),
+        (f"{PIPELINE}::{REFUSED}", DEVICES),
+    ),
+    Mutation(
+        "refused-for-ever",
+        "a refused registration is never tried again",
+        "Pins.is_due",
+        "is_retry = 0 < self._retry_at <= time.monotonic()",
+        "is_retry = False",
+        ("B31",),
+        (f"{PIPELINE}::{REFUSED}",),
+    ),
+    Mutation(
+        "pinning-in-one-go",
+        "registrations run one after another, and CUDA's calls of all threads wait for them",
+        "Pins.pin",
+        "yield _Pause(time.perf_counter() - began)",
+        "yield _Pause(0.0)",
+        ("D18",),
+        (f"{PIPELINE}::test_a_registration_is_followed_by_a_pause_as_long",),
+    ),
+    Mutation(
+        "thread-without-a-device",
+        "a lane whose thread cannot choose the device ends, and whoever waits for it hangs",
+        "Shared.enter_thread",
+        "return False",
+        "raise",
+        ("B38",),
+        (f"{PIPELINE}::test_a_thread_that_cannot_choose_the_device_hangs_nobody",),
+    ),
+    Mutation(
+        "loads-fail-with-the-first",
+        "after an error a load that cannot be told failed keeps all others from it",
+        "LoadLane._fail_flying",
+        "while self._flying and self._flying[0].load is load:",
+        "while self._flying:",
+        ("B38",),
+        (f"{PIPELINE}::test_an_error_of_whoever_is_told_hangs_nobody_else",),
+    ),
+    Mutation(
+        "retired-and-running",
+        "the engine's memory goes away while copies of a retired copier run",
+        "WorkerRole.detach",
+        "self._making.drain()",
+        "pass",
+        ("B38",),
+        (
+            "tests/unit/connector/test_worker.py::"
+            "test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_either",
+        ),
+    ),
+    Mutation(
+        "memory-that-is-still-written",
+        "what is allocated may be written by the engine's earlier work",
+        "CopyPipeline.__init__",
+        "device.wait(device.record(device.current_stream()))",
+        "",
+        ("A33",),
+        (f"{PIPELINE}::test_memory_is_used_once_the_engines_work_with_it_is_over",),
+    ),
+    Mutation(
+        "kernels-behind-the-engines",
+        "gathers' digests and scatters wait for all kernels that the engine has queued",
+        "Staging.__init__",
+        "self.programs = device.new_stream(is_urgent=True)",
+        "self.programs = device.new_stream()",
+        ("D18",),
+        (f"{PIPELINE}::test_kernels_do_not_wait_for_the_engines_and_copies_have_no_priority",),
+    ),
+    Mutation(
+        "kernels-tried-on-zeros",
+        "kernels are tried on memory in which every block is like the others (L2)",
+        "agree",
+        "move(plain, blocks, content)",
+        "move(plain, blocks, torch.zeros_like(content))",
+        ("A33",),
+        ("tests/unit/connector/test_agreement.py::test_a_fault_is_found_on_memory_of_zeros",),
+    ),
+    Mutation(
+        "trial-leaves-its-bytes",
+        "blocks keep the random bytes on which kernels were tried",
+        "agree",
+        "move(plain, blocks, earlier)",
+        "pass",
+        ("A33",),
+        (
+            "tests/unit/connector/test_agreement.py::"
+            "test_blocks_are_restored_where_kernels_do_not_run",
+        ),
     ),
     Mutation(
         "paranoid-in-name",

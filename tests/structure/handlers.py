@@ -110,6 +110,18 @@ HANDLERS = (
         "stores_device_failed",
     ),
     Handler(
+        "Shared.enter_thread",
+        "except Exception",
+        "A thread that has not the device copies nothing, and all that it is given fails.",
+        "stores_device_failed",
+    ),
+    Handler(
+        "pinning_lane",
+        "except Exception",
+        "Memory that is not pinned is copied through a buffer, and whoever waits for it goes on.",
+        NO + "the log has it",
+    ),
+    Handler(
         "CudaDevice.kernels",
         "except Exception",
         "Where Triton does not compile or run, torch copies the same bytes.",

@@ -84,7 +84,9 @@ def check_moves(name: str, memory: KVMemory) -> int:
     # What CudaDevice asks of them before it uses them.
     plain = TorchKernels(tables.word_bytes, groups)
     staging = torch.zeros(max(sizes) + PIECE_BYTES, dtype=torch.uint8)
+    before = memory.buffer.clone()
     assert agree(kernels, plain, tables, table, staging), name
+    assert torch.equal(memory.buffer, before), f"{name}: the trial changed blocks"
     return tables.word_bytes
 
 

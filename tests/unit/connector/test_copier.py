@@ -1,10 +1,12 @@
 """Bytes are copied out of blocks and back, through a real arena, for every memory layout."""
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout, load_
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
-from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
+from hybridkv.shm.arena import SHM_DIR, Arena, attach_arena, create_arena
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     PIECE_BYTES,
@@ -64,10 +66,15 @@ def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
 def arena() -> Iterator[Arena]:
     with unnamed_arena(ARENA) as made:
         yield made
+        # Those of a test that has failed: pinned memory must not be unmapped.
+        for rig in list(Rig.opened):
+            rig.close()
 
 
 class Rig:
     """Copiers of every rank over one arena, and slots in it."""
+
+    opened: ClassVar[list["Rig"]] = []
 
     def __init__(
         self,
@@ -77,6 +84,12 @@ class Rig:
         shared: bool = False,
     ) -> None:
         self.arena = arena
+        # As in an engine: CUDA does not register one address twice in a process.
+        others = [attach_arena(arena.path, ARENA, pid=os.getpid()) for _ in ranks[1:]]
+        self.arenas = [arena, *others]
+        self.pipelines: list[CopyPipeline] = []
+        self.copiers: list[Copier] = []
+        self.opened.append(self)
         self.ranks = ranks
         self.part_bytes = sum(view[0].numel() * view.element_size() for view in ranks[0])
         self.parts = [
@@ -84,7 +97,7 @@ class Rig:
             for rank in range(len(ranks))
         ]
         self.slot_parts = 1 if shared else len(ranks)
-        self.copiers = [self.copier(rank, views) for rank, views in enumerate(ranks)]
+        self.copiers += (self.copier(rank, views) for rank, views in enumerate(ranks))
         self.next = 0
 
     def copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
@@ -92,10 +105,11 @@ class Rig:
         if views[0].is_cuda:
             largest = Demand(4 * self.part_bytes, 4, 16 * self.part_bytes)
             pipeline = CopyPipeline(CudaDevice(views[0].device), blocks, largest)
-            made = CudaCopier(pipeline, self.arena, part)
-            made.pin(ARENA)
-            return made
-        return HostCopier(self.arena, blocks, part)
+            self.pipelines.append(pipeline)
+            copier = CudaCopier(pipeline, self.arenas[rank], part)
+            copier.pin(ARENA)
+            return copier
+        return HostCopier(self.arenas[rank], blocks, part)
 
     def slot(self, count: int) -> SlotRef:
         ref = SlotRef(self.next, 1000 + self.next)
@@ -133,8 +147,13 @@ class Rig:
         return errors[0]
 
     def close(self) -> None:
+        self.opened.remove(self)
         for copier in self.copiers:
             copier.close()
+        for pipeline in self.pipelines:
+            pipeline.close()
+        for arena in self.arenas[1:]:
+            arena.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])

@@ -3,11 +3,13 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hybridkv.connector.copy import pins
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
@@ -127,6 +129,11 @@ def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
     assert ring.take(30) == 60
 
 
+def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> None:
+    """PyTorch gives away memory that queued kernels still write."""
+    assert not any(Rig(arena).device._streams)
+
+
 def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
     """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
     rig = Rig(arena, sizes=CopySizes(piece=4096, pin=ARENA, bounce=8192), step=8)
@@ -172,15 +179,21 @@ def test_objects_of_a_load_are_on_their_way_together(arena: Arena, checksum: str
     assert rig.loaded == [None]
 
 
+def test_kernels_do_not_wait_for_the_engines_and_copies_have_no_priority(arena: Arena) -> None:
+    """Streams are made in this order: the stores' copies and kernels, the loads'."""
+    rig = Rig(arena)
+    assert rig.device.urgent == {2, 4}
+
+
 def test_stores_and_loads_do_not_wait_for_each_other(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)
     assert rig.stores(ops) == [True] * 4
-    # Streams are made in this order: the upload's, the stores', the loads'.
-    rig.device.frozen = {4, 5}
+    # Streams are made in this order: the stores', the loads'.
+    rig.device.frozen = {3, 4}
     rig.load(ops)
     assert rig.stores(rig.ops(4, 9)) == [True] * 4
-    rig.device.frozen = {2, 3}
+    rig.device.frozen = {1, 2}
     rig.store(rig.ops(4, 17))
     rig.device.settle()
     assert rig.loaded == [None]
@@ -194,24 +207,62 @@ def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
     """All of it is there at once, and its registration does not end (F4)."""
     rig = Rig(arena, Habits(slow_registration=True))
     rig.copier.pin(ARENA)
-    ops = rig.ops(4)
+    # The first piece may be pinned before.
+    ops = rig.ops(4, (1 << 19) // PART + 1)
     assert rig.stores(ops) == [True] * 4
     assert rig.loads(ops) is None
     assert rig.pipeline.take_counters()["copies_unpinned"] > 0
     assert rig.device.counts["hybridkv-pin", "register"] == 1, "the first one is not over yet"
 
 
-def test_a_refused_registration_is_said_once(
-    arena: Arena, caplog: pytest.LogCaptureFixture
+def test_a_registration_is_followed_by_a_pause_as_long(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CUDA's calls of all threads wait for a registration."""
+    clock = iter([10.0, 10.25, 20.0, 20.5])
+    slept: list[float] = []
+    time = SimpleNamespace(
+        perf_counter=lambda: next(clock), monotonic=lambda: 0.0, sleep=slept.append
+    )
+    monkeypatch.setattr(pins, "time", time)
+    lane = pins.Pins(arena, ARENA // 2).pin(SimulatedDevice(random.Random(1)), ARENA)
+    for pause in lane:
+        assert pause.ready()
+        pause.wait()
+    assert slept == [0.25, 0.5]
+
+
+def test_a_refused_registration_is_said_once_and_tried_again_after_a_minute(
+    arena: Arena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    time = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=lambda: now[0])
+    monkeypatch.setattr(pins, "time", time)
     rig = Rig(arena, Habits(registers=1))
     for reserved in range(1 << 19, ARENA + 1, 1 << 19):
         rig.copier.pin(reserved)
     ops = rig.ops(20)
     assert rig.stores(ops[:8]) == rig.stores(ops[8:16]) == [True] * 8
     assert rig.loads(ops[:16]) is None
-    assert caplog.text.count("does not pin the cache's memory") == 1
+    now[0] += pins.RETRY_SECONDS - 1
+    rig.copier.pin(ARENA)
+    rig.device.settle()
     assert rig.device.refusals == 1
+    now[0] += 1
+    for _ in range(3):
+        rig.copier.pin(ARENA)
+        rig.device.settle()
+    assert rig.device.refusals == 2
+    assert caplog.text.count("does not pin the cache's memory") == 1
+    now[0] += pins.RETRY_SECONDS
+    rig.device.habits.registers = 1 << 30
+    for _ in range(3):
+        rig.copier.pin(ARENA)
+        rig.device.settle()
+    assert rig.device.counts["hybridkv-pin", "register"] == ARENA // (1 << 19) + 2
+    rig.pipeline.take_counters()
+    assert rig.loads(ops[:8]) is None
+    assert "copies_unpinned" not in rig.pipeline.take_counters()
 
 
 class Skipping:
@@ -295,12 +346,83 @@ def test_an_error_that_no_device_should_raise_hangs_nobody(arena: Arena) -> None
     assert [str(error) for error in rig.loaded] == ["ZeroDivisionError"]
 
 
+@pytest.mark.parametrize("broken", ["hybridkv-store", "hybridkv-load", "hybridkv-pin"])
+def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broken: str) -> None:
+    class Device(SimulatedDevice):
+        def enter_thread(self) -> None:
+            super().enter_thread()
+            if self._actor == broken:
+                self._entered.remove(broken)
+                raise ZeroDivisionError("no device")
+
+    rig = Rig(arena, device=Device(random.Random(1)))
+    rig.copier.pin(ARENA)
+    ops = rig.ops(4)
+    rig.store(ops)
+    rig.load(ops)
+    rig.device.settle()
+    assert not rig.pipeline.is_alive
+    assert len(rig.stored) == 4
+    (error,) = rig.loaded
+    assert isinstance(error, HybridKVError)
+    assert rig.stores(ops) == [False] * 4
+    assert isinstance(rig.loads(ops), HybridKVError)
+    rig.copier.close()
+    rig.pipeline.close()
+    rig.device.settle()
+    assert rig.device.is_idle
+    assert not rig.device.wrongs
+
+
+def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
+    rig = Rig(arena)
+    rig.copier.pin(ARENA)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+    rig.device.frozen = {1, 3}
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    rig.copier.load(ops[:1], fails)
+    rig.load(ops[1:2])
+    rig.load(ops[2:])
+    more = rig.ops(4, 9)
+    rig.copier.store(more[:1], fails)
+    rig.store(more[1:])
+    rig.device.settle()
+    rig.device.fail("an illegal address was used")
+    rig.device.settle()
+    assert len(rig.loaded) == 2
+    assert all(isinstance(error, HybridKVError) for error in rig.loaded)
+    assert rig.stored[-3:] == [False] * 3
+    rig.copier.close()
+    rig.pipeline.close()
+    rig.device.settle()
+    assert rig.device.is_idle
+
+
+def test_a_drain_waits_for_copiers_that_were_retired(arena: Arena) -> None:
+    """Both lanes are idle when the engine's memory goes away."""
+    rig = Rig(arena)
+    ops = rig.ops(8)
+    assert rig.stores(ops[:4]) == [True] * 4
+    rig.stored.clear()
+    rig.load(ops[:4])
+    rig.store(ops[4:])
+    rig.copier.retire()
+    rig.pipeline.drain()
+    assert rig.loaded == [None]
+    assert rig.stored == [True] * 4
+    rig.pipeline.check()
+
+
 def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> None:
     """The daemon gives such a slot to another object at once, which the copy would overwrite."""
     rig = Rig(arena)
     rig.copier.pin(ARENA)
     rig.device.settle()
-    rig.device.frozen = {2}
+    rig.device.frozen = {1}
     ops = rig.ops(4)
     # Three calls of the engine's thread, then some copies of the first object.
     rig.device.habits.refuses_at = rig.device.calls + 3 + 5

@@ -141,6 +141,21 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
     assert report.is_disabled
 
 
+def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_either() -> None:
+    from hybridkv.connector.worker.role import WorkerRole
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    events: list[str] = []
+    worker._making = SimpleNamespace(
+        retire=lambda copier: events.append("retired"), drain=lambda: events.append("drained")
+    )
+    worker._copiers["b"], worker._boot = (None, Broken()), "b"
+    worker.begin_anew()
+    worker.detach()
+    assert events == ["retired", "drained"]
+
+
 def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
     """Its request would go on with other weights; plans are made from the report before."""
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport

@@ -17,7 +17,7 @@ class CudaCopier:
         self._slots = pipeline.attach(arena, part)
 
     def pin(self, reserved_bytes: int) -> None:
-        """Pin the arena's memory below `reserved_bytes` by and by, which speeds up copies."""
+        """Pin the arena's memory below `reserved_bytes` by and by; see CopyPipeline.pin."""
         self._pipeline.pin(self._slots, reserved_bytes)
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ logger = logging.getLogger("vllm.hybridkv")
 
 HASH_THREADS = 4  # Where Triton cannot run, they hash at about the rate of a PCIe link.
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: our streams do not wait for the default stream.
+_DEFAULT_PRIORITY = 0  # That of the engine's stream, and the least that there is.
+TRIED_BLOCKS = 5  # Of each group, before the kernels are used; fewer where they are large.
+TRIED_BYTES_MAX = 256 << 20
+TRIED_PIECES = 3
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 
 
@@ -79,13 +84,14 @@ class CudaDevice:
     """See Device. It is made on the engine's thread, whose device is the worker's."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
         self._runtime = _runtime()
         self._streams: dict[int, Any] = {}
         self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hybridkv-hash")
-        least = ctypes.c_int()
-        self._run("cudaDeviceGetStreamPriorityRange", ctypes.byref(least), None)
-        self._least_priority = least.value
+        highest = ctypes.c_int()
+        self._run("cudaDeviceGetStreamPriorityRange", None, ctypes.byref(highest))
+        self._highest_priority = highest.value
 
     def free_bytes(self) -> int:
         """See Device."""
@@ -105,14 +111,14 @@ class CudaDevice:
         self._streams[stream.cuda_stream] = stream
         return Stream(stream.cuda_stream)
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, *, is_urgent: bool = False) -> Stream:
         """See Device. It is not one of torch's streams, which others use as well."""
-        made = ctypes.c_void_p()
-        arguments = ctypes.byref(made), _NON_BLOCKING, self._least_priority
-        self._run("cudaStreamCreateWithPriority", *arguments)
-        assert made.value
-        self._streams[made.value] = torch.cuda.ExternalStream(made.value, self._device)
-        return Stream(made.value)
+        handle = ctypes.c_void_p()
+        priority = self._highest_priority if is_urgent else _DEFAULT_PRIORITY
+        self._run("cudaStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+        assert handle.value
+        self._streams[handle.value] = torch.cuda.ExternalStream(handle.value, self._device)
+        return Stream(handle.value)
 
     def record(self, stream: Stream) -> CudaEvent:
         """See Device."""
@@ -140,12 +146,12 @@ class CudaDevice:
         groups: Sequence[Sequence[torch.Tensor]],
         staging: torch.Tensor,
     ) -> Kernels:
-        """See Device. Kernels of Triton that do not do what torch does are not used."""
+        """See Device. Kernels of Triton that do not do what torch's do are not used."""
         plain = TorchKernels(tables.word_bytes, groups)
         try:
-            made = TritonKernels(tables.word_bytes, self._device)
-            if agree(made, plain, tables, table, staging):
-                return made
+            kernels = TritonKernels(tables.word_bytes, self._device)
+            if agree(kernels, plain, tables, table, staging):
+                return kernels
             logger.warning("hybridkv: Triton copies other bytes than torch, which is used instead")
         except Exception as error:  # noqa: BLE001  # the message has it
             text = "hybridkv: Triton does not run here; torch copies instead, and slower: %s"
@@ -176,11 +182,12 @@ class CudaDevice:
 
     def start(self, name: str, lane: Lane) -> None:
         """See Device."""
+        threading.Thread(target=drive, args=(lane,), name=name, daemon=True).start()
 
-        def choose_device() -> None:
+    def enter_thread(self) -> None:
+        """See Device."""
+        with translated():
             torch.cuda.set_device(self._device)
-
-        threading.Thread(target=drive, args=(lane, choose_device), name=name, daemon=True).start()
 
     def wait(self, waitable: Waitable) -> None:
         """See Device."""
@@ -194,9 +201,8 @@ class CudaDevice:
             raise DeviceError(f"{name} failed with CUDA error {status}")
 
 
-def drive(lane: Lane, prepare: Callable[[], None]) -> None:
+def drive(lane: Lane) -> None:
     """Run a lane in this thread to its end."""
-    prepare()
     # The engine's tensors may be of inference mode, which is set thread by thread.
     with torch.inference_mode():
         for waitable in lane:
@@ -224,33 +230,74 @@ def _runtime() -> Any:
 
 
 def agree(
-    made: Kernels, plain: Kernels, tables: BlockTables, table: torch.Tensor, staging: torch.Tensor
+    kernels: Kernels,
+    plain: Kernels,
+    tables: BlockTables,
+    table: torch.Tensor,
+    staging: torch.Tensor,
 ) -> bool:
-    """Compile and try the kernels on the null blocks, which nobody reads; whether they are right.
+    """Compile the kernels and try them; whether they do what torch's do, and hash as xxhash.
 
-    `staging` is the store ring, which holds the largest object and is not in use yet.
+    Nothing is cached yet. The first blocks of each group and the last ones get random bytes, and
+    then what they had. `staging` is the store ring, which holds the largest object and is not in
+    use yet.
     """
-    places = [0]
-    for index in range(len(tables.groups)):
-        ops = [CopyOp(SlotRef(0, 0), index, 0, 1, 0, (0,))]
-        words = encode(tables, ops, places, staging.data_ptr())
-        descriptors = torch.tensor(words, dtype=torch.int64).to(staging.device).view(torch.uint8)
-        group = tables.groups[index]
-        sizes = group.rows, group.run_words
-        move = Move(ops, places, staging, table.data_ptr(), descriptors, *sizes)
-        part = staging[: group.block_bytes]
-        plain.move(move, is_gather=True)
-        expected = part.cpu()
-        part.fill_(0xC3)
-        made.move(move, is_gather=True)
-        made.move(move, is_gather=False)
-        gathered = part.cpu()
-        plain.move(move, is_gather=True)
-        if not torch.equal(gathered, expected) or not torch.equal(part.cpu(), expected):
+    draw = torch.Generator().manual_seed(0)
+    for index, group in enumerate(tables.groups):
+        room = min(len(staging), TRIED_BYTES_MAX) // group.block_bytes
+        count = max(1, min(TRIED_BLOCKS, group.blocks, room))
+        part = staging[: count * group.block_bytes]
+        move = partial(_move_blocks, tables, table, index, part)
+        last = range(group.blocks - count // 2, group.blocks)
+        blocks = [*range(count - count // 2), *last]
+        shuffled = blocks[1::2] + blocks[::2]
+        earlier = move(plain, blocks)
+        content, other = torch.randint(256, (2, len(part)), dtype=torch.uint8, generator=draw)
+        outcomes: list[torch.Tensor] = []
+        try:
+            for tried in (plain, kernels):
+                move(plain, blocks, content)
+                outcomes.append(move(tried, shuffled[:-1] or shuffled))
+                move(tried, shuffled[::2], other)
+                outcomes.append(move(plain, blocks))
+        finally:
+            move(plain, blocks, earlier)
+        if not all(map(torch.equal, outcomes[:2], outcomes[2:])):
             return False
-    if len(staging) < PIECE_BYTES:
-        return True
-    digest = torch.zeros(1, dtype=torch.int64, device=staging.device)
-    made.digest(staging.data_ptr(), 1, digest.data_ptr())
-    found = digest.cpu().numpy().tobytes()
-    return bool(found == piece_digests(memoryview(staging[:PIECE_BYTES].cpu().numpy())))
+    pieces = min(TRIED_PIECES, len(staging) // PIECE_BYTES)
+    data = torch.randint(256, (pieces * PIECE_BYTES,), dtype=torch.uint8, generator=draw)
+    staging[: len(data)].copy_(data)
+    digests = torch.zeros(pieces, dtype=torch.int64, device=staging.device)
+    if pieces:
+        kernels.digest(staging.data_ptr(), pieces, digests.data_ptr())
+    return bool(digests.cpu().numpy().tobytes() == piece_digests(memoryview(data.numpy())))
+
+
+def _move_blocks(
+    tables: BlockTables,
+    table: torch.Tensor,
+    index: int,
+    part: torch.Tensor,
+    kernels: Kernels,
+    blocks: Sequence[int],
+    content: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scatter `content` out of `part`, or gather into it; what it has then. The ops are two."""
+    group = tables.groups[index]
+    ops = [
+        CopyOp(SlotRef(0, 0), index, 0, len(some), 0, tuple(some))
+        for some in (blocks[:1], blocks[1:])
+        if some
+    ]
+    places = [0, group.block_bytes][: len(ops)]
+    words = encode(tables, ops, places, part.data_ptr())
+    descriptors = torch.tensor(words, dtype=torch.int64).to(part.device).view(torch.uint8)
+    if content is None:
+        part.zero_()
+    else:
+        part.copy_(content)
+    kernels.move(
+        Move(ops, places, part, table.data_ptr(), descriptors, group.rows, group.run_words),
+        is_gather=content is None,
+    )
+    return part.to("cpu", copy=True)

@@ -71,8 +71,12 @@ class Device(Protocol):
     def current_stream(self) -> Stream:
         """The stream of the engine's thread."""
 
-    def new_stream(self) -> Stream:
-        """A stream of the lowest priority."""
+    def new_stream(self, *, is_urgent: bool = False) -> Stream:
+        """A stream of the engine's priority, or of the highest one.
+
+        Kernels that wait for nothing else do not wait for the engine's either where they are
+        urgent. Copies need no such thing, because they run beside kernels.
+        """
 
     def record(self, stream: Stream) -> Waitable:
         """An event that is over when the work is done which the stream has by now."""
@@ -112,6 +116,9 @@ class Device(Protocol):
 
     def start(self, name: str, lane: Lane) -> None:
         """Run a lane in a thread of its own."""
+
+    def enter_thread(self) -> None:
+        """Choose this device for the thread of a lane, which calls this before all else."""
 
     def wait(self, waitable: Waitable) -> None:
         """Block the caller, who is no lane, until the wait is over. Any thread may call it."""

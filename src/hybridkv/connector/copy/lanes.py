@@ -75,15 +75,19 @@ class CopyLane(ABC, Generic[Job]):
         self._way = way  # "store" or "load", in the counters' names.
         self._barrier: Barrier | None = None  # It waits for what is flying.
         self._busy_since = 0.0
+        self._is_entered = False  # Whether the lane's thread may call the device.
 
     def run(self) -> Lane:
-        """The lane."""
+        """The lane. After any error it goes on, and fails whatever is queued."""
+        self._is_entered = self._shared.enter_thread()
+        turn = self._turn()
         while True:
             try:
-                if (yield from self._turn()):
+                if (yield from turn):
                     return
+                turn = self._turn()
             except Exception as error:  # noqa: BLE001  # `_fail` logs it, once
-                yield from self._fail(error)
+                turn = self._fail(error)
 
     def _turn(self) -> Turn:
         """Begin what can begin, then end one object, a barrier, or a wait; True ends the lane."""
@@ -103,15 +107,17 @@ class CopyLane(ABC, Generic[Job]):
             yield from over(self.jobs)
         return False
 
-    def _fail(self, error: Exception) -> Lane:
+    def _fail(self, error: Exception) -> Turn:
         """End the copier, wait until the device does no work of ours, then fail what is flying."""
         self._shared.die(error)
         try:
-            yield from self.staging.drain()
+            if self._is_entered:
+                yield from self.staging.drain()
         except Exception:  # `die` logged what came first
             # A device that has failed for good runs nothing any more.
             logger.debug("hybridkv: the device does not answer", exc_info=True)
         self._fail_flying()
+        return False
 
     def _digests(self, flight: Flight, digests: list[bytes]) -> Lane:
         """Append the digests of a part that is copied: the device's, or those that threads make."""
@@ -312,16 +318,14 @@ class LoadLane(CopyLane[LoadJob]):
         return bool(self._flying)
 
     def _fail_flying(self) -> None:
-        error = DeviceError(self._shared.dead)
-        loads = {id(flight.load): flight.load for flight in self._flying}
-        if self._load is not None:
-            loads[id(self._load)] = self._load
-        while self._flying:
-            self._ended(self._flying.popleft())
-        self._load = None
-        for load in loads.values():
+        while self._flying or self._load is not None:
+            load = self._flying[0].load if self._flying else self._load
             assert load is not None
+            while self._flying and self._flying[0].load is load:
+                self._ended(self._flying.popleft())
+            if self._load is load:
+                self._load = None
             load.ops.clear()
             load.flying = 0
-            load.errors.append(error)
+            load.errors.append(DeviceError(self._shared.dead))
             load.done(load_error(load.errors))

@@ -108,10 +108,12 @@ class CopyPipeline:
         self._stores = StoreLane(self._shared, stores, self._descriptor_ring)
         of_loads = Descriptors(self._shared, entry_bytes * sizes.depth)
         self._loads = LoadLane(self._shared, loads, of_loads, entry_bytes)
+        # Memory may come from the engine, whose queued work still uses it.
+        device.wait(device.record(device.current_stream()))
         self._pinning: Jobs[Callable[[], Lane] | None] = Jobs()
         device.start("hybridkv-store", self._stores.run())
         device.start("hybridkv-load", self._loads.run())
-        device.start("hybridkv-pin", pinning_lane(device, self._pinning))
+        device.start("hybridkv-pin", pinning_lane(self._shared.enter_thread, self._pinning))
 
     @property
     def is_alive(self) -> bool:
@@ -127,8 +129,18 @@ class CopyPipeline:
         return Slots(arena, part, Pins(arena, self._shared.sizes.pin))
 
     def pin(self, slots: Slots, reserved_bytes: int) -> None:
-        """Pin the arena's memory below `reserved_bytes`, in the pinning lane."""
-        self._pinning.put(lambda: slots.pins.pin(self._device, reserved_bytes))
+        """Pin the arena's memory below `reserved_bytes`, in the pinning lane.
+
+        The engine's thread calls it in each step, so that refused memory is tried again.
+        """
+        if not slots.pins.is_due(reserved_bytes):
+            return
+
+        def pin() -> Lane:
+            if self.is_alive:
+                yield from slots.pins.pin(self._device, reserved_bytes)
+
+        self._pinning.put(pin)
 
     def store(
         self, slots: Slots, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
@@ -195,12 +207,18 @@ class CopyPipeline:
         """Block the caller, which may be any thread, until the latch says so."""
         self._device.wait(latch)
 
-    def close(self) -> None:
-        """Finish what is queued and end the lanes."""
+    def drain(self) -> None:
+        """Wait until what is queued is over; then nothing of the device's memory is in use."""
         latch = Latch(2)
         for jobs in (self._stores.jobs, self._loads.jobs):
-            jobs.put(Barrier(latch.reach), Barrier(None))
+            jobs.put(Barrier(latch.reach))
         self._device.wait(latch)
+
+    def close(self) -> None:
+        """Finish what is queued and end the lanes."""
+        self.drain()
+        for jobs in (self._stores.jobs, self._loads.jobs):
+            jobs.put(Barrier(None))
         self._pinning.put(None)
 
     def check(self) -> None:
@@ -228,7 +246,7 @@ def _upload(device: Device, rows: "array[int]") -> torch.Tensor:
     table = device.allocate(size)
     pinned = device.allocate(size, pinned=True)
     ctypes.memmove(pinned.data_ptr(), start, size)
-    stream = device.new_stream()
+    stream = device.current_stream()
     device.copy(table.data_ptr(), pinned.data_ptr(), size, stream)
     device.wait(device.record(stream))
     return table

@@ -37,8 +37,8 @@ class CopySizes:
     pin: int = 64 << 20  # The most that is pinned in one call.
     bounce: int = 32 << 20  # The bounce buffer of one direction.
     descriptors: int = 4 << 20  # Entries and block numbers of the stores that are on their way.
-    load_ring: int = 64 << 20  # The staging of loads, at least two objects.
-    depth: int = 8  # Objects of one direction that are on their way at once.
+    load_ring: int = 256 << 20  # The staging of loads, at least two objects.
+    depth: int = 16  # Objects of one direction that are on their way at once.
 
 
 @dataclass(slots=True)
@@ -71,6 +71,15 @@ class Shared:
     def digests_on_device(self) -> bool:
         """Whether the device hashes: it can, and every part starts on a word of a digest."""
         return self.kernels.digests and self.tables.word_bytes == NUMBER_BYTES
+
+    def enter_thread(self) -> bool:
+        """Begin a lane's thread. False where it may not call the device, which ends the copier."""
+        try:
+            self.device.enter_thread()
+        except Exception as error:  # noqa: BLE001  # `die` logs it
+            self.die(error)
+            return False
+        return True
 
     def die(self, error: Exception) -> None:
         """Note the error that ended the copier."""
@@ -136,7 +145,9 @@ class Staging:
         self._shared = shared
         self.ring = ring
         self.memory = memory
-        self.copies, self.programs = device.new_stream(), device.new_stream()
+        self.copies = device.new_stream()
+        # These kernels are short, and would wait for all that the engine has queued.
+        self.programs = device.new_stream(is_urgent=True)
         self._bounce = device.allocate(sizes.bounce, pinned=True)
         self._bounced: list[Bounced | None] = [None] * (sizes.bounce // sizes.piece)
         self._next_bounce = self._next_flight = 0

@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from hybridkv.connector.copy.device import DeviceError
 from hybridkv.connector.copy.tables import ENTRY, ROW, Move
 from hybridkv.shm.slots import PIECE_BYTES
 
 TILE_WORDS = 1024  # What one program copies of each block.
+GRID_MAX = 65_535  # CUDA's limit of a grid's second and third number.
 STEP_BLOCKS = 8  # Blocks of 1,024 bytes that one program reads at once.
 _STRIPE_WORDS, _STRIPES = 8, 16  # XXH3 scrambles its accumulators after this many stripes.
 _BLOCK_BYTES = 8 * _STRIPE_WORDS * _STRIPES
@@ -120,6 +122,8 @@ class TritonKernels:
     def move(self, move: Move, is_gather: bool) -> None:
         """See Kernels."""
         grid = len(move.ops), move.rows, -(-move.run_words // TILE_WORDS)
+        if max(grid[1:]) > GRID_MAX:
+            raise DeviceError(f"a block has {move.rows} pieces in memory, more than {GRID_MAX}")
         arguments = move.descriptors.data_ptr(), move.table
         _move[grid](
             *arguments, ENTRY=ENTRY, ROW=ROW, WORD=self._word, TILE=TILE_WORDS, GATHER=is_gather

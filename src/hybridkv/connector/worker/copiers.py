@@ -48,15 +48,14 @@ class Copiers:
     def prepare(self, arena: Arena, copier: Copier, reserved_bytes: int) -> None:
         """Prepare new pages ahead of their first use, which would take longer than a step.
 
-        The arena is that of the last `make`, and has pages below `reserved_bytes`.
+        The arena is that of the last `make`, and has pages below `reserved_bytes`. Each step calls
+        this.
         """
         new = self._prepared_bytes, reserved_bytes
-        if reserved_bytes <= self._prepared_bytes:
-            return
-        self._prepared_bytes = reserved_bytes
         if isinstance(copier, CudaCopier):
             copier.pin(reserved_bytes)
-        else:
+        elif reserved_bytes > self._prepared_bytes:
+            self._prepared_bytes = reserved_bytes
             threading.Thread(target=arena.populate, args=new, daemon=True).start()
 
     def retire(self, copier: Copier) -> None:
@@ -65,6 +64,11 @@ class Copiers:
             copier.retire()
         else:
             threading.Thread(target=copier.close, daemon=True).start()
+
+    def drain(self) -> None:
+        """Wait for all copies, also those of copiers that were retired."""
+        if self.pipeline is not None:
+            self.pipeline.drain()
 
     def close(self) -> None:
         """After the last copier was closed."""

@@ -249,6 +249,8 @@ class WorkerRole:
         for copier in {id(copier): copier for _, copier in self._copiers.values()}.values():
             copier.close()
         self._copiers.clear()
+        if self._making is not None:
+            self._making.drain()
 
     def close(self) -> None:
         """Finish the copies and end the connection; the daemon hears that nothing is copied."""

@@ -1,0 +1,172 @@
+"""Kernels that copy wrongly are found before they are used, and the blocks they were tried on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridkv.connector.copy.cuda_device import agree
+from hybridkv.connector.copy.device import DeviceError, Kernels
+from hybridkv.connector.copy.tables import ENTRY, Move, make_tables
+from hybridkv.connector.copy.torch_kernels import TorchKernels
+from hybridkv.shm.slots import PIECE_BYTES
+from tests.devicesim.device import AddressKernels
+
+Groups = list[list[torch.Tensor]]
+Fault = Callable[[Kernels, Move, bool, int], None]
+
+
+def layers(count: int, *shape: int) -> list[torch.Tensor]:
+    return list(torch.zeros(count, *shape, dtype=torch.uint8))
+
+
+def heads(count: int, blocks: int) -> list[torch.Tensor]:
+    """Blocks that are several pieces of memory."""
+    return [torch.zeros(2, blocks, 48, dtype=torch.uint8).transpose(0, 1) for _ in range(count)]
+
+
+def shared() -> Groups:
+    """Two groups in the same memory, of which one splits its blocks in two."""
+    whole = torch.zeros(9, 128, dtype=torch.uint8)
+    return [[whole], [whole.view(18, 64)]]
+
+
+GROUPS: dict[str, Callable[[], Groups]] = {
+    "blocks": lambda: [layers(3, 9, 64)],
+    "one block": lambda: [layers(2, 1, 64)],
+    "two blocks": lambda: [layers(2, 2, 64)],
+    "three blocks": lambda: [layers(1, 3, 7)],
+    "several pieces": lambda: [heads(2, 9)],
+    "two groups": lambda: [layers(2, 9, 64), heads(3, 5)],
+    "split blocks": shared,
+    "blocks of a half of the staging": lambda: [layers(2, 9, 65536), layers(2, 9, 8)],
+}
+
+
+def moved(kernels: Kernels, move: Move, is_gather: bool, ids: Sequence[int]) -> None:
+    """Move with other block numbers."""
+    numbers = move.descriptors.view(torch.int64).clone()
+    numbers[len(move.ops) * ENTRY :] = torch.tensor(ids)
+    kernels.move(replace(move, descriptors=numbers.view(torch.uint8)), is_gather)
+
+
+def ids_of(move: Move) -> list[int]:
+    return [block for op in move.ops for block in op.blocks]
+
+
+def writes_nothing(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
+    """A move that does nothing."""
+
+
+def another_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
+    moved(kernels, move, is_gather, [(block + 1) % blocks for block in ids_of(move)])
+
+
+def first_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
+    moved(kernels, move, is_gather, [0 for _ in ids_of(move)])
+
+
+def all_other_blocks(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
+    kernels.move(move, is_gather)
+    asked = ids_of(move)
+    for other in set(range(blocks)) - set(asked):
+        moved(kernels, move, is_gather, [other] * len(asked))
+    if not is_gather:
+        kernels.move(move, is_gather)
+
+
+FAULTS: dict[str, Fault] = {
+    fault.__name__: fault
+    for fault in (writes_nothing, another_block, first_block, all_other_blocks)
+}
+
+
+class Faulty:
+    """Kernels with a fault in one direction, or in both."""
+
+    digests = True
+
+    def __init__(self, kernels: Kernels, fault: Fault, ways: Sequence[bool], blocks: int) -> None:
+        self._kernels, self._fault, self._ways, self._blocks = kernels, fault, ways, blocks
+
+    def move(self, move: Move, is_gather: bool) -> None:
+        """See Kernels."""
+        if is_gather in self._ways:
+            self._fault(self._kernels, move, is_gather, self._blocks)
+        else:
+            self._kernels.move(move, is_gather)
+
+    def digest(self, address: int, pieces: int, out: int) -> None:
+        """See Kernels."""
+        self._kernels.digest(address, pieces, out)
+
+
+def tried(groups: Groups, wrapped: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> bool:
+    """Whether the kernels are accepted; asserts that the engine's memory is as before."""
+    tables = make_tables(groups)
+    largest = max(group.block_bytes for group in tables.groups)
+    staging = torch.full((max(2 * largest, PIECE_BYTES + 100),), 0xC3, dtype=torch.uint8)
+    before = [view.clone() for views in groups for view in views]
+    plain = TorchKernels(tables.word_bytes, groups)
+    kernels = wrapped(AddressKernels(tables.word_bytes, True))
+    accepted = agree(kernels, plain, tables, torch.tensor(tables.rows), staging)
+    after = [view for views in groups for view in views]
+    assert not accepted or all(map(torch.equal, after, before))
+    return accepted
+
+
+@pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
+def test_right_kernels_are_accepted_and_leave_the_blocks_as_they_were(
+    make: Callable[[], Groups],
+) -> None:
+    groups = make()
+    assert tried(groups)
+    for views in groups:
+        for view in views:
+            view.copy_(torch.randint(256, view.shape, dtype=torch.uint8))
+    assert tried(groups)
+
+
+@pytest.mark.parametrize("ways", [(True,), (False,), (True, False)], ids=str)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
+def test_a_fault_is_found_on_memory_of_zeros(
+    make: Callable[[], Groups], fault: Fault, ways: tuple[bool, ...]
+) -> None:
+    groups = make()
+    blocks = min(len(view) for views in groups for view in views)
+    if blocks == 1 and fault is not writes_nothing:
+        pytest.skip("there is no other block")
+    if fault is all_other_blocks and ways == (True,):
+        pytest.skip("a gather overwrites no block")
+    assert not tried(groups, lambda kernels: Faulty(kernels, fault, ways, blocks))
+
+
+def test_wrong_digests_are_found() -> None:
+    class Wrong(AddressKernels):
+        def digest(self, address: int, pieces: int, out: int) -> None:
+            super().digest(address + 8, pieces, out)
+
+    assert not tried(GROUPS["blocks"](), lambda _: Wrong(8, True))
+
+
+def test_blocks_are_restored_where_kernels_do_not_run() -> None:
+    def fails(*_: object) -> None:
+        raise DeviceError("no compiler")
+
+    groups = GROUPS["blocks"]()
+    with pytest.raises(DeviceError):
+        tried(groups, lambda kernels: Faulty(kernels, fails, (True,), 9))
+    assert not any(view.any() for view in groups[0])
+
+
+def test_a_grid_that_cuda_has_not_is_refused_in_a_sentence() -> None:
+    """Torch's kernels have no such limit."""
+    pytest.importorskip("triton")
+    from hybridkv.connector.copy.triton_kernels import TritonKernels
+
+    tables = make_tables([[torch.zeros(2, 8, dtype=torch.uint8)]])
+    move = Move([], [], torch.empty(0), 0, torch.empty(0), rows=65_536, run_words=1)
+    with pytest.raises(DeviceError, match="a block has 65536 pieces in memory"):
+        TritonKernels(tables.word_bytes, torch.device("cpu")).move(move, is_gather=True)
