@@ -55,6 +55,12 @@ class Habits:
     """The queued operation, counted from the start, at which the device fails for good."""
     refuses_at: int = -1
     """The call that fails alone."""
+    pinned_refused_at: int = -1
+    """The allocation of pinned memory that fails."""
+    unregister_fails_at: int = -1
+    """The unregistration that fails; that memory stays pinned."""
+    interrupts: float = 0.0
+    """How often something else happens within a call, which lets go of the interpreter."""
 
 
 @dataclass
@@ -112,10 +118,12 @@ class Running:
     waits: Waitable | None = None
     asleep: bool = False
     """Whether it is in a call of the driver that takes long."""
+    is_running: bool = False
+    """Whether it is in a call within which something else happens."""
 
     def can_go(self) -> bool:
         """Whether it can be resumed."""
-        if self.asleep:
+        if self.asleep or self.is_running:
             return False
         try:
             return self.waits is None or self.waits.ready()
@@ -161,6 +169,13 @@ class SimulatedDevice:
         self.in_hook = False
         self.broken = ""
         self.refusals = 0  # Registrations that were refused.
+        self.registered_twice = 0  # Those that were refused because the memory is pinned.
+        self.stuck: set[int] = set()
+        """Addresses whose unregistration failed."""
+        self.failed = 0  # Calls that failed alone.
+        self._pinned_allocations = self._unregistrations = 0
+        self.engine_step: Callable[[], None] | None = None
+        """What the engine's thread may do within a call of another one."""
         self.ran = 0  # Operations that ran, by which `breaks_at` counts.
         self.calls = 0
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -180,6 +195,16 @@ class SimulatedDevice:
         """The engine's memory, which is the device's: all of what the tensor is a view of."""
         storage = tensor.untyped_storage()
         self._device.append(Range(storage.data_ptr(), storage.nbytes(), tensor))
+
+    @contextmanager
+    def unmapped(self) -> Iterator[None]:
+        """The device's memory is not mapped, as while vLLM sleeps; it has its bytes afterwards."""
+        self.finish(COMPUTE)
+        before, self._device = self._device, []
+        try:
+            yield
+        finally:
+            self._device = before
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -268,9 +293,9 @@ class SimulatedDevice:
     def is_idle(self) -> bool:
         """Whether no lane is left, nothing is queued and nothing is pinned."""
         left = self._lanes, self._results, *self._streams
-        return not any(left) and (
-            bool(self.broken) or self.habits.refuses_at >= 0 or not self._registered
-        )
+        # `Pins.unpin` ends with the first error, and leaves what is after it.
+        may_stay_pinned = self.broken or self.failed or self.stuck
+        return not any(left) and bool(may_stay_pinned or not self._registered)
 
     # Device
 
@@ -284,7 +309,12 @@ class SimulatedDevice:
         self._call("allocate")
         self._hold("an allocation")
         assert size > 0
-        if not pinned:
+        if pinned:
+            self._pinned_allocations += 1
+            if self._pinned_allocations == self.habits.pinned_refused_at:
+                self.failed += 1
+                raise DeviceError("no pinned memory")
+        else:
             if size > self.habits.free_bytes:
                 raise DeviceMemoryError(f"no room for {size} bytes")
             self.habits.free_bytes -= size
@@ -365,7 +395,9 @@ class SimulatedDevice:
         self._call("register")
         self._hold("a registration")
         if any(one.touches(address, size) for one in self._registered.values()):
-            raise self._wrong("memory is pinned twice")
+            self._uncleared.add(self._actor)
+            self.registered_twice += 1
+            return False
         running = next((one for one in self._lanes if one.name == self._actor), None)
         if self.habits.slow_registration and running is not None:
             running.asleep = True
@@ -381,6 +413,12 @@ class SimulatedDevice:
         """See Device."""
         self._call("unregister")
         self._hold("an unregistration")
+        if address not in self._registered:
+            raise self._wrong("memory is unpinned that is not pinned")
+        self._unregistrations += 1
+        if self._unregistrations == self.habits.unregister_fails_at:
+            self.stuck.add(address)
+            raise DeviceError("memory is not unpinned")
         del self._registered[address]
 
     def clear_error(self) -> None:
@@ -415,10 +453,21 @@ class SimulatedDevice:
         if self._actor not in self._entered and what != "enter_thread":
             raise self._wrong(f"{what}: this thread would use the first device")
         self._count(what, 1)
+        self._interrupt()
         self.check()
         self.calls += 1
         if self.calls == self.habits.refuses_at:
+            self.failed += 1
             raise DeviceError("a call was refused")
+
+    def _interrupt(self) -> None:
+        """Whatever other threads and the device do before the caller has the interpreter again."""
+        if self.habits.interrupts and self._rng.random() < self.habits.interrupts:
+            is_lane = any(running.name == self._actor for running in self._lanes)
+            if self.engine_step is not None and is_lane and self._rng.random() < 0.1:
+                with self.acting(ENGINE):
+                    self.engine_step()
+            self.turn_some(self._rng.choice((1, 3, 30)))
 
     def _wrong(self, what: str) -> AssertionError:
         self.wrongs.append(what)
@@ -459,11 +508,13 @@ class SimulatedDevice:
     def _resume(self, running: Running) -> None:
         before, self._actor = self._actor, running.name
         in_hook, self.in_hook = self.in_hook, False
+        running.is_running = True
         try:
             running.waits = next(running.lane)
         except StopIteration:
             self._lanes.remove(running)
         finally:
+            running.is_running = False
             if running.name in self._uncleared:
                 self.wrongs.append("the next launch would raise an old error")
             self._actor, self.in_hook = before, in_hook
