@@ -439,7 +439,9 @@ class World:
         committed = [slot for slot in life.slots if slot.state == "committed"]
         if not committed or rng.random() > 0.15:
             return
-        slot = rng.choice(committed)
+        loaded = {op.slot for load in self.loads for op in load.ops}
+        in_use = [slot for slot in committed if slot.op is not None and slot.op.slot in loaded]
+        slot = rng.choice(in_use if in_use and rng.random() < 0.5 else committed)
         assert slot.op is not None
         users = [load for load in self.loads if slot.op.slot in [op.slot for op in load.ops]]
         for load in users:
