@@ -113,7 +113,8 @@ class Prototype:
 
 def prototypes(version: int) -> Mapping[str, Prototype]:
     """The functions of this version of the runtime (12090 is 12.9), by name."""
-    text = _COMMON + (_BATCH_12 if version < 13000 else _BATCH_13)
+    batch = _BATCH_13 if version >= 13000 else _BATCH_12 if version >= 12080 else ""
+    text = _COMMON + batch
     found = (_prototype(line) for line in text.splitlines() if line)
     return {prototype.name: prototype for prototype in found}
 

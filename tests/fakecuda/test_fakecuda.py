@@ -237,3 +237,4 @@ def test_the_versions_differ_in_one_function() -> None:
     assert [name for name in old if old[name] != new[name]] == ["cudaMemcpyBatchAsync"]
     names = [parameter.name for parameter in old["cudaMemcpyBatchAsync"].parameters]
     assert names[-3:] == ["numAttrs", "failIdx", "stream"]
+    assert old.keys() - prototypes(12060).keys() == {"cudaMemcpyBatchAsync"}

@@ -279,7 +279,8 @@ class DeviceMode(TorchFunctionMode):
             return cuda.allocate(result, is_pinned=False)
         if keywords.pop("pin_memory", False):
             result = func(*args, **keywords)
-            result.untyped_storage().fill_(FRESH)
+            if func is torch.empty:
+                result.untyped_storage().fill_(FRESH)
             return cuda.allocate(result, is_pinned=True)
         if any(cuda.is_on_device(tensor) for tensor in _tensors([args, keywords])):
             return cuda.run(func, args, keywords)

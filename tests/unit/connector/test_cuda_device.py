@@ -49,7 +49,8 @@ LAYERS, BLOCKS, BLOCK = 3, 12, 49_152
 PART = LAYERS * BLOCK
 PIN = 1 << 19
 SIZES = CopySizes(piece=4096, pin=PIN, bounce=8192, descriptors=1 << 16, load_ring=4 * PART)
-VERSIONS = [12090, 13000]
+VERSIONS = [12060, 12090, 13000]
+"""Without copies in one call, and with both forms of it."""
 
 
 @pytest.fixture
@@ -210,8 +211,16 @@ def test_a_load_comes_after_what_the_engine_has_queued(
         ops = rig.ops(4)
         assert rig.store(ops) == [True] * 4
         host = torch.empty(0, dtype=torch.uint8).set_(rig.memory.untyped_storage())
-        cuda.queue(lambda: host.view(LAYERS, BLOCKS, BLOCK)[:, 1:5].fill_(0x5A) and None)
+        overwritten = 0
+
+        def overwrite() -> None:
+            nonlocal overwritten
+            host.view(LAYERS, BLOCKS, BLOCK)[:, 1:5].fill_(0x5A)
+            overwritten += 1
+
+        cuda.queue(overwrite)
         assert rig.load(ops) is None
+        assert overwritten == 1
         torch.cuda.synchronize()
         assert torch.equal(rig.memory.cpu(), before)
         rig.close()
