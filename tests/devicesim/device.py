@@ -21,6 +21,7 @@ from hybridkv.connector.copy.device import (
     DeviceMemoryError,
     Kernels,
     Lane,
+    Pieces,
     Stream,
     Waitable,
 )
@@ -368,6 +369,15 @@ class SimulatedDevice:
             raise self._wrong("memory is copied that is not pinned")
         self._streams[stream].append(Operation(lambda: self._memmove(to, source, size)))
 
+    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """See Device. They run one by one, in any order."""
+        assert stream != COMPUTE, "CUDA refuses it on the default stream"
+        self._count("copy_all", 1)
+        copies = list(pieces)
+        self._rng.shuffle(copies)
+        for target, source, size in copies:
+            self.copy(target, source, size, stream)
+
     def kernels(
         self,
         tables: BlockTables,
@@ -545,9 +555,9 @@ class AddressKernels:
         entries = move.descriptors.data_ptr()
         move_words(self._touch, grid, entries, move.table, self._word, is_gather)
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels."""
-        digest_pieces(self._touch, address, pieces, out)
+        digest_pieces(self._touch, (pieces, objects), entries, out)
 
 
 def move_words(
@@ -574,14 +584,19 @@ def move_words(
                 ctypes.memmove(to, source, run)
 
 
-def digest_pieces(touch: Touch, address: int, pieces: int, out: int) -> None:
+def digest_pieces(touch: Touch, grid: tuple[int, int], entries: int, out: int) -> None:
     """What a launch of triton_kernels._digest does."""
-    touch(address, pieces * PIECE_BYTES, NUMBER_BYTES)
-    touch(out, pieces * NUMBER_BYTES, NUMBER_BYTES)
-    for piece in range(pieces):
-        content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
-        digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
-        ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+    pieces_max, entries_count = grid
+    for number in range(entries_count):
+        entry = _read(touch, entries + number * ENTRY * NUMBER_BYTES, ENTRY)
+        part, pieces = entry[0], min(entry[7], pieces_max)
+        for piece in range(pieces):
+            start = part + piece * PIECE_BYTES
+            place = out + (number * pieces_max + piece) * NUMBER_BYTES
+            touch(start, PIECE_BYTES, NUMBER_BYTES)
+            touch(place, NUMBER_BYTES, NUMBER_BYTES)
+            digest = xxh3_64_intdigest(ctypes.string_at(start, PIECE_BYTES))
+            ctypes.memmove(place, digest.to_bytes(NUMBER_BYTES, "little"), NUMBER_BYTES)
 
 
 def is_launchable(grid: Sequence[int]) -> bool:

@@ -43,6 +43,11 @@ class ThreadedDevice(SimulatedDevice):
             super().copy(to, source, size, stream)
             self.settle()
 
+    def copy_all(self, pieces: Any, stream: Any) -> None:
+        """Run at once."""
+        with self.lock:
+            super().copy_all(pieces, stream)
+
     def record(self, stream: Any) -> Any:
         """Over at once."""
         with self.lock:

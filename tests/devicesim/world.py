@@ -123,6 +123,8 @@ class World:
             bounce=rng.choice((16384, 65536)),
             descriptors=1 << 20 if self._credit else 1024,
             load_ring=largest * rng.choice((1, 3)),
+            batch=largest * rng.choice((1, 4)),
+            batch_objects=rng.choice((1, 2, 64)),
             depth=rng.choice((1, 3, 8)),
         )
         self.refusal = ""

@@ -342,12 +342,20 @@ def _run_move(
 
 
 def _run_digest(
-    touch: Touch, grid: tuple[int], data: int, keys: int, out: int, *, BLOCKS: int, STEP: int
+    touch: Touch,
+    grid: tuple[int, int],
+    entries: int,
+    keys: int,
+    out: int,
+    *,
+    ENTRY: int,
+    BLOCKS: int,
+    STEP: int,
 ) -> None:
-    assert BLOCKS * 1024 == PIECE_BYTES
+    assert (ENTRY, 1024 * BLOCKS) == (tables.ENTRY, PIECE_BYTES)
     assert BLOCKS % STEP == 0
     touch(keys, len(triton_kernels._KEYS) * NUMBER_BYTES, NUMBER_BYTES)
-    digest_pieces(touch, data, grid[0], out)
+    digest_pieces(touch, grid, entries, out)
 
 
 @contextmanager

@@ -1,31 +1,39 @@
 """`scripts/gpu` runs the stages on a machine with a CUDA device, or packs vLLM for one.
 
-Each stage is one command: `scripts/gpu a`. It prints a table and writes what each step printed
-below build/gpu ($OUT where that is set): NAME.log of each step, and gpu.json of all of them.
+Each stage is one command: `scripts/gpu a`. It prints a line for each step, and writes two files
+below build/gpu ($OUT where that is set) anew after each: gpu.json, and logs.tar.gz, which has what
+each step printed and the end of its engines' logs.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from tests.gpu.pack import PIECES, ROOT, SITE, pack, unpack
+from tests.gpu.pack import ROOT, SITE, pack, unpack
 from tests.gpu.stages import STAGES, Step
 
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "2",  # Several engines share the machine's processors.
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # It is not carried.
+}
 KILL_SECONDS = 10.0
+ENGINE_LOG_LINES = 300
+LOG_BYTES_MAX = 1 << 20  # Of one step.
 
 
 @dataclass
@@ -36,45 +44,63 @@ class Outcome:
     step: str
     ok: bool
     seconds: float
-    said: str  # The last line of its output, or why it ended.
+    result: str  # The last line of its output, or why it ended.
     figures: Any = None
 
 
-def run_step(stage: str, step: Step, place: Path) -> Outcome:
-    """Run one step within its limit; its whole output goes to a file below `place`."""
-    log_path = place / f"{stage}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log"
+def step_environment(step: Step, temporary: str) -> dict[str, str]:
+    """The variables of a step's process."""
     paths = [str(SITE), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **ENVIRONMENT, **dict(step.environment)}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return {
+        **os.environ,
+        **ENVIRONMENT,
+        **dict(step.environment),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "TMPDIR": temporary,
+    }
+
+
+def run_step(stage: str, step: Step, logs: Path) -> Outcome:
+    """Run one step within its limit; its whole output goes to a file below `logs`."""
+    log_path = logs / f"{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log"
     started = time.monotonic()
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *step.command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            errors="replace",
-        )
+    with tempfile.TemporaryDirectory(prefix="hkv-") as temporary, log_path.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                [*step.under, sys.executable, *step.command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=step_environment(step, temporary),
+                cwd=ROOT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Outcome(stage, step.name, ok=False, seconds=0.0, result=str(error))
         try:
             printed, _ = process.communicate(timeout=step.limit_seconds)
-            why = None
+            limit = ""
         except subprocess.TimeoutExpired:
-            why = f"did not end within {step.limit_seconds} s"
-            process.terminate()
+            limit = f"did not end within {step.limit_seconds} s"
+            process.send_signal(signal.SIGINT)
             try:
                 printed, _ = process.communicate(timeout=KILL_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 printed, _ = process.communicate()
         log.write(printed.encode())
-    lines = [line for line in printed.splitlines() if line.strip()]
-    said = why or (lines[-1].strip() if lines else f"exit status {process.returncode}")
+        for engine_log in sorted(Path(temporary).glob("hybridkv-verify-logs-*/*.log")):
+            lines = engine_log.read_bytes().splitlines(keepends=True)
+            log.write(f"\n-- {engine_log.name} ends with\n".encode())
+            log.write(b"".join(lines[-ENGINE_LOG_LINES:]))
+    lines_printed = [line for line in printed.splitlines() if line.strip()]
+    last = lines_printed[-1].strip() if lines_printed else f"exit status {process.returncode}"
     seconds = round(time.monotonic() - started, 1)
-    ok = why is None and process.returncode == 0
-    return Outcome(stage, step.name, ok, seconds, said[:200], _document(printed))
+    figures = _document(printed)
+    ok = not limit and (step.judge(figures) if step.judge else process.returncode == 0)
+    return Outcome(stage, step.name, ok, seconds, (limit or last)[:200], figures)
 
 
 def _document(printed: str) -> Any:
@@ -87,45 +113,80 @@ def _document(printed: str) -> Any:
     return None
 
 
-def run_stages(names: Sequence[str], place: Path) -> int:
-    """Run the stages in their order; 0 = every step passed."""
-    place.mkdir(parents=True, exist_ok=True)
+def run_stages(names: Sequence[str], only: Collection[str], place: Path) -> int:
+    """Run the stages in their order, each step once; 0 = every step passed."""
     outcomes: list[Outcome] = []
-    table = Table("stage", "step", "", "seconds", "said")
+    with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-logs-") as directory:
+        logs = Path(directory)
+        for name in names:
+            stage = STAGES[name]
+            done = {outcome.step for outcome in outcomes}
+            steps = [step for step in stage.steps if step.name not in done]
+            steps = [step for step in steps if not only or step.name in only]
+            print(f"stage {name}: {stage.title}", file=sys.stderr, flush=True)
+            with ThreadPoolExecutor(stage.jobs) as pool:
+                runs = [pool.submit(run_step, name, step, logs) for step in steps]
+                for run in as_completed(runs):
+                    outcomes.append(run.result())
+                    _print(outcomes[-1])
+                    _write(place, outcomes, logs)
+    return int(not all(outcome.ok for outcome in outcomes))
+
+
+def _print(outcome: Outcome) -> None:
+    word = "ok" if outcome.ok else "FAILED"
+    result = json.dumps(outcome.figures) if outcome.figures is not None else outcome.result
+    print(f"{word:6} {outcome.step} {outcome.seconds} s: {result[:1500]}", flush=True)
+
+
+def _write(place: Path, outcomes: Sequence[Outcome], logs: Path) -> None:
+    """All files of the results, each replaced as a whole."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "gpu.json").write_text(json.dumps([*map(asdict, outcomes)], indent=1))
+    with tarfile.open(place / "logs.tar.gz", "w:gz") as archive:
+        for path in sorted(logs.glob("*.log")):
+            content = path.read_bytes()[-LOG_BYTES_MAX:]
+            path.write_bytes(content)
+            archive.add(path, path.name)
+
+
+def print_plan(names: Sequence[str], only: Collection[str]) -> None:
+    """What the stages would run."""
     for name in names:
         stage = STAGES[name]
-        print(f"stage {name}: {stage.title}", file=sys.stderr, flush=True)
-        with ThreadPoolExecutor(stage.jobs) as pool:
-            for outcome in pool.map(partial(run_step, name, place=place), stage.steps):
-                outcomes.append(outcome)
-                word = "ok" if outcome.ok else "FAILED"
-                print(f"  {word} {outcome.step} {outcome.seconds} s", file=sys.stderr, flush=True)
-                table.add_row(name, outcome.step, word, str(outcome.seconds), outcome.said)
-                text = json.dumps([asdict(one) for one in outcomes], indent=1)
-                (place / "gpu.json").write_text(text)
-    Console(width=140).print(table)
-    return int(not all(outcome.ok for outcome in outcomes))
+        steps = [step for step in stage.steps if not only or step.name in only]
+        limit = sum(step.limit_seconds for step in steps)
+        print(f"stage {name}: {stage.title}; {stage.jobs} at a time, limits {limit} s in all")
+        for step in steps:
+            words = [*(f"{key}={value}" for key, value in step.environment), *step.under]
+            print(f"  {step.name} ({step.limit_seconds} s): {' '.join([*words, *step.command])}")
 
 
 def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
     parser.add_argument("what", nargs="+", choices=[*STAGES, "pack", "unpack"])
-    what: list[str] = parser.parse_args().what
-    if what == ["pack"]:
-        pack()
-        return 0
-    if "unpack" in what:
-        unpack(sorted(PIECES.glob("p*.tar")))
+    parser.add_argument("--only", action="append", default=[], help="a step's name; repeatable")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    arguments = parser.parse_args()
+    what: list[str] = arguments.what
     stages = [name for name in what if name in STAGES]
-    if stages:
-        import torch
+    if arguments.dry_run:
+        print_plan(stages, arguments.only)
+        return 0
+    if "pack" in what:
+        pack()
+    if "unpack" in what:
+        unpack()
+    if not stages:
+        return 0
+    import torch
 
-        if not torch.cuda.is_available():
-            text = "error: this machine has no CUDA device; scripts/gpu pack works anywhere"
-            print(text, file=sys.stderr)
-            return 2
-    return run_stages(stages, Path(os.environ.get("OUT", ROOT / "build" / "gpu"))) if stages else 0
+    if not torch.cuda.is_available():
+        text = "error: this machine has no CUDA device; scripts/gpu pack works anywhere"
+        print(text, file=sys.stderr)
+        return 2
+    return run_stages(stages, arguments.only, Path(os.environ.get("OUT", ROOT / "build" / "gpu")))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class Rig:
         copies = CudaDevice(self.memory.device) if self.is_gpu else ThreadedDevice()
         demand = Demand(PART, 1, step_objects * PART)
         self.pipeline = CopyPipeline(copies, [list(self.memory)], demand)
+        if self.is_gpu:
+            # A green run with torch's own copies would prove nothing of Triton's.
+            assert type(self.pipeline._shared.kernels).__name__ == "TritonKernels"
         self.copier = CudaCopier(self.pipeline, arena, PartLayout(0, 1, "on"))
         self.told: Queue[bool | HybridKVError | None] = Queue()
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -72,10 +73,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
     model: str = arguments.model
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
-        log_path = Path(tempfile.gettempdir()) / f"hybridkv-verify-{os.getpid()}.log"
+        logs = Path(tempfile.gettempdir()) / f"hybridkv-verify-logs-{os.getpid()}"
+        logs.mkdir()
         try:
             words = model, arguments.vllm_arguments, arguments.ram, arguments.repeat, arguments.flip
-            proof = Verification(*words, Path(directory), log_path, say)
+            proof = Verification(*words, Path(directory), logs, say)
             arms = proof.run()
         except HybridKVError as error:
             if arguments.json:
@@ -83,7 +85,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             raise
     ok = all(arm.ok for arm in arms)
     if ok:
-        log_path.unlink(missing_ok=True)
+        shutil.rmtree(logs)
     if arguments.json:
         names = "chunk_tokens", "groups", "distinct_tokens"
         told = {"ok": ok, "model": model, **{name: getattr(proof, name) for name in names}}
@@ -159,11 +161,15 @@ class Verification:
         repeat: int,
         flip: str | None,
         directory: Path,
-        log_path: Path,
+        logs: Path,
         say: Callable[[str], None],
     ) -> None:
-        """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size)."""
-        self._repeat, self._flip, self._log_path, self._say = repeat, flip, log_path, say
+        """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size).
+
+        Each engine has a log below `logs`.
+        """
+        self._repeat, self._flip, self._logs, self._say = repeat, flip, logs, say
+        self._engines_started = 0
         self._environment: Mapping[str, str] = {}
         bundled = bundled_models().get(model)
         self._arguments = [f"--model={bundled or model}"]
@@ -307,7 +313,7 @@ class Verification:
             engine.reset()
             deadline = time.monotonic() + DAEMON_SECONDS
             while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
-                engine.run(self._prompt[: self.chunk_tokens // 2], max_tokens=1)
+                engine.run(self._other[: self.chunk_tokens // 2], max_tokens=1)
             yield self._measure(engine, "daemon restarted", [self._prompt], CHUNKS)
             yield from self._measure_repeated(engine, "after the daemon's restart")
             yield self._measure(engine, "preempted", self._more.crowd, 1)
@@ -439,7 +445,8 @@ class Verification:
             for number in range(3 + PREEMPTED_PROMPTS + self._repeat)
         )
         crowd, self._more.repeated = more[:PREEMPTED_PROMPTS], more[PREEMPTED_PROMPTS:]
-        crowded = 2 * self.chunk_tokens + self._stateless_tokens - PREEMPTED_AFTER
+        # Its last state stands at the end of a chunk, however small the blocks are.
+        crowded = self.chunk_tokens + unit + self._stateless_tokens - PREEMPTED_AFTER
         self._more.crowd = [text[:crowded] for text in crowd]
         if why := info["no_tails"]:
             self._more.turns = _SecondTurns(skipped=why)
@@ -469,7 +476,9 @@ class Verification:
                 "kv_connector_extra_config": {**extra, "lookup_timeout_ms": 2000},
             }
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
-        return EngineProcess(arguments, self._log_path, self._say, self._environment)
+        self._engines_started += 1
+        log_path = self._logs / f"engine-{self._engines_started}.log"
+        return EngineProcess(arguments, log_path, self._say, self._environment)
 
     def _stats(self) -> dict[str, float]:
         with ControlClient(self._socket_path) as control:

@@ -39,6 +39,9 @@ READ_SHARE_MIN = 0.75
 """The part of a model's memory that must have been read. What vLLM counts also has the allocator's
 roundings, workspaces and tables of a few percent; experts or linear layers that are hidden are more
 than a quarter of every model."""
+WORKSPACE_BYTES = 64 << 20
+"""What workspaces and the empty parts of the allocator's segments (2 and 20 MiB) take of a model's
+memory, however small the model is; a quarter of a small one on a GPU."""
 
 
 class UnreadModule(NamedTuple):
@@ -159,7 +162,7 @@ def digest_weights(
     """The digest of all weights of `models` by name, in their order; StoppedError on `stop`.
 
     `occupied_bytes` is what vLLM says the models occupy, 0 where it does not: with fewer than
-    READ_SHARE_MIN of it read, the whole is unread.
+    READ_SHARE_MIN of it read, less WORKSPACE_BYTES, the whole is unread.
     """
     started = time.perf_counter()
     whole = _WholeDigest(packed or PackedWeights(), stop)
@@ -171,7 +174,7 @@ def digest_weights(
         whole.add_module(content)
     every = (module for model in models.values() for module in model.modules())
     weights_bytes = occupied_bytes - sum(map(adapter_bytes, every))
-    if whole.size_bytes < READ_SHARE_MIN * weights_bytes:
+    if whole.size_bytes < READ_SHARE_MIN * (weights_bytes - WORKSPACE_BYTES):
         whole.add_unread("model", "most of its memory")
     return whole.finished(started)
 

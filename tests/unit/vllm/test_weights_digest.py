@@ -14,7 +14,13 @@ import torch
 from hybridkv.vllm import module_tensors, weights_digest
 from hybridkv.vllm.module_tensors import reached_tensors
 from hybridkv.vllm.weight_sizes import weight_sizes
-from hybridkv.vllm.weights_digest import PackedWeights, UnreadModule, device_content, digest_weights
+from hybridkv.vllm.weights_digest import (
+    WORKSPACE_BYTES,
+    PackedWeights,
+    UnreadModule,
+    device_content,
+    digest_weights,
+)
 from tests.unit.vllm.small_models import Model, digest, flip
 
 pytestmark = pytest.mark.engine
@@ -382,10 +388,10 @@ class Adapted(torch.nn.Module):
 
 
 def test_most_of_the_memory_that_the_model_occupies_was_read() -> None:
-    """The room for adapters is a part of it that no digest reads."""
+    """The room for adapters is a part of it that no digest reads, and so are workspaces."""
     model = torch.nn.Sequential(Model(), Adapted(Model()))
     size_bytes, room_bytes = digest_weights({"model": model}).size_bytes, 2 * 4 * 2 * 8 * 24
-    most = size_bytes * 4 // 3 + room_bytes
+    most = size_bytes * 4 // 3 + room_bytes + WORKSPACE_BYTES
     assert not digest_weights({"model": model}, occupied_bytes=most).unread
     unread = digest_weights({"model": model}, occupied_bytes=most + 4).unread
     assert unread == (UnreadModule("model", "most of its memory"),)
