@@ -1,5 +1,7 @@
 """Test files and commands that the tables of faults name."""
 
+AGREEMENT = "tests/unit/connector/test_agreement.py"
+CUDA_DEVICE = "tests/unit/connector/test_cuda_device.py"
 DRAFTED = "tests/unit/connector/test_drafted.py"
 DOCTOR = "tests/engine/test_doctor.py"
 FIELDS = "tests/engine/test_fields.py"

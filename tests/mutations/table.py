@@ -3,6 +3,7 @@
 from tests.mutations import (
     adapters,
     core,
+    cuda,
     daemon,
     device,
     encoded,
@@ -25,6 +26,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *weights.FAULTS,
     *adapters.FAULTS,
     *device.FAULTS,
+    *cuda.FAULTS,
     *daemon.FAULTS,
     *encoded.FAULTS,
     *multi.FAULTS,
