@@ -318,7 +318,6 @@ def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> Non
     rig.close()
 
 
-@pytest.mark.xfail(strict=True, reason="Pins.unpin ends at the first error")
 def test_an_unregistration_that_fails_is_the_only_one(
     cuda: FakeCuda, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
