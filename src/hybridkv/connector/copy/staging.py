@@ -35,13 +35,13 @@ class CopySizes:
 
     piece: int = 4 << 20
     """The most of one copy: 98 % of the device's rate, and what a copy of the engine waits for."""
-    batch: int = 32 << 20  # The most of several objects that one call copies.
+    batch: int = 128 << 20  # The most of several objects that one call copies.
     batch_objects: int = 64
     pin: int = 64 << 20  # The most that is pinned in one call.
     bounce: int = 32 << 20  # The bounce buffer of one direction.
     descriptors: int = 4 << 20  # Entries and block numbers of the stores that are on their way.
-    load_ring: int = 256 << 20  # The staging of loads, at least two objects.
-    depth: int = 8  # Batches of one direction that are on their way at once.
+    load_ring: int = 512 << 20  # The staging of loads, at least two objects.
+    depth: int = 4  # Batches of one direction that are on their way at once.
 
 
 @dataclass(slots=True)
