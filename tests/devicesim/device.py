@@ -30,6 +30,8 @@ from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.shm.slots import PIECE_BYTES
 
 ENGINE = "engine"
+MODEL = "the model"
+"""The engine's thread while it launches kernels of its own. Nobody else runs within that call."""
 STRANGER = "stranger"
 """A thread that never chose a device: CUDA would give it the first one."""
 COMPUTE = Stream(0)
@@ -165,7 +167,7 @@ class SimulatedDevice:
         self._lanes: list[Running] = []
         self._results: list[Result] = []
         self._actor = ENGINE
-        self._entered = {ENGINE, "the model"}
+        self._entered = {ENGINE, MODEL}
         """Threads that have chosen this device."""
         self.in_hook = False
         self.broken = ""
@@ -472,7 +474,7 @@ class SimulatedDevice:
 
     def _interrupt(self) -> None:
         """Whatever other threads and the device do before the caller has the interpreter again."""
-        if self.habits.interrupts and self._rng.random() < self.habits.interrupts:
+        if self._actor != MODEL and self._rng.random() < self.habits.interrupts:
             is_lane = any(running.name == self._actor for running in self._lanes)
             if self.engine_step is not None and is_lane and self._rng.random() < 0.1:
                 with self.acting(ENGINE):

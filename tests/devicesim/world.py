@@ -20,7 +20,7 @@ from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
-from tests.devicesim.device import COMPUTE, ENGINE, STRANGER, Habits, SimulatedDevice
+from tests.devicesim.device import COMPUTE, ENGINE, MODEL, STRANGER, Habits, SimulatedDevice
 
 ARENA_BYTES = 8 << 20
 BLOCKS = 13
@@ -271,7 +271,7 @@ class World:
 
         if writes:
             try:
-                with self.device.acting("the model"):
+                with self.device.acting(MODEL):
                     self.device.launch(run, COMPUTE)
             except DeviceError:
                 self._is_lost()

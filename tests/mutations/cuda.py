@@ -5,6 +5,7 @@ from tests.mutations.mutation import Mutation
 
 BYTES = f"{CUDA_DEVICE}::test_bytes_come_back"
 ERRORS = f"{CUDA_DEVICE}::test_a_call_that_fails_is_an_error_and_the_next_launch_is_none"
+BATCH = f"{CUDA_DEVICE}::test_where_copies_in_one_call_are_refused_they_are_queued_one_by_one"
 ZEROS = f"{AGREEMENT}::test_a_fault_is_found_on_memory_of_zeros"
 COPY = 'self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), _DEFAULT_KIND, on)'
 
@@ -44,6 +45,42 @@ FAULTS: tuple[Mutation, ...] = (
         "on = None",
         ("D6",),
         (BYTES,),
+    ),
+    Mutation(
+        "batch-of-another-version",
+        "copies in one call have the arguments of another CUDA, and a pointer is the stream",
+        "CudaDevice._copy_batch",
+        "if self._runtime_version < _CUDA_13:",
+        "if self._runtime_version >= _CUDA_13:",
+        ("A33",),
+        (BYTES,),
+    ),
+    Mutation(
+        "batch-out-of-order",
+        "CUDA may read what it copies before the stream's earlier work has written it",
+        "_IN_ORDER",
+        "(ctypes.c_int * 6)(1)",
+        "(ctypes.c_int * 6)(3)",
+        ("D6",),
+        (BYTES,),
+    ),
+    Mutation(
+        "refused-batch-unread",
+        "copies that CUDA refused in one call are not copied at all",
+        "CudaDevice._copy_batch",
+        "return bool(status == 0)",
+        "return True",
+        ("C11",),
+        (BATCH,),
+    ),
+    Mutation(
+        "refused-batch-left-for-torch",
+        "the error of copies that were refused in one call is raised by torch's next launch",
+        "CudaDevice._copy_batch",
+        "self.clear_error()",
+        "",
+        ("C11",),
+        (BATCH,),
     ),
     Mutation(
         "status-unread",

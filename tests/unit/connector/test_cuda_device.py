@@ -156,10 +156,10 @@ def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum:
     with fake_cuda(version, has_triton=has_triton) as cuda:
         rig = Rig(cuda, arena, checksum)
         assert isinstance(rig.pipeline._shared.kernels, TritonKernels) == has_triton
-        before = rig.memory.cpu()
         for is_pinned in (False, True):
             if is_pinned:
                 rig.pin()
+            before = rig.memory.random_(0, 256).cpu()
             rig.pipeline.take_counters()
             ops = rig.ops(8)
             assert rig.store(ops) == [True] * 8
@@ -170,6 +170,7 @@ def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum:
             assert torch.equal(rig.memory.cpu(), before)
             assert ("copies_unpinned" in rig.pipeline.take_counters()) != is_pinned
         rig.close()
+        assert bool(cuda.runtime.calls["cudaMemcpyBatchAsync"]) == (version >= 12080)
         assert not cuda.runtime.registered
         assert cuda.runtime.pageable_copies == 0, "such a copy holds up its caller"
         assert cuda.spinning_events == 0
@@ -294,6 +295,28 @@ def test_a_call_that_fails_is_an_error_and_the_next_launch_is_none(version: int,
             CALLS[name](device)
         assert cuda.runtime.calls[name] == before + 1
         torch.zeros(8, dtype=torch.uint8, device="cuda").add_(1)
+
+
+@pytest.mark.parametrize("version", [12090, 13000])
+def test_where_copies_in_one_call_are_refused_they_are_queued_one_by_one(
+    arena: Arena, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and the refusal is not the error of the thread's next launch."""
+    with fake_cuda(version) as cuda:
+        rig = Rig(cuda, arena)
+        rig.pin()
+        before = rig.memory.cpu()
+        cuda.runtime.refuse("cudaMemcpyBatchAsync", INVALID_VALUE, count=1 << 30)
+        ops = rig.ops(8)
+        for _ in range(2):
+            assert rig.store(ops) == [True] * 8
+            rig.memory[:, 1:9].zero_()
+            assert rig.load(ops) is None
+            assert torch.equal(rig.memory.cpu(), before)
+        rig.close()
+        assert 1 <= caplog.text.count("refused copies in one call") <= 2, "each lane may"
+        assert cuda.runtime.calls["cudaMemcpyAsync"] > 16
+        assert not cuda.runtime.wrongs
 
 
 def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> None:
