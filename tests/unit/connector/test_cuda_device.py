@@ -465,3 +465,12 @@ def test_memory_below_what_torch_gives_is_half_as_large(arena: Arena) -> None:
         assert rig.store(rig.ops(1)) == [True]
         rig.close()
         assert not cuda.runtime.wrongs
+
+
+def test_the_runtime_is_torchs_and_no_copy_of_another_package() -> None:
+    line = "7f00-7f01 r-xp 00000000 fe:00 12 {}\n"
+    copy = line.format("/site/torchvision.libs/libcudart.faf08d9a.so.13")
+    own = line.format("/site/nvidia/cu13/lib/libcudart.so.13")
+    assert cuda_device.runtime_path(copy + own) == "/site/nvidia/cu13/lib/libcudart.so.13"
+    assert cuda_device.runtime_path(copy) == "/site/torchvision.libs/libcudart.faf08d9a.so.13"
+    assert cuda_device.runtime_path(line.format("/site/libcuda.so.1")) is None

@@ -253,11 +253,21 @@ def translated() -> Iterator[None]:
 
 def _runtime() -> Any:
     """The CUDA runtime that torch has loaded; another copy would have errors of its own."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        name = line.split(maxsplit=5)[-1]
-        if Path(name).name.startswith("libcudart"):
-            return ctypes.CDLL(name)
-    raise DeviceError("torch has loaded no CUDA runtime")
+    path = runtime_path(Path("/proc/self/maps").read_text())
+    if path is None:
+        raise DeviceError("torch has loaded no CUDA runtime")
+    return ctypes.CDLL(path)
+
+
+def runtime_path(maps: str) -> str | None:
+    """The library of `/proc/self/maps` that is torch's CUDA runtime; None if there is none.
+
+    torchvision brings a copy of its own, whose name has a hash: `libcudart.faf08d9a.so.13`.
+    """
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
+    found = sorted(path for path in paths if Path(path).name.startswith("libcudart"))
+    plain = (path for path in found if Path(path).name.startswith("libcudart.so"))
+    return next(plain, found[0] if found else None)
 
 
 def agree(
