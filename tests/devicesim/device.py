@@ -21,6 +21,7 @@ from hybridkv.connector.copy.device import (
     DeviceMemoryError,
     Kernels,
     Lane,
+    Pieces,
     Stream,
     Waitable,
 )
@@ -29,9 +30,17 @@ from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.shm.slots import PIECE_BYTES
 
 ENGINE = "engine"
+MODEL = "the model"
+"""The engine's thread while it launches kernels of its own. Nobody else runs within that call."""
 STRANGER = "stranger"
 """A thread that never chose a device: CUDA would give it the first one."""
 COMPUTE = Stream(0)
+GRID_MAX = (2**31 - 1, 65_535, 65_535)
+"""CUDA's limits of a grid."""
+TILE_WORDS = 1024
+"""See triton_kernels, which not every machine can import."""
+Touch = Callable[[int, int, int], None]
+"""Called with (address, bytes, alignment) of all memory that a kernel uses, before it does."""
 
 
 @dataclass
@@ -49,6 +58,12 @@ class Habits:
     """The queued operation, counted from the start, at which the device fails for good."""
     refuses_at: int = -1
     """The call that fails alone."""
+    pinned_refused_at: int = -1
+    """The allocation of pinned memory that fails."""
+    unregister_fails_at: int = -1
+    """The unregistration that fails; that memory stays pinned."""
+    interrupts: float = 0.0
+    """How often something else happens within a call, which lets go of the interpreter."""
 
 
 @dataclass
@@ -106,10 +121,12 @@ class Running:
     waits: Waitable | None = None
     asleep: bool = False
     """Whether it is in a call of the driver that takes long."""
+    is_running: bool = False
+    """Whether it is in a call within which something else happens."""
 
     def can_go(self) -> bool:
         """Whether it can be resumed."""
-        if self.asleep:
+        if self.asleep or self.is_running:
             return False
         try:
             return self.waits is None or self.waits.ready()
@@ -150,11 +167,18 @@ class SimulatedDevice:
         self._lanes: list[Running] = []
         self._results: list[Result] = []
         self._actor = ENGINE
-        self._entered = {ENGINE, "the model"}
+        self._entered = {ENGINE, MODEL}
         """Threads that have chosen this device."""
         self.in_hook = False
         self.broken = ""
         self.refusals = 0  # Registrations that were refused.
+        self.registered_twice = 0  # Those that were refused because the memory is pinned.
+        self.stuck: set[int] = set()
+        """Addresses whose unregistration failed."""
+        self.failed = 0  # Calls that failed alone.
+        self._pinned_allocations = self._unregistrations = 0
+        self.engine_step: Callable[[], None] | None = None
+        """What the engine's thread may do within a call of another one."""
         self.ran = 0  # Operations that ran, by which `breaks_at` counts.
         self.calls = 0
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -171,8 +195,19 @@ class SimulatedDevice:
     # What the tests use
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """The engine's memory, which is the device's."""
-        self._device.append(Range(tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        """The engine's memory, which is the device's: all of what the tensor is a view of."""
+        storage = tensor.untyped_storage()
+        self._device.append(Range(storage.data_ptr(), storage.nbytes(), tensor))
+
+    @contextmanager
+    def unmapped(self) -> Iterator[None]:
+        """The device's memory is not mapped, as while vLLM sleeps; it has its bytes afterwards."""
+        self.finish(COMPUTE)
+        before, self._device = self._device, []
+        try:
+            yield
+        finally:
+            self._device = before
 
     @contextmanager
     def hook(self) -> Iterator[None]:
@@ -237,6 +272,15 @@ class SimulatedDevice:
             running.asleep = False
         return bool(asleep)
 
+    def touch(self, address: int, size: int, alignment: int) -> None:
+        """A kernel uses this memory; the device fails for good where CUDA's would."""
+        if address % alignment:
+            self.fail("a misaligned address was used")
+            raise self._wrong(f"a kernel uses {address:#x} as a word of {alignment} bytes")
+        if not self._reaches(address, size):
+            self.fail("an illegal address was used")
+            raise self._wrong("a kernel uses memory that the device cannot reach")
+
     def fail(self, why: str) -> None:
         """For good: nothing that is queued runs."""
         self.broken = self.broken or why
@@ -252,9 +296,9 @@ class SimulatedDevice:
     def is_idle(self) -> bool:
         """Whether no lane is left, nothing is queued and nothing is pinned."""
         left = self._lanes, self._results, *self._streams
-        return not any(left) and (
-            bool(self.broken) or self.habits.refuses_at >= 0 or not self._registered
-        )
+        # `Pins.unpin` ends with the first error, and leaves what is after it.
+        may_stay_pinned = self.broken or self.failed or self.stuck
+        return not any(left) and bool(may_stay_pinned or not self._registered)
 
     # Device
 
@@ -268,7 +312,12 @@ class SimulatedDevice:
         self._call("allocate")
         self._hold("an allocation")
         assert size > 0
-        if not pinned:
+        if pinned:
+            self._pinned_allocations += 1
+            if self._pinned_allocations == self.habits.pinned_refused_at:
+                self.failed += 1
+                raise DeviceError("no pinned memory")
+        else:
             if size > self.habits.free_bytes:
                 raise DeviceMemoryError(f"no room for {size} bytes")
             self.habits.free_bytes -= size
@@ -322,6 +371,15 @@ class SimulatedDevice:
             raise self._wrong("memory is copied that is not pinned")
         self._streams[stream].append(Operation(lambda: self._memmove(to, source, size)))
 
+    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """See Device. They run one by one, in any order."""
+        assert stream != COMPUTE, "CUDA refuses it on the default stream"
+        self._count("copy_all", 1)
+        copies = list(pieces)
+        self._rng.shuffle(copies)
+        for target, source, size in copies:
+            self.copy(target, source, size, stream)
+
     def kernels(
         self,
         tables: BlockTables,
@@ -334,7 +392,7 @@ class SimulatedDevice:
         self._hold("a compiler")
         if self.habits.torch_kernels:
             return TorchKernels(tables.word_bytes, groups)
-        return AddressKernels(tables.word_bytes, self.habits.digests)
+        return AddressKernels(tables.word_bytes, self.habits.digests, self.touch)
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
         """See Device."""
@@ -349,7 +407,9 @@ class SimulatedDevice:
         self._call("register")
         self._hold("a registration")
         if any(one.touches(address, size) for one in self._registered.values()):
-            raise self._wrong("memory is pinned twice")
+            self._uncleared.add(self._actor)
+            self.registered_twice += 1
+            return False
         running = next((one for one in self._lanes if one.name == self._actor), None)
         if self.habits.slow_registration and running is not None:
             running.asleep = True
@@ -365,6 +425,12 @@ class SimulatedDevice:
         """See Device."""
         self._call("unregister")
         self._hold("an unregistration")
+        if address not in self._registered:
+            raise self._wrong("memory is unpinned that is not pinned")
+        self._unregistrations += 1
+        if self._unregistrations == self.habits.unregister_fails_at:
+            self.stuck.add(address)
+            raise DeviceError("memory is not unpinned")
         del self._registered[address]
 
     def clear_error(self) -> None:
@@ -399,10 +465,21 @@ class SimulatedDevice:
         if self._actor not in self._entered and what != "enter_thread":
             raise self._wrong(f"{what}: this thread would use the first device")
         self._count(what, 1)
+        self._interrupt()
         self.check()
         self.calls += 1
         if self.calls == self.habits.refuses_at:
+            self.failed += 1
             raise DeviceError("a call was refused")
+
+    def _interrupt(self) -> None:
+        """Whatever other threads and the device do before the caller has the interpreter again."""
+        if self._actor != MODEL and self._rng.random() < self.habits.interrupts:
+            is_lane = any(running.name == self._actor for running in self._lanes)
+            if self.engine_step is not None and is_lane and self._rng.random() < 0.1:
+                with self.acting(ENGINE):
+                    self.engine_step()
+            self.turn_some(self._rng.choice((1, 3, 30)))
 
     def _wrong(self, what: str) -> AssertionError:
         self.wrongs.append(what)
@@ -443,11 +520,13 @@ class SimulatedDevice:
     def _resume(self, running: Running) -> None:
         before, self._actor = self._actor, running.name
         in_hook, self.in_hook = self.in_hook, False
+        running.is_running = True
         try:
             running.waits = next(running.lane)
         except StopIteration:
             self._lanes.remove(running)
         finally:
+            running.is_running = False
             if running.name in self._uncleared:
                 self.wrongs.append("the next launch would raise an old error")
             self._actor, self.in_hook = before, in_hook
@@ -458,44 +537,81 @@ class SimulatedDevice:
         result.value, result.work = result.work(), None
 
 
+def check_alignment(address: int, size: int, alignment: int) -> None:
+    """See Touch: all of the process's memory may be used."""
+    assert address % alignment == 0, f"{address:#x} is no address of {alignment} bytes"
+
+
 class AddressKernels:
     """The kernels byte by byte, from what the descriptors say when they run."""
 
-    def __init__(self, word_bytes: int, digests: bool) -> None:
+    def __init__(self, word_bytes: int, digests: bool, touch: Touch = check_alignment) -> None:
         self.digests = digests
         self._word = word_bytes
+        self._touch = touch
 
     def move(self, move: Move, is_gather: bool) -> None:
         """See Kernels."""
-        numbers = _read(move.descriptors.data_ptr(), len(move.descriptors) // NUMBER_BYTES)
-        for at in range(0, len(move.ops) * ENTRY, ENTRY):
-            part, count, first, size, start, row, rows, _ = numbers[at : at + ENTRY]
-            assert rows <= move.rows
-            table = _read(move.table + row * ROW * NUMBER_BYTES, rows * ROW)
-            for index in range(0, rows * ROW, ROW):
-                address = table[index]
-                sizes = (number * self._word for number in table[index + 1 : index + ROW])
-                stride, run, block, before, inside = sizes
-                assert run <= move.run_words * self._word
-                for number, block_id in enumerate(numbers[start : start + size], first):
-                    engine = address + block_id * stride
-                    stored = part + before * count + number * block + inside
-                    to, source = (stored, engine) if is_gather else (engine, stored)
-                    ctypes.memmove(to, source, run)
+        grid = len(move.ops), move.rows, -(-move.run_words // TILE_WORDS)
+        assert is_launchable(grid), grid
+        entries = move.descriptors.data_ptr()
+        move_words(self._touch, grid, entries, move.table, self._word, is_gather)
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels."""
+        digest_pieces(self._touch, (pieces, objects), entries, out)
+
+
+def move_words(
+    touch: Touch, grid: tuple[int, int, int], entries: int, table: int, word: int, is_gather: bool
+) -> None:
+    """What a launch of triton_kernels._move does: nothing for what is outside the grid."""
+    entries_count, rows_max, tiles = grid
+    for number in range(entries_count):
+        entry = _read(touch, entries + number * ENTRY * NUMBER_BYTES, ENTRY)
+        part, count, first, size, start, row, rows, _ = entry
+        blocks = _read(touch, entries + start * NUMBER_BYTES, size)
+        rows = min(rows, rows_max)
+        numbers = _read(touch, table + row * ROW * NUMBER_BYTES, rows * ROW)
+        for at in range(0, rows * ROW, ROW):
+            sizes = (words * word for words in numbers[at + 1 : at + ROW])
+            stride, run, block_bytes, before, inside = sizes
+            run = min(run, tiles * TILE_WORDS * word)
+            for block, block_id in enumerate(blocks, first):
+                engine = numbers[at] + block_id * stride
+                stored = part + before * count + block * block_bytes + inside
+                touch(engine, run, word)
+                touch(stored, run, word)
+                to, source = (stored, engine) if is_gather else (engine, stored)
+                ctypes.memmove(to, source, run)
+
+
+def digest_pieces(touch: Touch, grid: tuple[int, int], entries: int, out: int) -> None:
+    """What a launch of triton_kernels._digest does."""
+    pieces_max, entries_count = grid
+    for number in range(entries_count):
+        entry = _read(touch, entries + number * ENTRY * NUMBER_BYTES, ENTRY)
+        part, pieces = entry[0], min(entry[7], pieces_max)
         for piece in range(pieces):
-            content = ctypes.string_at(address + piece * PIECE_BYTES, PIECE_BYTES)
-            digest = xxh3_64_intdigest(content).to_bytes(NUMBER_BYTES, "little")
-            ctypes.memmove(out + piece * NUMBER_BYTES, digest, NUMBER_BYTES)
+            start = part + piece * PIECE_BYTES
+            place = out + (number * pieces_max + piece) * NUMBER_BYTES
+            touch(start, PIECE_BYTES, NUMBER_BYTES)
+            touch(place, NUMBER_BYTES, NUMBER_BYTES)
+            digest = xxh3_64_intdigest(ctypes.string_at(start, PIECE_BYTES))
+            ctypes.memmove(place, digest.to_bytes(NUMBER_BYTES, "little"), NUMBER_BYTES)
+
+
+def is_launchable(grid: Sequence[int]) -> bool:
+    """Whether CUDA takes a grid of these sizes."""
+    return all(1 <= size <= limit for size, limit in zip(grid, GRID_MAX, strict=False))
 
 
 def _fill(tensor: torch.Tensor) -> None:
     tensor.fill_(0xC3)
 
 
-def _read(address: int, count: int) -> "array[int]":
+def _read(touch: Touch, address: int, count: int) -> "array[int]":
+    touch(address, count * NUMBER_BYTES, NUMBER_BYTES)
     numbers = array("q")
     numbers.frombytes(ctypes.string_at(address, count * NUMBER_BYTES))
     return numbers

@@ -21,6 +21,9 @@ BEHAVIOURS = (
     "broken",
     "dead",
     "refused_at_start",
+    "steps_within_calls",
+    "unpinning_failed",
+    "sleeps",
 )
 """What the seeds must have come to."""
 

@@ -24,6 +24,13 @@ class ThreadedDevice(SimulatedDevice):
         self.threads.append(thread)
         thread.start()
 
+    def kernels(self, tables: Any, table: Any, groups: Any, staging: Any) -> Any:
+        """See Device. The views are the engine's memory, which nobody else has told it."""
+        for views in groups:
+            for view in views:
+                self.adopt(view)
+        return super().kernels(tables, table, groups, staging)
+
     def launch(self, work: Callable[[], None], stream: Any) -> None:
         """Run at once, as all that is queued."""
         with self.lock:
@@ -35,6 +42,11 @@ class ThreadedDevice(SimulatedDevice):
         with self.lock:
             super().copy(to, source, size, stream)
             self.settle()
+
+    def copy_all(self, pieces: Any, stream: Any) -> None:
+        """Run at once."""
+        with self.lock:
+            super().copy_all(pieces, stream)
 
     def record(self, stream: Any) -> Any:
         """Over at once."""

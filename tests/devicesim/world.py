@@ -20,7 +20,7 @@ from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
-from tests.devicesim.device import COMPUTE, ENGINE, STRANGER, Habits, SimulatedDevice
+from tests.devicesim.device import COMPUTE, ENGINE, MODEL, STRANGER, Habits, SimulatedDevice
 
 ARENA_BYTES = 8 << 20
 BLOCKS = 13
@@ -42,6 +42,8 @@ class Shape:
     """Bytes behind each block, or behind each run where a block has several."""
     counts: tuple[int, ...]
     """Stored blocks that objects may have."""
+    start: int
+    """Bytes between an aligned address and the first block."""
 
     @property
     def block_bytes(self) -> int:
@@ -102,6 +104,9 @@ class World:
             slow_registration=rng.random() < 0.3,
             breaks_at=rng.randrange(600) if rng.random() < 0.15 else -1,
             refuses_at=rng.randrange(30, 600) if rng.random() < 0.2 else -1,
+            pinned_refused_at=rng.randrange(1, 10) if rng.random() < 0.05 else -1,
+            unregister_fails_at=rng.randrange(1, 20) if rng.random() < 0.2 else -1,
+            interrupts=rng.choice((0, 0, 0.02, 0.2)),
         )
         room = range(0, ARENA_BYTES - self.slot, self.slot)
         self.offsets = sorted(rng.sample(room, min(len(room), rng.choice((4, 12, 30)))))
@@ -118,6 +123,8 @@ class World:
             bounce=rng.choice((16384, 65536)),
             descriptors=1 << 20 if self._credit else 1024,
             load_ring=largest * rng.choice((1, 3)),
+            batch=largest * rng.choice((1, 4)),
+            batch_objects=rng.choice((1, 2, 64)),
             depth=rng.choice((1, 3, 8)),
         )
         self.refusal = ""
@@ -129,7 +136,6 @@ class World:
             self.refusal = str(error)
             return
         self.model = [[memory.numpy().copy() for memory, _ in group] for group in self.views]
-        self.lives = [Life(self, arenas[0])]
         self._arenas = arenas
         self._is_busy = [set[int]() for _ in self.groups]
         """Blocks that a load writes, by group."""
@@ -138,21 +144,24 @@ class World:
         """What was seen in calls from the copier, which may catch the error."""
         self._generation = 0
         self._planned = 0
+        self.lives = [self._begin_life(arenas[0])]
 
     def run(self) -> Counter[str]:
         """The counts of the seed."""
         rng = self.rng
         if self.refusal:
-            assert self.habits.refuses_at >= 0 or self.habits.free_bytes < 1 << 40, self.refusal
+            assert self.device.failed or self.habits.free_bytes < 1 << 40, self.refusal
             self.counts["refused_at_start"] += 1
             return self.counts
         for _ in range(rng.choice((5, 20, 40))):
             self._step()
             for _ in range(rng.choice((0, 3, 30, 300))):
-                if not self.device.turn():
+                if not self._turn():
                     break
             if rng.random() < 0.03 and len(self.lives) == 1:
                 self._move_on()
+            if rng.random() < 0.03:
+                self._sleep()
         if rng.random() < 0.3:
             self.counts["closed_in_flight"] += 1
         else:
@@ -163,15 +172,54 @@ class World:
         assert not self._wrongs, self._wrongs
         assert self.pipeline.is_alive or self._has_failed(), "the copier ended without a reason"
         assert self.device.refusals <= len(self.lives), "a refused registration is tried again"
+        assert not self.device.registered_twice, "memory is pinned twice"
         self.counts["seeds"] += 1
         self.counts["broken"] += bool(self.device.broken)
         self.counts["dead"] += not self.pipeline.is_alive
+        self.counts["unpinning_failed"] += bool(self.device.stuck)
         for name, value in self.pipeline.take_counters().items():
             if not name.endswith("_seconds"):
                 self.counts[name] += int(value)
         assert not self._credit or not self.counts["stores_staging_full"], "credits do not fit"
         self.counts["operations"] += self.device.ran
         return self.counts
+
+    def _begin_life(self, arena: Arena) -> Life:
+        """An arena in which other engines may have stored objects before."""
+        rng, life = self.rng, Life(self, arena)
+        for slot in life.slots[: rng.choice((0, 0, 6))]:
+            index = rng.randrange(len(self.groups))
+            count = rng.choice(self.groups[index].counts)
+            slot.content = rng.randbytes(count * self.groups[index].block_bytes)
+            slot.op = self._write_header(life, slot, index, tuple(range(count)))
+            start = self.part.payload(slot.op, len(slot.content))
+            life.arena.memory[start : start + len(slot.content)] = slot.content
+            self.part.sign(life.arena, slot.op, len(slot.content))
+            slot.state = "committed"
+        return life
+
+    def _write_header(self, life: Life, slot: Slot, index: int, blocks: tuple[int, ...]) -> CopyOp:
+        """The slot is that of a new object with these blocks of a group."""
+        self._generation += 1
+        ref = SlotRef(slot.offset, self._generation)
+        size = len(blocks) * self.groups[index].block_bytes
+        header = SlotHeader(SlotState.WRITING, ref.generation, self.part.ranks, size)
+        life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
+        return CopyOp(ref, index, 0, len(blocks), 0, blocks)
+
+    def _turn(self) -> bool:
+        """One thing of the device's or of a lane's, within which the engine may do a step."""
+        self.device.engine_step = self._step_within
+        try:
+            return self.device.turn()
+        finally:
+            self.device.engine_step = None
+
+    def _step_within(self) -> None:
+        self.device.engine_step = None
+        self._step()
+        self.device.engine_step = self._step_within
+        self.counts["steps_within_calls"] += 1
 
     # The engine
 
@@ -223,14 +271,14 @@ class World:
 
         if writes:
             try:
-                with self.device.acting("the model"):
+                with self.device.acting(MODEL):
                     self.device.launch(run, COMPUTE)
             except DeviceError:
                 self._is_lost()
 
     def _is_lost(self) -> None:
         """A call of the engine's own failed: nothing is known of its memory from now on."""
-        assert self.device.broken or self.habits.refuses_at >= 0
+        assert self._has_failed()
         self.device.fail("the engine's own call failed")
 
     def _plan_stores(self, life: Life) -> list[Slot]:
@@ -249,13 +297,9 @@ class World:
             if not free or len(blocks) < count:
                 continue
             slot = rng.choice(free)
-            self._generation += 1
-            ref = SlotRef(slot.offset, self._generation)
-            slot.op = CopyOp(ref, index, 0, count, 0, tuple(rng.sample(blocks, count)))
+            slot.op = self._write_header(life, slot, index, tuple(rng.sample(blocks, count)))
             slot.state, slot.flipped = "writing", False
             slot.content = self._content(slot.op)
-            header = SlotHeader(SlotState.WRITING, ref.generation, self.part.ranks, size)
-            life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
             self._planned += size
             planned.append(slot)
         return planned
@@ -285,7 +329,7 @@ class World:
         try:
             life.copier.store(ops, done)
         except DeviceError:
-            assert self.device.broken or self.habits.refuses_at >= 0
+            assert self._has_failed()
 
     def _vacate(self, life: Life, slot: Slot) -> None:
         """The daemon gives the slot to another object; copies that still write it are seen."""
@@ -390,14 +434,16 @@ class World:
             raise
 
     def _has_failed(self) -> bool:
-        return bool(self.device.broken) or self.habits.refuses_at >= 0
+        return bool(self.device.broken) or self.device.failed > 0
 
     def _harm(self, life: Life) -> None:
         rng = self.rng
         committed = [slot for slot in life.slots if slot.state == "committed"]
         if not committed or rng.random() > 0.15:
             return
-        slot = rng.choice(committed)
+        loaded = {op.slot for load in self.loads for op in load.ops}
+        in_use = [slot for slot in committed if slot.op is not None and slot.op.slot in loaded]
+        slot = rng.choice(in_use if in_use and rng.random() < 0.5 else committed)
         assert slot.op is not None
         users = [load for load in self.loads if slot.op.slot in [op.slot for op in load.ops]]
         for load in users:
@@ -422,8 +468,20 @@ class World:
 
     def _move_on(self) -> None:
         """The daemon lives again with another arena; what runs in the old one goes on."""
-        self.lives.append(Life(self, self._arenas[1]))
+        self.lives.append(self._begin_life(self._arenas[1]))
         self.counts["lives"] += 1
+
+    def _sleep(self) -> None:
+        """The engine gives its memory away, with all that is cached in it, and gets other bytes."""
+        self.pipeline.drain()
+        assert not self.loads, "a load is not over after a drain"
+        with self.device.unmapped():
+            self.device.turn_some(self.rng.choice((10, 300)))
+        for group, models in zip(self.views, self.model, strict=True):
+            for (memory, _), model in zip(group, models, strict=True):
+                model[...] = np.frombuffer(self.rng.randbytes(model.size), np.uint8)
+                memory.numpy()[...] = model
+        self.counts["sleeps"] += 1
 
     def _settle(self) -> None:
         """All that is queued ends, whatever registrations take long."""
@@ -469,14 +527,19 @@ class World:
         for runs, size in shape.layers:
             if runs == 1:
                 stride = size + shape.padding
-                memory = torch.full((BLOCKS * stride,), POISON, dtype=torch.uint8)
+                memory = _memory(BLOCKS * stride, shape.start)
                 view = memory.as_strided((BLOCKS, size), (stride, 1))
             else:
-                memory = torch.full((runs * BLOCKS * size,), POISON, dtype=torch.uint8)
+                memory = _memory(runs * BLOCKS * size, shape.start)
                 view = memory.as_strided((BLOCKS, runs, size), (size, BLOCKS * size, 1))
             self.device.adopt(memory)
             layers.append((memory, view))
         return layers
+
+
+def _memory(size: int, start: int) -> torch.Tensor:
+    """Bytes that begin `start` bytes behind an aligned address."""
+    return torch.full((start + size,), POISON, dtype=torch.uint8)[start:]
 
 
 def _same(view: torch.Tensor, model: Bytes) -> Bytes:
@@ -493,4 +556,4 @@ def _shape(rng: random.Random) -> Shape:
         layers.append((rng.choice((1, 1, 2)), size))
     padding = rng.choice((0, 0, 8 * rng.randrange(5), word))
     counts = rng.choice(((1,), (2,), (1, 2, 3))) if large else rng.choice(((1,), (4,), (1, 3, 5)))
-    return Shape(tuple(layers), padding, counts)
+    return Shape(tuple(layers), padding, counts, rng.choice((0, 0, 0, 8, 4, 1)))

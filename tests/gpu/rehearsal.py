@@ -44,7 +44,7 @@ class Rehearsed:
 
 def rehearse(stage: str, step: Step, place: Path) -> Rehearsed:
     """Run one step; its output and its driver log go to files below `place`."""
-    stem = f"{stage}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}"
+    stem = re.sub(r"[^a-z0-9]+", "-", f"{stage} {step.name}".lower())
     log_path, driver_log = place / f"{stem}.log", place / f"{stem}.driver"
     environment = {**os.environ, **ENVIRONMENT, **dict(step.environment)}
     environment |= {"HYBRIDKV_DRIVER_LOG": str(driver_log), "PYTEST_ADDOPTS": WHOLE_ERRORS}

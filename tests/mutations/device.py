@@ -58,18 +58,18 @@ FAULTS: tuple[Mutation, ...] = (
         "one-launch-for-each-object",
         "a step's gather is a launch for each of its objects (F5)",
         "CopyPipeline.store",
-        "self._descriptors.move(at, kept, places, memory, stream, (True,))",
+        "device.launch(partial(shared.kernels.move, move, True), stream)",
         """
-        for place, op in zip(places, kept):
-            self._descriptors.move(at, [op], [place], memory, stream, (True,))
+        for _ in placed:
+            device.launch(partial(shared.kernels.move, move, True), stream)
         """,
         ("D18",),
         (DEVICES,),
     ),
     Mutation(
         "one-object-at-a-time",
-        "an object of a load is copied when the one before it is in the engine's blocks (F6)",
-        "LoadLane._begin",
+        "a batch of a load is copied when the one before it is in the engine's blocks (F6)",
+        "CopyLane._begin",
         "while len(self._flying) < self._shared.sizes.depth:",
         "while not self._flying:",
         ("D18",),
@@ -78,9 +78,12 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "staging-kept-by-the-dead",
         "a store that fails keeps its staging (F8)",
-        "StoreLane._fail_flying",
-        "self._give_back(job)",
-        "",
+        "CopyLane._end",
+        "self.staging.ring.give_back(flight.size)",
+        """
+        if self._way == "load" or not isinstance(error, DeviceError):
+            self.staging.ring.give_back(flight.size)
+        """,
         ("B38",),
         (DEVICES,),
     ),
@@ -163,11 +166,55 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "loads-fail-with-the-first",
         "after an error a load that cannot be told failed keeps all others from it",
-        "LoadLane._fail_flying",
-        "while self._flying and self._flying[0].load is load:",
-        "while self._flying:",
+        "CopyLane._fail",
+        """
+            while flights:
+                self._end(flights.popleft(), DeviceError(self._shared.dead))
+            self._flying.popleft()
+        """,
+        """
+            self._flying.popleft()
+            while flights:
+                self._end(flights.popleft(), DeviceError(self._shared.dead))
+        """,
         ("B38",),
         (f"{PIPELINE}::test_an_error_of_whoever_is_told_hangs_nobody_else",),
+    ),
+    Mutation(
+        "one-call-for-each-object",
+        "each object is a batch, so that a busy interpreter holds up each of them",
+        "Staging.takes",
+        "return not batch.flights or (not is_full and together <= self._batch_bytes)",
+        "return not batch.flights",
+        ("D18",),
+        (f"{PIPELINE}::test_a_batch_is_queued_by_a_few_calls",),
+    ),
+    Mutation(
+        "gathers-in-one-batch",
+        "a batch has objects of two gathers, whose entries are not one after another",
+        "StoreLane._fill",
+        "is_other = batch.flights and flight.ready is not batch.flights[0].ready",
+        "is_other = False",
+        ("A33",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "digests-of-one-batch",
+        "the digests of a batch are overwritten by those of the next one",
+        "Staging.digest",
+        "out = self._digests.data_ptr() + batch.number * self._digests_bytes",
+        "out = self._digests.data_ptr()",
+        ("A33",),
+        (DEVICES,),
+    ),
+    Mutation(
+        "the-same-object-for-ever",
+        "an object that cannot begin is tried again, and nothing else goes on",
+        "LoadLane._give_up",
+        "load.ops.clear()",
+        "return",
+        ("B38",),
+        (f"{PIPELINE}::test_an_error_of_an_object_that_cannot_begin_hangs_nobody",),
     ),
     Mutation(
         "retired-and-running",
@@ -224,16 +271,16 @@ FAULTS: tuple[Mutation, ...] = (
         "paranoid-in-name",
         '"paranoid" compares nothing on a device (F12)',
         "LoadLane._send",
-        'directions = (False, True) if checksum == "paranoid" else (False,)',
-        "directions = (False,)",
+        'for is_gather in (False, True) if batch.checksum == "paranoid" else (False,):',
+        "for is_gather in (False,):",
         ("B36",),
         (f"{PIPELINE}::test_paranoid_compares_the_engines_blocks",),
     ),
     Mutation(
         "slot-before-gather",
         "a slot is filled from the staging before the gather has filled that",
-        "StoreLane._begin",
-        "device.wait_event(staging.copies, job.gathered)",
+        "StoreLane._send",
+        "device.wait_event(staging.copies, first.ready)",
         "",
         ("D6",),
         (DEVICES,),
@@ -242,7 +289,7 @@ FAULTS: tuple[Mutation, ...] = (
         "scatter-before-copy",
         "blocks are restored from the staging before the slot's bytes are there",
         "LoadLane._send",
-        "device.wait_event(staging.programs, flight.events[-1])",
+        "device.wait_event(staging.programs, batch.events[-1])",
         "",
         ("D6",),
         (DEVICES,),
@@ -251,7 +298,7 @@ FAULTS: tuple[Mutation, ...] = (
         "scatter-into-blocks-in-use",
         "blocks are restored before the engine's earlier work with them is over",
         "LoadLane._send",
-        "device.wait_event(staging.programs, load.ready)",
+        "device.wait_event(staging.programs, ready)",
         "",
         ("D6",),
         (DEVICES,),
@@ -259,9 +306,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "staging-given-back-early",
         "a load's staging is free before its scatter is over",
-        "LoadLane._end_oldest",
-        "yield from self.staging.settle(flight)",
-        "yield from over(flight.events[0])",
+        "CopyLane._end_oldest",
+        "yield from self.staging.settle(batch)",
+        "yield from over(batch.events[0])",
         ("D6",),
         (DEVICES,),
     ),
@@ -269,8 +316,8 @@ FAULTS: tuple[Mutation, ...] = (
         "descriptors-used-again",
         "what a kernel reads is overwritten before the kernel has run",
         "LoadLane._send",
-        "at, ops, places = flight.number * self._entry_bytes, [flight.op], [flight.place]",
-        "at, ops, places = 0, [flight.op], [flight.place]",
+        "at = batch.number * self._entry_bytes * self._shared.sizes.batch_objects",
+        "at = 0",
         ("A33",),
         (DEVICES,),
     ),
@@ -286,11 +333,11 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "proof-without-generation",
         "a slot that changes hands while it is copied is not noticed",
-        "LoadLane._end_oldest",
+        "LoadLane._prove",
         "part.recheck(arena, flight.op)",
         "",
         ("D6",),
-        (DEVICES,),
+        (f"{PIPELINE}::test_a_slot_that_changes_hands_while_it_is_copied_is_refused",),
     ),
     Mutation(
         "dead-but-attached",

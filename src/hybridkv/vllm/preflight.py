@@ -38,10 +38,12 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     """The findings of the configuration alone, in the order in which the connector refuses."""
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     yield _version(vllm.__version__)
-    what = "the copies of a GPU have run on a simulated device alone, and on no GPU yet"
+    good = current_platform.device_type
+    if current_platform.is_cuda():
+        good += ": proven on an NVIDIA H200; hybridkv verify proves it on this machine"
+    what = "the copies of a GPU have never run with ROCm"
     remedy = "hybridkv verify shows whether answers are the same on this machine"
-    is_good = not current_platform.is_cuda_alike()
-    yield judge("device", is_good, current_platform.device_type, what, remedy, Verdict.WARN)
+    yield judge("device", not current_platform.is_rocm(), good, what, remedy, Verdict.WARN)
     try:
         settings_of(vllm_config)
     except ConfigError as error:

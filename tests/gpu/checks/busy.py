@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -26,14 +27,18 @@ from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 LAYERS, OBJECT_BLOCKS, BLOCK_BYTES, OBJECTS = 32, 8, 64 << 10, 64
 PART_BYTES = LAYERS * OBJECT_BLOCKS * BLOCK_BYTES
 TOTAL_BYTES = OBJECTS * PART_BYTES
+PIECE_BYTES = 4 << 20
 WAIT_SECONDS = 60.0
 ROUNDS = 5
 PRODUCTS = 150  # Some 200 ms of a Hopper GPU.
 HELD_SECONDS = 0.005  # Of each 10 ms.
 VARIANTS = {
     "as configured": CopySizes(),
-    "ring of 64 MiB, 8 objects": CopySizes(load_ring=64 << 20, depth=8),
-    "ring of 512 MiB, 32 objects": CopySizes(load_ring=512 << 20, depth=32),
+    "batches of 64 MiB": CopySizes(batch=64 << 20, depth=4),
+    "batches of 64 MiB, a ring of 512 MiB": CopySizes(batch=64 << 20, load_ring=512 << 20),
+    "batches of 128 MiB, a ring of 512 MiB": CopySizes(
+        batch=128 << 20, load_ring=512 << 20, depth=4
+    ),
 }
 
 
@@ -67,9 +72,13 @@ class Bench:
         self, memory: torch.Tensor, arena: Arena, ops: Sequence[CopyOp], sizes: CopySizes
     ) -> None:
         demand = Demand(PART_BYTES, OBJECT_BLOCKS, TOTAL_BYTES)
-        self._pipeline = CopyPipeline(CudaDevice(memory.device), [list(memory)], demand, sizes)
+        self._device = CudaDevice(memory.device)
+        self._pipeline = CopyPipeline(self._device, [list(memory)], demand, sizes)
         self._copier = CudaCopier(self._pipeline, arena, PartLayout(0, 1, "on"))
         self._ops = ops
+        self._arena = arena
+        self._plain = self._device.allocate(TOTAL_BYTES)
+        self._stream = self._device.new_stream()
         self._answers: Queue[Any] = Queue()
         self._factor = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         self._product = self._factor.clone()
@@ -104,6 +113,18 @@ class Bench:
             torch.mm(self._factor, self._factor, out=self._product)
         error = self._answers.get(timeout=WAIT_SECONDS)
         assert error is None, error
+
+    def plain(self, is_store: bool) -> None:
+        """The same bytes by copies alone, between the arena and memory of the device."""
+        device, slots = self._device, self._copier._slots
+        for number, op in enumerate(self._ops):
+            start = slots.part.payload(op, PART_BYTES)
+            ours = self._plain.data_ptr() + number * PART_BYTES - start
+            for at, size, _ in slots.pins.cut(start, PART_BYTES, PIECE_BYTES):
+                slot, plain = self._arena.address + at, ours + at
+                to, source = (slot, plain) if is_store else (plain, slot)
+                device.copy(to, source, size, self._stream)
+        device.wait(device.record(self._stream))
 
     def rates(self, work: Callable[[], None]) -> list[float]:
         """GB/s of some rounds."""
@@ -143,11 +164,17 @@ def main() -> int:
     same = True
     for name, sizes in VARIANTS.items():
         with Bench(memory, arena, ops, sizes) as bench:
-            row = {"load": bench.rates(bench.load), "store": bench.rates(bench.store)}
+            row = {
+                "plain load": bench.rates(partial(bench.plain, is_store=False)),
+                "load": bench.rates(bench.load),
+                "store": bench.rates(bench.store),
+            }
             row["load beside products"] = bench.rates(bench.load_beside_products)
             with BusyPython():
                 row["load beside Python"] = bench.rates(bench.load)
                 row["store beside Python"] = bench.rates(bench.store)
+            row["plain store"] = bench.rates(partial(bench.plain, is_store=True))
+            bench.store()
             memory[:, 1:].zero_()
             bench.load()
             same = same and torch.equal(memory, before)

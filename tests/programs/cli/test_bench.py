@@ -56,6 +56,22 @@ def test_the_byte_path_is_measured() -> None:
     assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
 
 
+@pytest.mark.engine
+@pytest.mark.soak
+def test_loads_beside_a_busy_interpreter_are_measured() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "benchmarks.copies", "--bytes", "64MiB", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    rows = json.loads(said.stdout)
+    assert [row["object"] for row in rows] == ["1 MiB", "5 MiB", "16 MiB", "32 MiB"]
+    rates = [value for row in rows for name, value in row.items() if name != "object"]
+    assert all(0 < rate < 60 for rate in rates)
+
+
 @pytest.mark.soak
 def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
     rows = bench("lookup")

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from hybridkv.connector.copy.cuda_device import agree
-from hybridkv.connector.copy.tables import Move, encode, make_tables
+from hybridkv.connector.copy.tables import ENTRY, Move, encode, make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.connector.copy.triton_kernels import TritonKernels
 from hybridkv.core.copies import CopyOp, SlotRef
@@ -96,11 +96,17 @@ def main() -> None:
     words = {name: check_moves(name, CACHES[name].memory()) for name in names}
     assert set(words.values()) >= {1, 8} or sys.argv[1:], words
     kernels = TritonKernels(8, torch.device("cpu"))
-    for pieces in (1, 3):
-        data = torch.randint(0, 256, (pieces * PIECE_BYTES,), dtype=torch.uint8)
-        out = torch.zeros(pieces, dtype=torch.int64)
-        kernels.digest(data.data_ptr(), pieces, out.data_ptr())
-        assert out.numpy().tobytes() == piece_digests(memoryview(data.numpy()))
+    counts = [1, 3, 0]
+    data = torch.randint(0, 256, (3, 3 * PIECE_BYTES), dtype=torch.uint8)
+    entries = torch.zeros(3, ENTRY, dtype=torch.int64)
+    for number, pieces in enumerate(counts):
+        entries[number, 0], entries[number, 7] = data[number].data_ptr(), pieces
+    out = torch.zeros(3, 3, dtype=torch.int64)
+    kernels.digest(entries.data_ptr(), 3, 3, out.data_ptr())
+    for number, pieces in enumerate(counts):
+        found = out[number].numpy().tobytes()
+        part = memoryview(data[number, : pieces * PIECE_BYTES].numpy())
+        assert found == piece_digests(part).ljust(24, bytes(1))
     print(f"{len(words)} layouts and the digests of Triton, of torch and of xxhash are equal")
 
 

@@ -24,10 +24,10 @@ def main() -> None:
         for word in (tl.int64, tl.int8)
         for gather in (True, False)
     ]
-    steps = {"BLOCKS": PIECE_BYTES // 1024, "STEP": kernels.STEP_BLOCKS}
+    steps = {"ENTRY": ENTRY, "BLOCKS": PIECE_BYTES // 1024, "STEP": kernels.STEP_BLOCKS}
     for function, addresses, constexprs in [
         *cases,
-        (kernels._digest, ("data", "keys", "out"), steps),
+        (kernels._digest, ("entries", "keys", "out"), steps),
     ]:
         signature = dict.fromkeys(addresses, ADDRESS) | dict.fromkeys(constexprs, "constexpr")
         source = ASTSource(fn=function, signature=signature, constexprs=constexprs)

@@ -97,9 +97,9 @@ class Faulty:
         else:
             self._kernels.move(move, is_gather)
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels."""
-        self._kernels.digest(address, pieces, out)
+        self._kernels.digest(entries, objects, pieces, out)
 
 
 def tried(groups: Groups, wrapped: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> bool:
@@ -145,9 +145,11 @@ def test_a_fault_is_found_on_memory_of_zeros(
 
 def test_wrong_digests_are_found() -> None:
     class Wrong(AddressKernels):
-        def digest(self, address: int, pieces: int, out: int) -> None:
-            super().digest(address + 8, pieces, out)
+        def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
+            for index in range(objects):
+                super().digest(entries, 1, pieces, out + 8 * index * pieces)
 
+    # The second part has a piece less than the first one.
     assert not tried(GROUPS["blocks"](), lambda _: Wrong(8, True))
 
 

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,6 +313,23 @@ def test_what_is_proven_is_what_was_copied(arena: Arena, digests: bool) -> None:
     assert isinstance(error, BadSlotError)
 
 
+def test_a_slot_that_changes_hands_while_it_is_copied_is_refused(arena: Arena) -> None:
+    """Also without checksums."""
+    rig = Rig(arena, checksum="off")
+    ops = rig.ops(1)
+    assert rig.stores(ops) == [True]
+    rig.device.frozen |= set(range(1, len(rig.device._streams)))
+    rig.load(ops)
+    rig.device.settle()
+    start = ops[0].slot.offset
+    header = SlotHeader(SlotState.WRITING, 1 + ops[0].slot.generation, 1, PART)
+    arena.memory[start : start + HEADER_BYTES] = header.pack()
+    rig.device.frozen.clear()
+    rig.device.settle()
+    (error,) = rig.loaded
+    assert isinstance(error, BadSlotError)
+
+
 def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)
@@ -374,8 +392,63 @@ def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broke
     assert not rig.device.wrongs
 
 
-def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
+def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> None:
+    """It would be met again in each turn of the lane."""
     rig = Rig(arena)
+    ops = rig.ops(4)
+    assert rig.stores(ops) == [True] * 4
+
+    def holds(op: CopyOp) -> bool:
+        raise ZeroDivisionError
+
+    tables: Any = SimpleNamespace(part_bytes=lambda op: PART, holds=holds)
+    rig.pipeline._shared.tables = tables
+    rig.load(ops)
+    rig.load(ops[:1])
+    rig.device.settle()
+    assert len(rig.loaded) == 2
+    assert not rig.pipeline.is_alive
+
+
+def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
+    """However many objects it has: a thread may wait for the interpreter after each call."""
+    rig = Rig(arena, sizes=CopySizes(piece=4096, pin=ARENA, bounce=8192, load_ring=256 * PART))
+    rig.copier.pin(ARENA)
+    rig.device.settle()
+    ops = rig.ops(24)
+    for number in range(3):
+        assert rig.stores(ops[8 * number : 8 * number + 8]) == [True] * 8
+    rig.device.counts.clear()
+    assert rig.loads(ops) is None
+    calls = rig.device.counts
+    assert calls["hybridkv-load", "copy_all"] == 1
+    assert calls["hybridkv-load", "launch"] == 1, "the parts are smaller than a digest's piece"
+    assert calls["hybridkv-load", "record"] == 2
+    assert calls["hybridkv-load", "wait_event"] == 2
+    rig.device.counts.clear()
+    assert rig.stores(ops[:8]) == [True] * 8
+    assert calls["hybridkv-store", "copy_all"] == 1
+    assert calls["hybridkv-store", "record"] == 2
+    assert calls["hybridkv-store", "wait_event"] == 2
+
+
+@pytest.mark.parametrize("limit", ["bytes", "objects"])
+def test_a_batch_has_a_limit(arena: Arena, limit: str) -> None:
+    sizes = {"bytes": CopySizes(batch=3 * PART), "objects": CopySizes(batch_objects=3)}[limit]
+    sizes = replace(sizes, piece=4096, pin=ARENA, bounce=8192, load_ring=256 * PART)
+    rig = Rig(arena, sizes=sizes)
+    rig.copier.pin(ARENA)
+    rig.device.settle()
+    ops = rig.ops(8)
+    assert rig.stores(ops) == [True] * 8
+    assert rig.device.counts["hybridkv-store", "copy_all"] == 3
+    assert rig.loads(ops) is None
+    assert rig.device.counts["hybridkv-load", "copy_all"] == 3
+
+
+def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
+    sizes = CopySizes(piece=4096, pin=1 << 19, bounce=8192, load_ring=8 * PART, depth=2)
+    rig = Rig(arena, sizes=sizes)
     rig.copier.pin(ARENA)
     ops = rig.ops(4)
     assert rig.stores(ops) == [True] * 4

@@ -20,10 +20,11 @@ from hybridkv.connector.copy.device import (
     DeviceMemoryError,
     Kernels,
     Lane,
+    Pieces,
     Stream,
     Waitable,
 )
-from hybridkv.connector.copy.tables import BlockTables, Move, encode
+from hybridkv.connector.copy.tables import ENTRY, BlockTables, Move, encode
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
@@ -39,8 +40,11 @@ HASH_THREADS = 4  # Where Triton cannot run, they hash at about the rate of a PC
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: our streams do not wait for the default stream.
 _DEFAULT_PRIORITY = 0  # That of the engine's stream, and the least that there is.
 TRIED_BLOCKS = 5  # Of each group, before the kernels are used; fewer where they are large.
-TRIED_BYTES_MAX = 256 << 20
+TRIED_BYTES_MAX = 64 << 20
 TRIED_PIECES = 3
+_CUDA_13 = 13_000
+_IN_ORDER = (ctypes.c_int * 6)(1)
+"""cudaMemcpyAttributes: cudaMemcpySrcAccessOrderStream, no hints of locations, no flags."""
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 
 
@@ -92,6 +96,10 @@ class CudaDevice:
         highest = ctypes.c_int()
         self._run("cudaDeviceGetStreamPriorityRange", None, ctypes.byref(highest))
         self._highest_priority = highest.value
+        version = ctypes.c_int()
+        self._run("cudaRuntimeGetVersion", ctypes.byref(version))
+        self._runtime_version = version.value
+        self._copies_batches = hasattr(self._runtime, "cudaMemcpyBatchAsync")
 
     def free_bytes(self) -> int:
         """See Device."""
@@ -122,10 +130,10 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> CudaEvent:
         """See Device."""
-        made = CudaEvent()
+        event = CudaEvent()
         with translated():
-            made.event.record(self._streams[stream])
-        return made
+            event.event.record(self._streams[stream])
+        return event
 
     def wait_event(self, stream: Stream, event: Waitable) -> None:
         """See Device."""
@@ -138,6 +146,29 @@ class CudaDevice:
         addresses = ctypes.c_void_p(to), ctypes.c_void_p(source)
         on = ctypes.c_void_p(stream)
         self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), _DEFAULT_KIND, on)
+
+    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """See Device. In one call where CUDA has it, which is since 12.8."""
+        is_batch = self._copies_batches and len(pieces.sizes) > 1
+        if not is_batch or not self._copy_batch(pieces, stream):
+            for target, source, size in pieces:
+                self.copy(target, source, size, stream)
+
+    def _copy_batch(self, pieces: Pieces, stream: Stream) -> bool:
+        """Queue all in one call. False where that is refused, which is not tried again."""
+        arrays = pieces.targets, pieces.sources, pieces.sizes
+        arguments: list[Any] = [ctypes.c_void_p(numbers.buffer_info()[0]) for numbers in arrays]
+        arguments.append(ctypes.c_size_t(len(pieces.sizes)))
+        # All copies have the attributes that begin with the first one.
+        arguments += ctypes.byref(_IN_ORDER), ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1)
+        if self._runtime_version < _CUDA_13:
+            arguments.append(ctypes.byref(ctypes.c_size_t()))  # Which copy was refused.
+        status = self._runtime.cudaMemcpyBatchAsync(*arguments, ctypes.c_void_p(stream))
+        if status:
+            self.clear_error()
+            self._copies_batches = False
+            logger.warning("hybridkv: CUDA refused copies in one call (error %s)", status)
+        return bool(status == 0)
 
     def kernels(
         self,
@@ -222,11 +253,21 @@ def translated() -> Iterator[None]:
 
 def _runtime() -> Any:
     """The CUDA runtime that torch has loaded; another copy would have errors of its own."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        name = line.split(maxsplit=5)[-1]
-        if Path(name).name.startswith("libcudart"):
-            return ctypes.CDLL(name)
-    raise DeviceError("torch has loaded no CUDA runtime")
+    path = runtime_path(Path("/proc/self/maps").read_text())
+    if path is None:
+        raise DeviceError("torch has loaded no CUDA runtime")
+    return ctypes.CDLL(path)
+
+
+def runtime_path(maps: str) -> str | None:
+    """The library of `/proc/self/maps` that is torch's CUDA runtime; None if there is none.
+
+    torchvision brings a copy of its own, whose name has a hash: `libcudart.faf08d9a.so.13`.
+    """
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
+    found = sorted(path for path in paths if Path(path).name.startswith("libcudart"))
+    plain = (path for path in found if Path(path).name.startswith("libcudart.so"))
+    return next(plain, found[0] if found else None)
 
 
 def agree(
@@ -264,13 +305,20 @@ def agree(
             move(plain, blocks, earlier)
         if not all(map(torch.equal, outcomes[:2], outcomes[2:])):
             return False
+    # Of the same part twice, the second time without its last piece, into the host's memory.
     pieces = min(TRIED_PIECES, len(staging) // PIECE_BYTES)
-    data = torch.randint(256, (pieces * PIECE_BYTES,), dtype=torch.uint8, generator=draw)
-    staging[: len(data)].copy_(data)
-    digests = torch.zeros(pieces, dtype=torch.int64, device=staging.device)
+    data = torch.randint(256, (pieces, PIECE_BYTES), dtype=torch.uint8, generator=draw)
+    staging[: pieces * PIECE_BYTES].copy_(data.flatten())
+    entries = torch.zeros(2, ENTRY, dtype=torch.int64)
+    entries[:, 0], entries[:, -1] = staging.data_ptr(), torch.tensor([pieces, pieces - 1])
+    entries = entries.to(staging.device)
+    digests = torch.zeros(2, pieces, dtype=torch.int64, pin_memory=staging.is_cuda)
+    expected = [piece_digests(memoryview(piece.numpy())) for piece in data]
     if pieces:
-        kernels.digest(staging.data_ptr(), pieces, digests.data_ptr())
-    return bool(digests.cpu().numpy().tobytes() == piece_digests(memoryview(data.numpy())))
+        kernels.digest(entries.data_ptr(), 2, pieces, digests.data_ptr())
+        staging[:1].cpu()  # It waits for the device.
+        expected += [*expected[:-1], bytes(8)]
+    return bool(digests.numpy().tobytes() == b"".join(expected))
 
 
 def _move_blocks(

@@ -7,8 +7,9 @@ A *lane* is the work of one of the copier's threads, written as a generator. It 
 for, so that a simulation can run all lanes in one thread, in any order.
 """
 
+from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import Condition
 from typing import Generic, NewType, Protocol, TypeVar
 
@@ -42,6 +43,22 @@ class Waitable(Protocol):
 Lane = Generator[Waitable, None, None]
 
 
+class Pieces:
+    """Copies that one call queues, in any order: addresses and bytes."""
+
+    def __init__(self) -> None:
+        self.targets, self.sources, self.sizes = array("Q"), array("Q"), array("Q")
+
+    def add(self, target: int, source: int, size: int) -> None:
+        """One more."""
+        self.targets.append(target)
+        self.sources.append(source)
+        self.sizes.append(size)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.targets, self.sources, self.sizes, strict=True)
+
+
 class Kernels(Protocol):
     """The work that is done on the device by programs instead of by copies."""
 
@@ -51,8 +68,12 @@ class Kernels(Protocol):
     def move(self, move: Move, is_gather: bool) -> None:
         """Copy blocks into the staging, or from there into the blocks."""
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
-        """Write the digests (shm.slots) of whole pieces at `address` to the address `out`."""
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
+        """Write the digests (shm.slots) of all whole pieces of some parts to the address `out`.
+
+        `entries` is the address of the parts' entries (tables). Each part has room for the
+        digests of `pieces`, which no part has more of.
+        """
 
 
 class Device(Protocol):
@@ -86,6 +107,9 @@ class Device(Protocol):
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
         """Queue a copy. The caller waits for it where the memory of the host is not pinned."""
+
+    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """Queue copies of which none depends on another. `stream` is one of `new_stream`."""
 
     def kernels(
         self,

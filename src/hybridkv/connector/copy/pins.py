@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from hybridkv.connector.copy.device import Device, Jobs, Lane, over
+from hybridkv.connector.copy.device import Device, DeviceError, Jobs, Lane, over
 from hybridkv.shm.arena import Arena
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -36,9 +36,11 @@ class Pins:
         """The range in pieces of at most `piece_bytes`, of which each is in one pinned piece."""
         stop = start + size
         while start < stop:
-            if start < self._end:
+            # Read once, and before the starts, to which the pinning lane may add meanwhile.
+            pinned_end = self._end
+            if start < pinned_end:
                 number = bisect_right(self._starts, start)
-                more = self._starts[number] if number < len(self._starts) else self._end
+                more = self._starts[number] if number < len(self._starts) else pinned_end
                 end = min(stop, more, start + piece_bytes)
                 yield start, end - start, True
             else:
@@ -74,10 +76,16 @@ class Pins:
             yield _Pause(time.perf_counter() - began)
 
     def unpin(self, device: Device) -> None:
-        """Unpin everything; nothing is copied any more."""
+        """Unpin everything; nothing is copied any more. What stays pinned is said once."""
         starts, self._starts, self._end, self.closed = self._starts, [], 0, True
+        errors: list[DeviceError] = []
         for start in starts:
-            device.unregister(self._arena.address + start)
+            try:
+                device.unregister(self._arena.address + start)
+            except DeviceError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class _Pause:

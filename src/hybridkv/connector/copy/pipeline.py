@@ -15,12 +15,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition
 
 import torch
 
-from hybridkv.connector.copy.device import Device, DeviceMemoryError, Jobs, Lane, over
-from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreJob, StoreLane
+from hybridkv.connector.copy.device import Device, DeviceMemoryError, Jobs, Lane, Pieces, over
+from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreFlight, StoreLane
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins, pinning_lane
 from hybridkv.connector.copy.ring import Ring
@@ -103,10 +104,12 @@ class CopyPipeline:
         self._shared = Shared(device, tables, kernels, table, sizes)
         self._descriptor_ring = Ring(sizes.descriptors, sizes.descriptors // 2)
         self._descriptors = Descriptors(self._shared, sizes.descriptors + sizes.descriptors // 2)
-        stores = Staging(self._shared, store_ring, store_memory)
-        loads = Staging(self._shared, load_ring, load_memory)
+        stores = Staging(self._shared, store_ring, store_memory, sizes.batch)
+        # The link takes one batch while others are queued.
+        batch_bytes = min(sizes.batch, load_ring.size // sizes.depth)
+        loads = Staging(self._shared, load_ring, load_memory, batch_bytes)
         self._stores = StoreLane(self._shared, stores, self._descriptor_ring)
-        of_loads = Descriptors(self._shared, entry_bytes * sizes.depth)
+        of_loads = Descriptors(self._shared, entry_bytes * sizes.batch_objects * sizes.depth)
         self._loads = LoadLane(self._shared, loads, of_loads, entry_bytes)
         # Memory may come from the engine, whose queued work still uses it.
         device.wait(device.record(device.current_stream()))
@@ -133,14 +136,13 @@ class CopyPipeline:
 
         The engine's thread calls it in each step, so that refused memory is tried again.
         """
-        if not slots.pins.is_due(reserved_bytes):
-            return
 
         def pin() -> Lane:
             if self.is_alive:
                 yield from slots.pins.pin(self._device, reserved_bytes)
 
-        self._pinning.put(pin)
+        if slots.pins.is_due(reserved_bytes):
+            self._pinning.put(pin)
 
     def store(
         self, slots: Slots, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
@@ -149,7 +151,7 @@ class CopyPipeline:
         shared, ring = self._shared, self._stores.staging.ring
         size = encoded_bytes(ops)
         at = self._descriptor_ring.take(size)
-        placed: list[StoreJob] = []
+        placed: list[StoreFlight] = []
         for op in ops:
             place, part_bytes = None, shared.tables.part_bytes(op)
             if not shared.dead and shared.tables.holds(op):
@@ -158,20 +160,21 @@ class CopyPipeline:
             if place is None:
                 done(op, False)
             else:
-                placed.append(StoreJob(slots, op, part_bytes, place, done=done))
+                placed.append(StoreFlight(slots, op, part_bytes, place, done=done))
         if at is None or not placed:
             if at is not None:
                 self._descriptor_ring.cancel(at, size)
             return
         placed[-1].descriptors = size
-        kept = [job.op for job in placed]
         try:
-            stream, places = self._device.current_stream(), [job.place for job in placed]
-            memory = self._stores.staging.memory
-            self._descriptors.move(at, kept, places, memory, stream, (True,))
-            gathered = self._device.record(stream)
-            for job in placed:
-                job.gathered = gathered
+            device, stream, pieces = self._device, self._device.current_stream(), Pieces()
+            move = self._descriptors.write(at, placed, self._stores.staging.memory, pieces)
+            for target, source, piece_bytes in pieces:
+                device.copy(target, source, piece_bytes, stream)
+            device.launch(partial(shared.kernels.move, move, True), stream)
+            gathered = device.record(stream)
+            for flight in placed:
+                flight.ready = gathered
         finally:
             # Whatever happened, the store lane gives back what was taken, in its order.
             self._stores.jobs.put(*placed)

@@ -8,19 +8,20 @@ Kernels and copies have a stream each, so that they overlap.
 
 import ctypes
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybridkv.connector.copy.device import Device, Kernels, Lane, Stream, Waitable, over
+from hybridkv.connector.copy.device import Device, Kernels, Lane, Pieces, Waitable, over
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins
 from hybridkv.connector.copy.ring import Ring
-from hybridkv.connector.copy.tables import NUMBER_BYTES, BlockTables, Move, encode
+from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, BlockTables, Move, encode
 from hybridkv.core.copies import CopyOp
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
@@ -34,11 +35,13 @@ class CopySizes:
 
     piece: int = 4 << 20
     """The most of one copy: 98 % of the device's rate, and what a copy of the engine waits for."""
+    batch: int = 128 << 20  # The most of several objects that one call copies.
+    batch_objects: int = 64
     pin: int = 64 << 20  # The most that is pinned in one call.
     bounce: int = 32 << 20  # The bounce buffer of one direction.
     descriptors: int = 4 << 20  # Entries and block numbers of the stores that are on their way.
-    load_ring: int = 256 << 20  # The staging of loads, at least two objects.
-    depth: int = 16  # Objects of one direction that are on their way at once.
+    load_ring: int = 512 << 20  # The staging of loads, at least two objects.
+    depth: int = 4  # Batches of one direction that are on their way at once.
 
 
 @dataclass(slots=True)
@@ -105,9 +108,10 @@ class Flight:
     op: CopyOp
     size: int  # Bytes of the part.
     place: int  # In the ring.
-    number: int = 0  # Of `CopySizes.depth`.
-    events: list[Waitable] = field(default_factory=list)
-    bounced: list["Bounced"] = field(default_factory=list)
+    ready: Waitable | None = None
+    """From then on the ring has the part (a store), or the blocks may be written (a load)."""
+    entry: int = 0  # The address of its entry (tables) on the device.
+    number: int = 0  # In its batch.
 
     @property
     def start(self) -> int:
@@ -118,6 +122,25 @@ class Flight:
     def memory(self) -> memoryview:
         """The part's bytes in the arena."""
         return self.slots.arena.memory[self.start : self.start + self.size]
+
+
+F = TypeVar("F", bound=Flight)
+
+
+@dataclass(slots=True)
+class Batch(Generic[F]):
+    """Objects whose work is queued together. Their entries are one after another."""
+
+    flights: deque[F] = field(default_factory=deque)
+    number: int = 0  # Of `CopySizes.depth`.
+    pieces: int = 0  # The most whole pieces (shm.slots) of an object.
+    events: list[Waitable] = field(default_factory=list)
+    bounced: list["Bounced"] = field(default_factory=list)
+
+    @property
+    def checksum(self) -> str:
+        """The value of `Settings.checksum`, which is one for all parts of a worker."""
+        return self.flights[0].slots.part.checksum
 
 
 @dataclass(slots=True)
@@ -140,7 +163,7 @@ class Bounced:
 class Staging:
     """One direction."""
 
-    def __init__(self, shared: Shared, ring: Ring, memory: torch.Tensor) -> None:
+    def __init__(self, shared: Shared, ring: Ring, memory: torch.Tensor, batch_bytes: int) -> None:
         device, sizes = shared.device, shared.sizes
         self._shared = shared
         self.ring = ring
@@ -150,67 +173,78 @@ class Staging:
         self.programs = device.new_stream(is_urgent=True)
         self._bounce = device.allocate(sizes.bounce, pinned=True)
         self._bounced: list[Bounced | None] = [None] * (sizes.bounce // sizes.piece)
-        self._next_bounce = self._next_flight = 0
-        self._digests_bytes = (ring.largest // PIECE_BYTES + 1) * NUMBER_BYTES
-        self._digests = device.allocate(self._digests_bytes * sizes.depth)
-        self._digests_read = device.allocate(self._digests_bytes * sizes.depth, pinned=True)
+        self._next_bounce = self._next_batch = 0
+        self._batch_bytes = batch_bytes
+        self._digests_bytes = (ring.largest // PIECE_BYTES + 1) * sizes.batch_objects * NUMBER_BYTES
+        # Pinned: kernels write into the host's memory.
+        self._digests = device.allocate(self._digests_bytes * sizes.depth, pinned=True)
         self._scratch: torch.Tensor | None = None
 
-    def enter(self, flight: Flight) -> None:
-        """Give the flight its number."""
-        flight.number = self._next_flight
-        self._next_flight = (self._next_flight + 1) % self._shared.sizes.depth
+    def takes(self, batch: Batch[Any], size: int) -> bool:
+        """Whether one more object of so many bytes may be in the batch."""
+        together = sum(flight.size for flight in batch.flights) + size
+        is_full = len(batch.flights) == self._shared.sizes.batch_objects
+        return not batch.flights or (not is_full and together <= self._batch_bytes)
 
-    def copy(self, flight: Flight, into_slot: bool) -> Lane:
-        """Queue the copies of a part; `flight.events` and `flight.bounced` are over after them."""
-        device, arena = self._shared.device, flight.slots.arena
-        staging, base = self.memory.data_ptr() + flight.place, flight.start
-        pieces = flight.slots.pins.cut(base, flight.size, self._shared.sizes.piece)
-        for start, size, is_pinned in pieces:
-            at, ring = arena.address + start, staging + start - base
-            if is_pinned:
-                to, source = (at, ring) if into_slot else (ring, at)
-                device.copy(to, source, size, self.copies)
-            else:
-                self._shared.count("copies_unpinned")
-                yield from self._copy_unpinned(flight, at, ring, size, into_slot)
-        flight.events.append(device.record(self.copies))
+    def enter(self, batch: Batch[Any]) -> None:
+        """Give the batch and its flights their numbers."""
+        batch.number = self._next_batch
+        self._next_batch = (self._next_batch + 1) % self._shared.sizes.depth
+        batch.pieces = max(flight.size for flight in batch.flights) // PIECE_BYTES
+        for number, flight in enumerate(batch.flights):
+            flight.number = number
 
-    def digest(self, flight: Flight) -> None:
-        """Queue the digests of the part's whole pieces, and their copy to the host."""
-        pieces = flight.size // PIECE_BYTES
-        if not pieces:
-            return
-        at = flight.number * self._digests_bytes
-        out, read = self._digests.data_ptr() + at, self._digests_read.data_ptr() + at
-        staging, kernels = self.memory.data_ptr() + flight.place, self._shared.kernels
+    def copy(self, batch: Batch[Any], pieces: Pieces, into_slot: bool) -> Lane:
+        """Queue `pieces` and the copies of all parts; the batch has their event at its end."""
         device = self._shared.device
-        device.launch(partial(kernels.digest, staging, pieces, out), self.programs)
-        device.copy(read, out, pieces * NUMBER_BYTES, self.programs)
+        for flight in batch.flights:
+            base, address = flight.start, flight.slots.arena.address
+            staging = self.memory.data_ptr() + flight.place - base
+            cut = flight.slots.pins.cut(base, flight.size, self._shared.sizes.piece)
+            for start, size, is_pinned in cut:
+                if not is_pinned:
+                    self._shared.count("copies_unpinned")
+                    yield from self._copy_unpinned(
+                        batch, address + start, staging + start, size, into_slot
+                    )
+                elif into_slot:
+                    pieces.add(address + start, staging + start, size)
+                else:
+                    pieces.add(staging + start, address + start, size)
+        device.copy_all(pieces, self.copies)
+        batch.events.append(device.record(self.copies))
 
-    def digests(self, flight: Flight) -> bytes:
-        """All digests, once the flight's events are over. The last piece may not be whole."""
+    def digest(self, batch: Batch[Any]) -> None:
+        """Queue the digests of all parts' whole pieces."""
+        if batch.pieces:
+            entries, objects = batch.flights[0].entry, len(batch.flights)
+            out = self._digests.data_ptr() + batch.number * self._digests_bytes
+            work = partial(self._shared.kernels.digest, entries, objects, batch.pieces, out)
+            self._shared.device.launch(work, self.programs)
+
+    def digests(self, batch: Batch[Any], flight: Flight) -> bytes:
+        """All digests, once the batch's events are over. The last piece may not be whole."""
         pieces = flight.size // PIECE_BYTES
-        at = self._digests_read.data_ptr() + flight.number * self._digests_bytes
-        whole = ctypes.string_at(at, pieces * NUMBER_BYTES)
+        at = batch.number * self._digests_bytes + flight.number * batch.pieces * NUMBER_BYTES
+        whole = ctypes.string_at(self._digests.data_ptr() + at, pieces * NUMBER_BYTES)
         return whole + piece_digests(flight.memory[pieces * PIECE_BYTES :])
 
-    def settle(self, flight: Flight) -> Lane:
-        """Wait until all that was queued for a flight is over."""
-        for event in flight.events:
+    def settle(self, batch: Batch[Any]) -> Lane:
+        """Wait until all that was queued for a batch is over."""
+        for event in batch.events:
             yield from over(event)
-        for bounced in flight.bounced:
+        for bounced in batch.bounced:
             yield from bounced.settle()
 
-    def matches(self, flight: Flight, compared: list[bool]) -> Lane:
-        """Copy the part back from the ring; append whether the slot has the same bytes."""
+    def matches(self, flight: Flight) -> Generator[Waitable, None, bool]:
+        """Copy the part back from the ring; return whether the slot has the same bytes."""
         device = self._shared.device
         if self._scratch is None:
             self._scratch = device.allocate(self.ring.largest, pinned=True)
         address = self._scratch.data_ptr()
         device.copy(address, self.memory.data_ptr() + flight.place, flight.size, self.programs)
         yield from over(device.record(self.programs))
-        compared.append(ctypes.string_at(address, flight.size) == flight.memory)
+        return ctypes.string_at(address, flight.size) == flight.memory
 
     def drain(self) -> Lane:
         """Wait for everything that is queued, and forget what the bounce buffer has."""
@@ -219,7 +253,7 @@ class Staging:
         self._bounced = [None] * len(self._bounced)
 
     def _copy_unpinned(
-        self, flight: Flight, at: int, ring: int, size: int, into_slot: bool
+        self, batch: Batch[Any], at: int, ring: int, size: int, into_slot: bool
     ) -> Lane:
         number = self._next_bounce
         self._next_bounce = (number + 1) % len(self._bounced)
@@ -231,7 +265,7 @@ class Staging:
         if into_slot:
             device.copy(buffer, ring, size, self.copies)
             bounced = Bounced(device.record(self.copies), at, buffer, size)
-            flight.bounced.append(bounced)
+            batch.bounced.append(bounced)
         else:
             ctypes.memmove(buffer, at, size)
             device.copy(ring, buffer, size, self.copies)
@@ -247,32 +281,28 @@ class Descriptors:
         self._host = shared.device.allocate(size, pinned=True)
         self._device = shared.device.allocate(size)
 
-    def move(
-        self,
-        at: int,
-        ops: Sequence[CopyOp],
-        places: Sequence[int],
-        staging: torch.Tensor,
-        stream: Stream,
-        directions: Sequence[bool],
-    ) -> None:
-        """Queue moves of `ops` (True: a gather). Their descriptors start `at` bytes behind ours."""
-        shared, device = self._shared, self._shared.device
-        groups = [shared.tables.groups[index] for index in {op.group_index for op in ops}]
-        words = encode(shared.tables, ops, places, staging.data_ptr())
+    def write(
+        self, at: int, flights: Sequence[Flight], staging: torch.Tensor, pieces: Pieces
+    ) -> Move:
+        """Write the flights' entries `at` bytes from our start; add the copy to the device."""
+        tables = self._shared.tables
+        ops, places = [flight.op for flight in flights], [flight.place for flight in flights]
+        groups = [tables.groups[index] for index in {op.group_index for op in ops}]
+        words = encode(tables, ops, places, staging.data_ptr())
         start, count = words.buffer_info()
         size = count * NUMBER_BYTES
         descriptors = self._device[at : at + size]
+        address = descriptors.data_ptr()
+        for number, flight in enumerate(flights):
+            flight.entry = address + number * ENTRY * NUMBER_BYTES
         ctypes.memmove(self._host.data_ptr() + at, start, size)
-        device.copy(descriptors.data_ptr(), self._host.data_ptr() + at, size, stream)
-        move = Move(
+        pieces.add(address, self._host.data_ptr() + at, size)
+        return Move(
             ops,
             places,
             staging,
-            shared.table.data_ptr(),
+            self._shared.table.data_ptr(),
             descriptors,
             rows=max(group.rows for group in groups),
             run_words=max(group.run_words for group in groups),
         )
-        for is_gather in directions:
-            device.launch(partial(shared.kernels.move, move, is_gather), stream)

@@ -6,7 +6,7 @@ behind the entries the numbers of all blocks. All numbers are 64-bit, and sizes 
     row    |address of block 0's run|words: block to block|words of the run|words of a block
            |words of the layers before, for one block|words of the runs before|
     entry  |address of the part|stored blocks|first block|blocks|index of its first block number
-           |first row of the group|rows of the group|0|
+           |first row of the group|rows of the group|whole pieces of the part (shm.slots)|
 """
 
 from array import array
@@ -17,6 +17,7 @@ from math import gcd
 import torch
 
 from hybridkv.core.copies import CopyOp
+from hybridkv.shm.slots import PIECE_BYTES
 from hybridkv.vllm.blocks import block_bytes, block_runs
 
 ROW = 6  # Numbers in a row.
@@ -106,8 +107,9 @@ def encode(
     for op, place in zip(ops, places, strict=True):
         group, blocks = groups[op.group_index], op.blocks
         size = len(blocks)
+        pieces = op.count * group.block_bytes // PIECE_BYTES
         entries.extend(
-            (staging + place, op.count, op.first, size, at, group.first_row, group.rows, 0)
+            (staging + place, op.count, op.first, size, at, group.first_row, group.rows, pieces)
         )
         numbers.extend(blocks)
         at += size

@@ -35,6 +35,6 @@ class TorchKernels:
                     else:
                         view.index_copy_(0, blocks, piece)
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels: it is never called."""
         raise NotImplementedError

@@ -72,14 +72,29 @@ def _move(  # type: ignore[no-untyped-def]  # Triton compiles annotations as wel
                 tl.store(block, tl.load(stored, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["data", "keys", "out"])
+@triton.jit(do_not_specialize=["entries", "keys", "out"])
 def _digest(  # type: ignore[no-untyped-def]
-    data, keys, out, BLOCKS: tl.constexpr, STEP: tl.constexpr
+    entries, keys, out, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr
 ):
     """XXH3-64 with seed 0 of a piece of BLOCKS x 1,024 bytes, one for each program.
 
-    The sums of STEP blocks are computed at once, so that their loads are on their way together.
+    Grid (the most pieces of an entry, entries). The sums of STEP blocks are computed at once, so
+    that their loads are on their way together.
     """
+    entry = entries.to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * ENTRY
+    number = tl.program_id(0).to(tl.int64)
+    if number < tl.load(entry + 7):
+        piece = tl.load(entry) + number * (BLOCKS * 1024)
+        digest = _piece_digest(piece, keys, BLOCKS, STEP)
+        at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + number
+        tl.store(out.to(tl.pointer_type(tl.uint64)) + at, digest)
+
+
+@triton.jit
+def _piece_digest(  # type: ignore[no-untyped-def]
+    data, keys, BLOCKS: tl.constexpr, STEP: tl.constexpr
+):
+    """The digest of the piece at the address `data`."""
     lane, stripe, step = tl.arange(0, 8), tl.arange(0, 16)[:, None], tl.arange(0, STEP)
     key = keys.to(tl.pointer_type(tl.uint64))
     block_key = tl.load(key + stripe * 8 + lane[None, :])[None, :, :]
@@ -87,7 +102,7 @@ def _digest(  # type: ignore[no-untyped-def]
     scramble = tl.load(key + 128 + lane)
     prime, start, avalanche = tl.load(key + 160), tl.load(key + 161), tl.load(key + 162)
     acc = tl.load(key + 152 + lane)
-    piece = data.to(tl.pointer_type(tl.uint64)) + tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
+    piece = data.to(tl.pointer_type(tl.uint64))
     inside = step[:, None, None] * 128 + stripe[None, :, :] * 8
     for first in range(0, BLOCKS, STEP):
         # The last stripe of a piece has a key of its own.
@@ -104,8 +119,7 @@ def _digest(  # type: ignore[no-untyped-def]
     one, other = tl.split(tl.reshape(acc, (4, 2)))
     digest = start + tl.sum((one * other) ^ tl.umulhi(one, other), axis=0)
     digest = (digest ^ (digest >> 37)) * avalanche
-    digest = digest ^ (digest >> 32)
-    tl.store(out.to(tl.pointer_type(tl.uint64)) + tl.program_id(0), digest)
+    return digest ^ (digest >> 32)
 
 
 class TritonKernels:
@@ -124,15 +138,22 @@ class TritonKernels:
         grid = len(move.ops), move.rows, -(-move.run_words // TILE_WORDS)
         if max(grid[1:]) > GRID_MAX:
             raise DeviceError(f"a block has {move.rows} pieces in memory, more than {GRID_MAX}")
-        arguments = move.descriptors.data_ptr(), move.table
         _move[grid](
-            *arguments, ENTRY=ENTRY, ROW=ROW, WORD=self._word, TILE=TILE_WORDS, GATHER=is_gather
+            move.descriptors.data_ptr(),
+            move.table,
+            ENTRY=ENTRY,
+            ROW=ROW,
+            WORD=self._word,
+            TILE=TILE_WORDS,
+            GATHER=is_gather,
         )
 
-    def digest(self, address: int, pieces: int, out: int) -> None:
+    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
         """See Kernels."""
-        arguments = address, self._keys.data_ptr(), out
-        _digest[(pieces,)](*arguments, BLOCKS=PIECE_BYTES // _BLOCK_BYTES, STEP=STEP_BLOCKS)
+        blocks = PIECE_BYTES // _BLOCK_BYTES
+        _digest[pieces, objects](
+            entries, self._keys.data_ptr(), out, ENTRY=ENTRY, BLOCKS=blocks, STEP=STEP_BLOCKS
+        )
 
 
 def _words(start: int, count: int) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""CUDA without hardware: its runtime library, and what torch.cuda does with it."""
