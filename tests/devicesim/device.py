@@ -296,9 +296,8 @@ class SimulatedDevice:
     def is_idle(self) -> bool:
         """Whether no lane is left, nothing is queued and nothing is pinned."""
         left = self._lanes, self._results, *self._streams
-        # `Pins.unpin` ends with the first error, and leaves what is after it.
-        may_stay_pinned = self.broken or self.failed or self.stuck
-        return not any(left) and bool(may_stay_pinned or not self._registered)
+        is_unpinned = self._registered.keys() <= self.stuck
+        return not any(left) and bool(self.broken or self.failed or is_unpinned)
 
     # Device
 

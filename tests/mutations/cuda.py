@@ -173,6 +173,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{CUDA_DEVICE}::test_the_runtime_is_the_one_that_torch_has_loaded",),
     ),
     Mutation(
+        "calls-hold-the-interpreter",
+        "a call of the CUDA runtime that waits keeps the engine's thread from running",
+        "_runtime",
+        "return ctypes.CDLL(name)",
+        "return ctypes.PyDLL(name)",
+        ("D18",),
+        (f"{CUDA_DEVICE}::test_the_runtime_is_the_one_that_torch_has_loaded",),
+    ),
+    Mutation(
         "grid-too-large",
         "a launch has more rows than CUDA takes, and the reason is CUDA's",
         "TritonKernels.move",

@@ -28,7 +28,7 @@ from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
 from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
-from hybridkv.wire.messages import describe_groups
+from hybridkv.wire.messages import WireGeometry, describe_groups
 
 CHUNKS = 5  # Whole chunks of a prompt.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
@@ -241,7 +241,7 @@ class Verification:
             has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
             if has_states:
                 self._stateless_tokens = engine.info["dropped_tokens"]
-            self._make_prompts(engine.info, geometry.alignment_tokens)
+            self._make_prompts(engine.info, geometry)
             if has_states and not self._stateless_tokens:
                 self._more.branch = [*self._first_part, *self._other[: self.chunk_tokens]]
             self._warm_up(engine)
@@ -429,8 +429,8 @@ class Verification:
         for length in (len(self._other), len(self._other) % self.chunk_tokens):
             engine.run(self._other[:length], max_tokens=2)
 
-    def _make_prompts(self, info: Mapping[str, Any], unit: int) -> None:
-        """`unit`: the engine's own hits end at multiples of so many tokens."""
+    def _make_prompts(self, info: Mapping[str, Any], geometry: WireGeometry) -> None:
+        unit = geometry.alignment_tokens  # The engine's own hits end at its multiples.
         more_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
         length = CHUNKS * self.chunk_tokens + more_tokens
         if length + MAX_TOKENS > info["max_model_len"]:
@@ -446,7 +446,8 @@ class Verification:
         )
         crowd, self._more.repeated = more[:PREEMPTED_PROMPTS], more[PREEMPTED_PROMPTS:]
         # Its last state stands at the end of a chunk, however small the blocks are.
-        crowded = self.chunk_tokens + unit + self._stateless_tokens - PREEMPTED_AFTER
+        block = max(group.tokens_per_block for group in geometry.groups)
+        crowded = self.chunk_tokens + block + self._stateless_tokens - PREEMPTED_AFTER
         self._more.crowd = [text[:crowded] for text in crowd]
         if why := info["no_tails"]:
             self._more.turns = _SecondTurns(skipped=why)

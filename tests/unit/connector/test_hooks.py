@@ -663,7 +663,7 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
     """Also to one that it is connected to later."""
     worker, path = roles.worker._worker, roles.scheduler._socket_path
     worker._making.pipeline = SimpleNamespace(
-        is_alive=False, take_counters=dict, close=lambda: None
+        is_alive=False, take_counters=dict, drain=lambda: None, close=lambda: None
     )
 
     def is_told() -> bool:
