@@ -1,7 +1,9 @@
 """Live audits next to engines that compute other bytes under one identity, which no digest sees."""
 
+import gc
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from vllm import SamplingParams
@@ -39,6 +41,20 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     made = Node(tmp_path_factory.mktemp("audits"), "roomy")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> Iterator[None]:
+    """What was there before is not looked through for each test."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def no_engine_of_before() -> None:
+    """Engines are full of circles, and each keeps its blocks."""
+    gc.collect()
 
 
 def shape_of(name: str, device: int | None = None) -> Shape:
@@ -87,8 +103,17 @@ class Served:
                 rank.oracle.check = lambda *about: None  # type: ignore[method-assign]
                 rank.oracle.check_drafter = lambda *about: 0  # type: ignore[method-assign]
 
-    def ask(self, tokens: list[int]) -> int:
-        """Answer a prompt; the tokens that were loaded for it."""
+    def has_slots(self) -> bool:
+        """Whether a chunk's objects can be stored, as far as the daemon has answered."""
+        self.engine.settle()
+        return all(pool.offsets for pool in self.engine.side._stores.credits._pools.values())
+
+    def ask(self, tokens: list[int], stores_all: bool = False) -> int:
+        """Answer a prompt; the tokens that were loaded for it.
+
+        With `stores_all` no step begins without write slots: a state is stored in its step or not
+        at all.
+        """
         self._requests += 1
         before = self.counted("tokens_loaded")
         parameters = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
@@ -103,6 +128,8 @@ class Served:
         for _ in range(STEPS_MAX):
             CLOCK.now += 0.005
             self.engine.settle()
+            if stores_all:
+                until(self.has_slots, "there are write slots")
             self.engine.step()
             if not self.engine.is_busy() and self.engine.quiet():
                 break
@@ -118,18 +145,20 @@ class Served:
 
 
 def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
-    """The daemon has a prompt, of an engine that is gone."""
+    """The daemon has a prompt, of an engine that is gone.
+
+    That copied on the host: the staging of a device may have no room for what a step computes.
+    """
     node.fresh()
-    first = Served(shape, node, "first")
+    first = Served(replace(shape, device=None), node, "first")
     until(lambda: _has_slots(first), "there are write slots")
-    first.ask(tokens)
+    first.ask(tokens, stores_all=True)
     first.engine.close()
 
 
 def _has_slots(served: Served) -> bool:
-    served.engine.settle()
     served.engine.step_idle()
-    return all(pool.offsets for pool in served.engine.side._stores.credits._pools.values())
+    return served.has_slots()
 
 
 def second(node: Node, shape: Shape, salt: int = 0) -> Served:
