@@ -48,7 +48,7 @@ def store(model: str, daemon: DaemonProcess, log: Path) -> None:
         assert again["cached_tokens"], "the prompt is stored"
 
 
-@pytest.mark.parametrize("model", models("qwen3", "gemma3"))
+@pytest.mark.parametrize("model", models("qwen3", "gemma3", "qwen3next"))
 def test_an_engine_of_the_same_weights_passes_and_then_has_its_whole_hits(
     model: str, daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,7 +177,6 @@ def test_a_daemon_that_hangs_is_named(node: Node, tmp_path: Path) -> None:
     assert (status, out) == (2, "")
     assert err.startswith(f"hybridkv: no daemon answers at {path} (the daemon does not greet); ")
     assert err.endswith(f'"kill -9 {pid}" ends it and keeps its memory for the next one\n')
-    assert node.say("ping", "--socket", path)[0] == 2
     os.kill(pid, signal.SIGCONT)
     assert node.say("ping", "--socket", path)[0] == 0, "it was not told to end"
 
