@@ -4,7 +4,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 
 
 @contextmanager
@@ -15,3 +17,25 @@ def unnamed_arena(size_bytes: int) -> Iterator[Arena]:
     made.reserve(0, size_bytes)
     yield made
     made.close()
+
+
+def ops_of_new_slots(
+    arena: Arena, part_bytes: int, count: int, first: int = 1, blocks: int = 1
+) -> list[CopyOp]:
+    """Copies of so many objects, each of one part and with a slot that is being written.
+
+    Object number n, from `first` on, has the n-th slot (slot 0 stays free) and the n-th `blocks` of
+    the engine behind the null block::
+
+        number 2, blocks 4    slot at 2 * slot_bytes    blocks 5 to 8
+    """
+    ops: list[CopyOp] = []
+    for number in range(first, first + count):
+        at = number * slot_bytes(part_bytes, 1)
+        slot = SlotRef(at, 7 + at)
+        header = SlotHeader(SlotState.WRITING, slot.generation, 1, part_bytes)
+        arena.memory[at : at + HEADER_BYTES] = header.pack()
+        end = number * blocks
+        own = tuple(range(end - blocks + 1, end + 1))
+        ops.append(CopyOp(slot, 0, number, blocks, 0, own))
+    return ops

@@ -30,8 +30,8 @@ SIZE = 4096
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
-    with fake_cuda() as made:
-        yield made
+    with fake_cuda() as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ each step printed and the end of its engines' logs.
 """
 
 import argparse
+import io
 import json
 import os
 import re
@@ -32,6 +33,7 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # It is not carried.
 }
 KILL_SECONDS = 10.0
+STAGE_SECONDS = 450  # A command on a lent machine ends after ten minutes.
 ENGINE_LOG_LINES = 300
 LOG_BYTES_MAX = 1 << 20  # Of one step.
 
@@ -60,36 +62,37 @@ def step_environment(step: Step, temporary: str) -> dict[str, str]:
     }
 
 
-def run_step(stage: str, step: Step, logs: Path) -> Outcome:
-    """Run one step within its limit; its whole output goes to a file below `logs`."""
+def run_step(stage: str, step: Step, logs: Path, stop_at: float) -> Outcome:
+    """Run one step within its limit, and not beyond `stop_at` (time.monotonic).
+
+    Its whole output goes to a file below `logs`.
+    """
     log_path = logs / f"{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}.log"
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hkv-") as temporary, log_path.open("wb") as log:
+    limit_seconds = min(step.limit_seconds, stop_at - started)
+    if limit_seconds <= 0:
+        result = f"not begun: the stage has {STAGE_SECONDS} s"
+        return Outcome(stage, step.name, ok=False, seconds=0.0, result=result)
+    with (
+        tempfile.TemporaryDirectory(prefix="hkv-") as temporary,
+        tempfile.TemporaryFile() as printed_file,
+        log_path.open("wb") as log,
+    ):
         try:
             process = subprocess.Popen(
                 [*step.under, sys.executable, *step.command],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=printed_file,
                 stderr=log,
                 env=step_environment(step, temporary),
                 cwd=ROOT,
-                text=True,
-                errors="replace",
                 start_new_session=True,
             )
         except OSError as error:
             return Outcome(stage, step.name, ok=False, seconds=0.0, result=str(error))
-        try:
-            printed, _ = process.communicate(timeout=step.limit_seconds)
-            limit = ""
-        except subprocess.TimeoutExpired:
-            limit = f"did not end within {step.limit_seconds} s"
-            process.send_signal(signal.SIGINT)
-            try:
-                printed, _ = process.communicate(timeout=KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                printed, _ = process.communicate()
+        limit = "" if _ends_within(process, limit_seconds) else f"ended after {limit_seconds:.0f} s"
+        printed_file.seek(0)
+        printed = printed_file.read().decode(errors="replace")
         log.write(printed.encode())
         for engine_log in sorted(Path(temporary).glob("hybridkv-verify-logs-*/*.log")):
             lines = engine_log.read_bytes().splitlines(keepends=True)
@@ -101,6 +104,21 @@ def run_step(stage: str, step: Step, logs: Path) -> Outcome:
     figures = _document(printed)
     ok = not limit and (step.judge(figures) if step.judge else process.returncode == 0)
     return Outcome(stage, step.name, ok, seconds, (limit or last)[:200], figures)
+
+
+def _ends_within(process: "subprocess.Popen[bytes]", limit_seconds: float) -> bool:
+    """Whether the process ends by itself in time; else it is interrupted, and killed in the end."""
+    try:
+        process.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return False
+    return True
 
 
 def _document(printed: str) -> Any:
@@ -124,8 +142,9 @@ def run_stages(names: Sequence[str], only: Collection[str], place: Path) -> int:
             steps = [step for step in stage.steps if step.name not in done]
             steps = [step for step in steps if not only or step.name in only]
             print(f"stage {name}: {stage.title}", file=sys.stderr, flush=True)
+            stop_at = time.monotonic() + STAGE_SECONDS
             with ThreadPoolExecutor(stage.jobs) as pool:
-                runs = [pool.submit(run_step, name, step, logs) for step in steps]
+                runs = [pool.submit(run_step, name, step, logs, stop_at) for step in steps]
                 for run in as_completed(runs):
                     outcomes.append(run.result())
                     _print(outcomes[-1])
@@ -146,8 +165,9 @@ def _write(place: Path, outcomes: Sequence[Outcome], logs: Path) -> None:
     with tarfile.open(place / "logs.tar.gz", "w:gz") as archive:
         for path in sorted(logs.glob("*.log")):
             content = path.read_bytes()[-LOG_BYTES_MAX:]
-            path.write_bytes(content)
-            archive.add(path, path.name)
+            member = tarfile.TarInfo(path.name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
 
 
 def print_plan(names: Sequence[str], only: Collection[str]) -> None:

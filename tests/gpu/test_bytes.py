@@ -14,11 +14,11 @@ from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
-from tests.arenas import unnamed_arena
+from hybridkv.shm.slots import payload_offset
+from tests.arenas import ops_of_new_slots, unnamed_arena
 from tests.devicesim.threaded import ThreadedDevice
 from tests.waiting import DEADLINE_SECONDS
 
@@ -55,13 +55,7 @@ class Rig:
 
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
         """One object for each of so many blocks, in slots of its own."""
-        made = []
-        for number in range(first, first + count):
-            at = number * slot_bytes(PART, 1)
-            header = SlotHeader(SlotState.WRITING, 7 + at, 1, PART)
-            self.arena.memory[at : at + HEADER_BYTES] = header.pack()
-            made.append(CopyOp(SlotRef(at, 7 + at), 0, number, 1, 0, (number,)))
-        return made
+        return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> None:
         self.copier.store(ops, lambda op, stored: self.told.put(stored))
@@ -111,7 +105,8 @@ def test_each_slot_has_the_bytes_of_its_own_step(arena: Arena, device: str) -> N
 def test_a_load_comes_after_the_engines_own_work(arena: Arena, device: str) -> None:
     """Blocks that a queued kernel zeroes are loaded behind it, and all others stay as they are."""
     rig = Rig(arena, device)
-    rig.memory.copy_(torch.randint(0, 256, rig.memory.shape, dtype=torch.uint8))
+    draw = torch.Generator().manual_seed(1)
+    rig.memory.copy_(torch.randint(0, 256, rig.memory.shape, dtype=torch.uint8, generator=draw))
     before = rig.memory.clone()
     ops = rig.ops(32)
     rig.store(ops)

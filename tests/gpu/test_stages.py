@@ -1,6 +1,7 @@
 """The runner of the stages: what a run that is cut off leaves, and what counts as right."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -46,9 +47,21 @@ def test_a_flipped_byte_is_detected_where_one_arm_computes_instead() -> None:
     assert not is_detected(None)
 
 
-def test_no_stage_has_a_step_twice_and_each_ends_below_eight_minutes() -> None:
-    """A command on a lent machine ends after ten minutes; steps of `jobs` run beside each other."""
+def test_a_stage_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is ended, and what has not begun is named."""
+    monkeypatch.setattr(runner, "STAGE_SECONDS", 0)
+    step = Step("waits", ("-c", "raise SystemExit(0)"), int(DEADLINE_SECONDS))
+    monkeypatch.setitem(STAGES, "t", Stage("a test", (step,)))
+    assert runner.run_stages(["t"], (), tmp_path) == 1
+    (result,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["result"] == "not begun: the stage has 0 s"
+    endless = Step("endless", ("-c", "import time; time.sleep(1000)"), 1)
+    outcome = runner.run_step("t", endless, tmp_path, math.inf)
+    assert not outcome.ok
+    assert outcome.result == "ended after 1 s"
+
+
+def test_no_stage_has_a_step_twice() -> None:
     for name, stage in STAGES.items():
         names = [step.name for step in stage.steps]
         assert len({*names}) == len(names), name
-        assert all(step.limit_seconds < 480 for step in stage.steps)

@@ -73,13 +73,22 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
     model: str = arguments.model
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
-        logs = Path(tempfile.gettempdir()) / f"hybridkv-verify-logs-{os.getpid()}"
-        logs.mkdir()
+        logs = Path(tempfile.mkdtemp(prefix="hybridkv-verify-logs-"))
         try:
-            words = model, arguments.vllm_arguments, arguments.ram, arguments.repeat, arguments.flip
-            proof = Verification(*words, Path(directory), logs, say)
+            proof = Verification(
+                model,
+                arguments.vllm_arguments,
+                ram=arguments.ram,
+                repeat=arguments.repeat,
+                flip=arguments.flip,
+                directory=Path(directory),
+                logs=logs,
+                say=say,
+            )
             arms = proof.run()
         except HybridKVError as error:
+            if not any(logs.iterdir()):
+                logs.rmdir()  # No engine has started.
             if arguments.json:
                 print_json({"ok": False, "model": model, "error": str(error)})
             raise
@@ -157,6 +166,7 @@ class Verification:
         self,
         model: str,
         vllm_arguments: Sequence[str],
+        *,
         ram: str,
         repeat: int,
         flip: str | None,

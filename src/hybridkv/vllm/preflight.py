@@ -30,6 +30,7 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 """The `--kv-transfer-config` that works for every model."""
+HOPPER = 90  # The compute capability of the GPUs that copies were proven on (docs/gpu.md).
 NAMED_LATE = ("0.30", "0.31")  # The versions that `_states_named_late` is about.
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
 
@@ -38,12 +39,12 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     """The findings of the configuration alone, in the order in which the connector refuses."""
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     yield _version(vllm.__version__)
-    good = current_platform.device_type
-    if current_platform.is_cuda():
-        good += ": proven on an NVIDIA H200; hybridkv verify proves it on this machine"
-    what = "the copies of a GPU have never run with ROCm"
+    is_proven = not current_platform.is_cuda_alike() or (
+        current_platform.is_cuda() and current_platform.is_device_capability(HOPPER)
+    )
+    what = "copies of a GPU have run on an NVIDIA H200 (Hopper) alone"
     remedy = "hybridkv verify shows whether answers are the same on this machine"
-    yield judge("device", not current_platform.is_rocm(), good, what, remedy, Verdict.WARN)
+    yield judge("device", is_proven, current_platform.device_type, what, remedy, Verdict.WARN)
     try:
         settings_of(vllm_config)
     except ConfigError as error:

@@ -20,13 +20,15 @@ from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.staging import CopySizes
-from hybridkv.core.copies import CopyOp, SlotRef
-from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
+from hybridkv.core.copies import CopyOp
+from hybridkv.shm.arena import Arena
+from hybridkv.shm.slots import slot_bytes
+from tests.arenas import ops_of_new_slots, unnamed_arena
 
 LAYERS, OBJECT_BLOCKS, BLOCK_BYTES, OBJECTS = 32, 8, 64 << 10, 64
 PART_BYTES = LAYERS * OBJECT_BLOCKS * BLOCK_BYTES
 TOTAL_BYTES = OBJECTS * PART_BYTES
+ARENA_BYTES = (OBJECTS + 1) * slot_bytes(PART_BYTES, 1)
 PIECE_BYTES = 4 << 20
 WAIT_SECONDS = 60.0
 ROUNDS = 5
@@ -34,11 +36,7 @@ PRODUCTS = 150  # Some 200 ms of a Hopper GPU.
 HELD_SECONDS = 0.005  # Of each 10 ms.
 VARIANTS = {
     "as configured": CopySizes(),
-    "batches of 64 MiB": CopySizes(batch=64 << 20, depth=4),
-    "batches of 64 MiB, a ring of 512 MiB": CopySizes(batch=64 << 20, load_ring=512 << 20),
-    "batches of 128 MiB, a ring of 512 MiB": CopySizes(
-        batch=128 << 20, load_ring=512 << 20, depth=4
-    ),
+    "batches of 32 MiB, a ring of 256 MiB": CopySizes(batch=32 << 20, load_ring=256 << 20, depth=8),
 }
 
 
@@ -84,7 +82,7 @@ class Bench:
         self._product = self._factor.clone()
 
     def __enter__(self) -> "Bench":
-        self._copier.pin(OBJECTS * slot_bytes(PART_BYTES, 1))
+        self._copier.pin(ARENA_BYTES)
         self.store()
         while self._pipeline.take_counters().get("copies_unpinned"):
             self.store()  # Until the pinning lane has pinned all.
@@ -126,6 +124,20 @@ class Bench:
                 device.copy(to, source, size, self._stream)
         device.wait(device.record(self._stream))
 
+    def table(self) -> dict[str, list[float]]:
+        """GB/s by what was done, and beside what; in the end all is stored."""
+        table = {
+            "plain load": self.rates(partial(self.plain, is_store=False)),
+            "load": self.rates(self.load),
+            "load beside products": self.rates(self.load_beside_products),
+        }
+        with BusyPython():
+            table["load beside Python"] = self.rates(self.load)
+            table["store beside Python"] = self.rates(self.store)
+        table["plain store"] = self.rates(partial(self.plain, is_store=True))
+        table["store"] = self.rates(self.store)
+        return table
+
     def rates(self, work: Callable[[], None]) -> list[float]:
         """GB/s of some rounds."""
         rates: list[float] = []
@@ -137,49 +149,22 @@ class Bench:
         return rates
 
 
-def make_ops(arena: Arena) -> list[CopyOp]:
-    """All objects, each with a slot that is being written."""
-    stride = slot_bytes(PART_BYTES, 1)
-    ops: list[CopyOp] = []
-    for number in range(OBJECTS):
-        at, first = number * stride, 1 + OBJECT_BLOCKS * number
-        header = SlotHeader(SlotState.WRITING, 7 + number, 1, PART_BYTES)
-        arena.memory[at : at + HEADER_BYTES] = header.pack()
-        blocks = tuple(range(first, first + OBJECT_BLOCKS))
-        ops.append(CopyOp(SlotRef(at, 7 + number), 0, number, OBJECT_BLOCKS, 0, blocks))
-    return ops
-
-
 def main() -> int:
     """Print the figures; 1 where bytes came back wrong."""
     shape = LAYERS, OBJECT_BLOCKS * OBJECTS + 1, BLOCK_BYTES
     memory = torch.randint(0, 255, shape, dtype=torch.uint8, device="cuda")
     before = memory.clone()
-    arena_bytes = OBJECTS * slot_bytes(PART_BYTES, 1)
-    arena = create_arena(SHM_DIR / "hybridkv-busy", arena_bytes)
-    arena.unlink()
-    arena.reserve(0, arena_bytes)
-    ops = make_ops(arena)
     table: dict[str, dict[str, list[float]]] = {}
     same = True
-    for name, sizes in VARIANTS.items():
-        with Bench(memory, arena, ops, sizes) as bench:
-            row = {
-                "plain load": bench.rates(partial(bench.plain, is_store=False)),
-                "load": bench.rates(bench.load),
-                "store": bench.rates(bench.store),
-            }
-            row["load beside products"] = bench.rates(bench.load_beside_products)
-            with BusyPython():
-                row["load beside Python"] = bench.rates(bench.load)
-                row["store beside Python"] = bench.rates(bench.store)
-            row["plain store"] = bench.rates(partial(bench.plain, is_store=True))
-            bench.store()
-            memory[:, 1:].zero_()
-            bench.load()
-            same = same and torch.equal(memory, before)
-        table[name] = row
-        print(name, json.dumps(row), file=sys.stderr, flush=True)
+    with unnamed_arena(ARENA_BYTES) as arena:
+        ops = ops_of_new_slots(arena, PART_BYTES, OBJECTS, blocks=OBJECT_BLOCKS)
+        for name, sizes in VARIANTS.items():
+            with Bench(memory, arena, ops, sizes) as bench:
+                table[name] = bench.table()
+                memory[:, 1:].zero_()
+                bench.load()
+                same = same and torch.equal(memory, before)
+            print(name, json.dumps(table[name]), file=sys.stderr, flush=True)
     print(json.dumps({"ok": same, **table}))
     return int(not same)
 

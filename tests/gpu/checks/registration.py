@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 
 from hybridkv.connector.copy.cuda_device import CudaDevice
-from hybridkv.shm.arena import SHM_DIR, create_arena
+from hybridkv.shm.arena import Arena
+from tests.arenas import unnamed_arena
 
 ARENA_BYTES, PIN_BYTES = 4 << 30, 64 << 20
 LAUNCHES_ALONE = 20_000
@@ -21,7 +22,7 @@ def launch_microseconds(is_over: Callable[[int], bool]) -> dict[str, float]:
     """How long launches of a small kernel take, by their quantiles, until so many are enough."""
     tensor = torch.zeros(1024, device="cuda")
     seconds: list[float] = []
-    while not is_over(len(seconds)):
+    while not seconds or not is_over(len(seconds)):
         started = time.perf_counter()
         tensor.add_(1)
         seconds.append(time.perf_counter() - started)
@@ -40,9 +41,12 @@ def _is_over(thread: threading.Thread) -> Callable[[int], bool]:
 
 def main() -> int:
     """Print the figures."""
-    arena = create_arena(SHM_DIR / "hybridkv-registration", ARENA_BYTES)
-    arena.unlink()
-    arena.reserve(0, ARENA_BYTES)
+    with unnamed_arena(ARENA_BYTES) as arena:
+        return measure(arena)
+
+
+def measure(arena: Arena) -> int:
+    """Print the figures; 1 where not all of the arena was pinned."""
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     launch_microseconds(LAUNCHES_ALONE.__le__)
     free = torch.cuda.mem_get_info()[0]
@@ -79,7 +83,6 @@ def main() -> int:
         "device_mib_for_4_gib": held >> 20,
     }
     print(json.dumps(facts))
-    arena.close()
     return int(len(seconds) != 2 * ARENA_BYTES // PIN_BYTES)
 
 

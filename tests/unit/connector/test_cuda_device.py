@@ -27,11 +27,11 @@ from hybridkv.connector.copy.staging import CopySizes
 from hybridkv.connector.copy.tables import make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.connector.copy.triton_kernels import TritonKernels
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.slots import HEADER_BYTES, PIECE_BYTES, SlotHeader, SlotState, slot_bytes
-from tests.arenas import unnamed_arena
+from hybridkv.shm.slots import PIECE_BYTES
+from tests.arenas import ops_of_new_slots, unnamed_arena
 from tests.devicesim.device import GRID_MAX
 from tests.fakecuda.runtime import (
     GREATEST_PRIORITY,
@@ -55,15 +55,15 @@ VERSIONS = [12060, 12090, 13000]
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as made:
-        yield made
+    with unnamed_arena(ARENA) as opened:
+        yield opened
 
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:
-    with fake_cuda() as made:
-        yield made
-        assert not made.runtime.wrongs
+    with fake_cuda() as fake:
+        yield fake
+        assert not fake.runtime.wrongs
 
 
 class Rig:
@@ -75,7 +75,8 @@ class Rig:
         self.cuda = cuda
         self.arena = arena
         self.memory = torch.zeros(LAYERS, BLOCKS, BLOCK, dtype=torch.uint8, device=device)
-        self.memory.random_(0, 256, generator=torch.Generator().manual_seed(1))
+        self._draw = torch.Generator().manual_seed(1)
+        self.fill()
         self.device = CudaDevice(torch.device(device))
         others = set(threading.enumerate())
         self.pipeline = CopyPipeline(
@@ -85,15 +86,13 @@ class Rig:
         self.ended: Queue[bool | HybridKVError | None] = Queue()
         self.lanes = set(threading.enumerate()) - others
 
+    def fill(self) -> torch.Tensor:
+        """The engine's blocks, which have other bytes from here on."""
+        return self.memory.random_(0, 256, generator=self._draw)
+
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
         """One object for each of so many blocks, in slots of its own."""
-        found = []
-        for number in range(first, first + count):
-            at = number * slot_bytes(PART, 1)
-            header = SlotHeader(SlotState.WRITING, 7 + at, 1, PART)
-            self.arena.memory[at : at + HEADER_BYTES] = header.pack()
-            found.append(CopyOp(SlotRef(at, 7 + at), 0, number, 1, 0, (number,)))
-        return found
+        return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> list[bool | HybridKVError | None]:
         """The outcomes of all ops."""
@@ -159,7 +158,7 @@ def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum:
         for is_pinned in (False, True):
             if is_pinned:
                 rig.pin()
-            before = rig.memory.random_(0, 256).cpu()
+            before = rig.fill().cpu()
             rig.pipeline.take_counters()
             ops = rig.ops(8)
             assert rig.store(ops) == [True] * 8

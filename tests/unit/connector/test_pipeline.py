@@ -17,11 +17,11 @@ from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.staging import CopySizes
 from hybridkv.connector.copy.tables import Move
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
-from tests.arenas import unnamed_arena
+from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState
+from tests.arenas import ops_of_new_slots, unnamed_arena
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
 from tests.devicesim.threaded import ThreadedDevice
 from tests.waiting import DEADLINE_SECONDS
@@ -65,14 +65,8 @@ class Rig:
         self.loaded: list[HybridKVError | None] = []
 
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
-        """One object for each of so many blocks."""
-        made = []
-        for number in range(count):
-            at = (first + number) * slot_bytes(PART, 1)
-            header = SlotHeader(SlotState.WRITING, 7 + at, 1, PART)
-            self.arena.memory[at : at + HEADER_BYTES] = header.pack()
-            made.append(CopyOp(SlotRef(at, 7 + at), 0, number, 1, 0, (first + number,)))
-        return made
+        """One object for each of so many blocks, in slots of its own."""
+        return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> None:
         """In a hook."""

@@ -1,6 +1,7 @@
 """CUDA as the copier's device: torch, and the calls of the CUDA runtime that torch does not have.
 
-No test runs it without a GPU. Everything above it runs on the simulated device of the tests.
+Tests run it on a fake runtime (tests.fakecuda), and all above it on a simulated device. What a GPU
+has shown is in docs/gpu.md.
 """
 
 import contextlib

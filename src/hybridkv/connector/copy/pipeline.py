@@ -97,8 +97,7 @@ class CopyPipeline:
         """The bytes of stores that may be planned and not reported."""
         if self.staging_bytes < demand.step_bytes:
             text = "hybridkv: %s of staging for stores instead of %s; long prompts are stored later"
-            sizes_said = format_size(self.staging_bytes), format_size(demand.step_bytes)
-            logger.warning(text, *sizes_said)
+            logger.warning(text, format_size(self.staging_bytes), format_size(demand.step_bytes))
         table = _upload(device, tables.rows)
         kernels = device.kernels(tables, table, groups, store_memory)
         self._shared = Shared(device, tables, kernels, table, sizes)

@@ -33,8 +33,7 @@ logger = logging.getLogger("vllm.hybridkv")
 class CopySizes:
     """Bytes of memory and of single copies. Tests make them small."""
 
-    piece: int = 4 << 20
-    """The most of one copy: 98 % of the device's rate, and what a copy of the engine waits for."""
+    piece: int = 4 << 20  # The most of one copy: 98 % of the device's rate.
     batch: int = 128 << 20  # The most of several objects that one call copies.
     batch_objects: int = 64
     pin: int = 64 << 20  # The most that is pinned in one call.

@@ -222,10 +222,16 @@ class Lookups:
             lookup.tails = tracked.tail_hashes(names)
         lookup.sent_at, lookup.deadline = now, now + self._most_seconds
         seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
-        waits = round(seconds * 1e3), rate
-        tails = lookup.tails, lookup.tails_from
-        audit = self._audits.lease_for_lookup(tracked)
-        message = Lookup(lease, lease, lookup.hashes, *waits, *tails, audit)
+        message = Lookup(
+            lease,
+            lease,
+            lookup.hashes,
+            wait_ms=round(seconds * 1e3),
+            tokens_per_second=rate,
+            tails=lookup.tails,
+            tails_from=lookup.tails_from,
+            audit_lease=self._audits.lease_for_lookup(tracked),
+        )
         lookup.sent = session.send(message, now)
         self.queued.append(tracked)
         self._counters["lookups"] += 1

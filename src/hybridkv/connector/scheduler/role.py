@@ -108,7 +108,12 @@ class SchedulerRole:
         budget = before._audits.budget if before else AuditBudget(settings.audit)
         self._audits: Audits = Audits(self._requests, budget)
         self._lookups = Lookups(
-            *(settings, self._requests, self._events, self._weights, self._audits, with_tails)
+            settings,
+            self._requests,
+            events=self._events,
+            weights=self._weights,
+            audits=self._audits,
+            with_tails=with_tails,
         )
         self._loads = LoadPlanner(self._requests)
         # A late report of what `before` planned must not be taken for one of this role's plans.
