@@ -57,12 +57,9 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize(
-    "own_process",
-    [
-        pytest.param(False, id="in process"),
-        pytest.param(True, id="own process", marks=pytest.mark.soak),
-    ],
+    "own_process", [pytest.param(False, id="in process"), pytest.param(True, id="own process")]
 )
+@pytest.mark.soak
 def test_an_adapter_is_what_the_engine_loaded(
     daemon: DaemonProcess, tmp_path: Path, exchanged: dict[str, Answer], own_process: bool
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_plan_knows_the_drafter() -> None:
     assert "eagle" in told["what"]
 
 
+@pytest.mark.soak
 def test_a_large_model_needs_its_config_and_no_memory(tmp_path: Path) -> None:
     """Per rank of four: 12 full layers of one KV head, 36 GDN layers of 8 of 32 value heads.
 

@@ -107,11 +107,11 @@ def run_step(stage: str, step: Step, logs: Path, stop_at: float) -> Outcome:
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", limit_seconds: float) -> bool:
-    """Whether the process ends by itself in time; else it is interrupted, and killed in the end."""
+    """Whether the process ends by itself in time; else it is told to, and killed in the end."""
     try:
         process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:

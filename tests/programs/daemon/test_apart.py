@@ -84,6 +84,7 @@ def test_a_shared_memory_that_is_not_shared_is_told_by_everybody(
         until(lambda: status(daemon).values["workers_unmapped"] == 0, "the daemon knows")
 
 
+@pytest.mark.soak
 def test_a_volume_may_be_at_another_path_for_the_engine(tmp_path: Path) -> None:
     """HYBRIDKV_SHM_DIR says where."""
     (here := tmp_path / "here").mkdir()
