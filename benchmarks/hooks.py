@@ -43,7 +43,7 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_toke
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.settings import Settings
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.supervise import Supervisor
+from hybridkv.vllm.hook_guard import HookGuard
 
 ANSWER_SECONDS = 10.0
 PROMPT_TOKENS = (32768, 131072)
@@ -152,7 +152,7 @@ class _Bench:
         self._ordinals: Counter[str] = Counter()
         """Of each hook's calls for the request."""
         self._loop = range(_loop_length())
-        self._supervisor = Supervisor("bench")
+        self._guard = HookGuard("bench")
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
         self.side = SchedulerRole(
             settings,
@@ -161,7 +161,7 @@ class _Bench:
             "bench",
             socket_path,
             step_tokens,
-            self._supervisor.counters,
+            self._guard.counters,
             1 << 30,
         )
         self._report(self._plan_nothing(), "")
@@ -300,7 +300,7 @@ class _Bench:
         """Call a hook. `which` makes the number of the call from its result; else it is counted."""
         loop = _loop_seconds(self._loop)
         started = time.perf_counter()
-        result: Result = self._supervisor.run(hook, work, _give_up)
+        result: Result = self._guard.run(hook, work, _give_up)
         seconds = time.perf_counter() - started
         if self.counts:
             self._ordinals[hook] += 1

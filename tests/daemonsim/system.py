@@ -33,7 +33,7 @@ from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
-from hybridkv.tiers import demotion, lookups
+from hybridkv.tiers import demotion, load_or_compute
 from hybridkv.tiers.jobs import TierJob
 from tests.daemonsim.sockets import (
     READ,
@@ -59,8 +59,8 @@ TRACED = (
     *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
     *("shm/trailer.py", "shm/slots.py"),
     *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
-    *("tiers/promotion.py", "tiers/lookups.py"),
-    *("tiers/demotion.py", "tiers/state.py"),
+    *("tiers/promotion.py", "tiers/load_or_compute.py"),
+    *("tiers/demotion.py", "tiers/health.py"),
 )
 """Where the daemon can be killed: at any line of these."""
 UNTRACED = ("owner_of",)
@@ -688,8 +688,8 @@ class System:
                         stack.enter_context(mock.patch.object(module, name, value))
             # So that they matter to short prompts in short lives.
             stack.enter_context(mock.patch.object(demotion, "USE_SECONDS", 0.2))
-            stack.enter_context(mock.patch.object(lookups, "FIND_KEYS_MAX", 6))
-            stack.enter_context(mock.patch.object(lookups, "FIND_KEYS_FIRST", 3))
+            stack.enter_context(mock.patch.object(load_or_compute, "FIND_KEYS_MAX", 6))
+            stack.enter_context(mock.patch.object(load_or_compute, "FIND_KEYS_FIRST", 3))
             stack.enter_context(mock.patch.object(link, "socket", sockets))
             polls = SimpleNamespace(POLLHUP=select.POLLHUP, poll=Poll)
             stack.enter_context(mock.patch.object(link, "select", polls))

@@ -26,7 +26,7 @@ from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.judging import NOISE_MIN, answer_of, one_deviation
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.shm.arena import SHM_DIR
-from hybridkv.vllm.supervise import FAULTS_MAX
+from hybridkv.vllm.hook_guard import FAULTS_MAX
 from tests.engine.soak import ONE_THREAD
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until

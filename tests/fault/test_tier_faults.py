@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.client.control import EXIT_ALREADY_SERVED, daemon_command
+from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, daemon_command
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.filesystem import stale_arenas

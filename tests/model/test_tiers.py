@@ -31,9 +31,9 @@ from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, TierError
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName, proven_digests, read_head
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,

@@ -34,7 +34,9 @@ FAULTS: tuple[Mutation, ...] = (
         "place[1] >= hit.chunks or not is_longer",
         "not is_longer",
         ("B35",),
-        ("tests/unit/tiers/test_lookups.py::test_rounds_find_the_hit_that_one_question_finds",),
+        (
+            "tests/unit/tiers/test_load_or_compute.py::test_rounds_find_the_hit_that_one_question_finds",
+        ),
     ),
     Mutation(
         "old-bytes-win",

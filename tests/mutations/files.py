@@ -56,7 +56,7 @@ METRICS = "tests/unit/observe/test_metrics.py"
 ENGINE_WEIGHTS = "tests/unit/vllm/test_engine_weights.py"
 IN_MEMORY = "tests/unit/vllm/test_weights_digest.py"
 CHECKPOINTS = "tests/unit/vllm/test_checkpoints.py"
-LOAD_OR_COMPUTE = "tests/unit/tiers/test_load_or_compute.py"
+LOAD_OR_COMPUTE = "tests/unit/tiers/test_best_load.py"
 CODEC = "tests/unit/wire/test_codec.py"
 GOLDEN = "tests/unit/wire/test_golden.py"
 

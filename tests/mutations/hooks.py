@@ -3,7 +3,7 @@
 from tests.mutations.files import GEMMA, HOOKS, PLAIN, WORKER
 from tests.mutations.mutation import Mutation
 
-PAUSES = "tests/unit/vllm/test_supervise.py::test_pauses_double_until_the_side_was_on_for_long"
+PAUSES = "tests/unit/vllm/test_hook_guard.py::test_pauses_double_until_the_side_was_on_for_long"
 HOSTILE = "tests/unit/connector/test_hostile.py"
 
 FAULTS: tuple[Mutation, ...] = (
@@ -87,7 +87,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "off-for-good",
         "a role that was switched off stays off",
-        "Supervisor.begin_anew",
+        "HookGuard.begin_anew",
         "",
         "return",
         ("C15",),
@@ -96,7 +96,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-for-a-slow-child",
         "a child whose hooks keep the engine is asked again and again",
-        "Supervisor._took",
+        "HookGuard._took",
         """
         self._slow.clear()
         self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
@@ -111,7 +111,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "pauses-do-not-grow",
         "a side that faults again and again is tried every minute",
-        "Supervisor.switch_off",
+        "HookGuard.switch_off",
         "PAUSE_SECONDS if is_rested else longer",
         "PAUSE_SECONDS",
         ("C15",),
@@ -302,7 +302,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "hooks-raise",
         "a fault in a hook reaches the engine",
-        "Supervisor.run",
+        "HookGuard.run",
         "except Exception:",
         "except ZeroDivisionError:",
         ("B35", "B38"),

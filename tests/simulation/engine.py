@@ -97,13 +97,13 @@ class Saboteur:
         self.fired = 0
         self.others: list[Exception] = []
         """What hooks raised besides."""
-        self.supervisor = connector._supervisor
+        self.guard = connector._guard
         self._hook_thread = 0
         """The thread that is in a hook; 0 = none. Copies that a thread ends are no hook's."""
         self._undo: Callable[[], None] = lambda: None
-        self.supervisor._clock, self.supervisor._began = CLOCK.monotonic, CLOCK.now
-        run = self.supervisor.run
-        self.supervisor.run = lambda hook, work, *more, **how: run(
+        self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
+        run = self.guard.run
+        self.guard.run = lambda hook, work, *more, **how: run(
             hook, lambda: self._in_hook(work), *more, **how
         )
 
@@ -574,9 +574,9 @@ class Engine:
         for saboteur in self.saboteurs:
             saboteur.disarm()
             if saboteur.fired:
-                saboteur.supervisor.switch_off("the audit wants a fresh one")
-        while not all(saboteur.supervisor.healthy for saboteur in self.saboteurs):
-            CLOCK.now += max(saboteur.supervisor.pause_seconds for saboteur in self.saboteurs)
+                saboteur.guard.switch_off("the audit wants a fresh one")
+        while not all(saboteur.guard.healthy for saboteur in self.saboteurs):
+            CLOCK.now += max(saboteur.guard.pause_seconds for saboteur in self.saboteurs)
             self.step_idle()
 
     def _copier(self, arena: Arena, groups: Any, part: PartLayout) -> BusyCopier:
@@ -833,7 +833,7 @@ class Engine:
         A role that is switched off waits for no store, and the next one for none of its stores.
         """
         outputs = [output for outputs in self._reports for output in outputs]
-        is_on = self.saboteurs[0].supervisor.healthy
+        is_on = self.saboteurs[0].guard.healthy
         awaited = self.side._stores._storing.keys() if is_on else set()
         return not self._repeats and not any(
             output.finished_recving or output.kv_connector_worker_meta.done.keys() & awaited
@@ -851,7 +851,7 @@ class Engine:
                 reading.thread.join()
         while True:
             waiting = []
-            if self.saboteurs[0].supervisor.healthy:
+            if self.saboteurs[0].guard.healthy:
                 self.side._poll(CLOCK.now)
             for link in (rank.side._link for rank in self.ranks):
                 if link.welcome is None:

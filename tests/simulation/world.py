@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-import hybridkv.vllm.supervise
+import hybridkv.vllm.hook_guard
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -226,7 +226,7 @@ class World:
             # Nothing else of a seed depends on who copies.
             shape = dataclasses.replace(drawn.shape, device=seed)
             drawn = dataclasses.replace(drawn, shape=shape)
-        vars(hybridkv.vllm.supervise).update(
+        vars(hybridkv.vllm.hook_guard).update(
             FAULTS_MAX=drawn.hook_faults,
             PAUSE_SECONDS=PAUSE_STEPS * drawn.step_seconds,
             PAUSE_SECONDS_MAX=4 * PAUSE_STEPS * drawn.step_seconds,
@@ -600,7 +600,7 @@ class _Life:
             for saboteur in engine.saboteurs:
                 assert not saboteur.others, f"hooks faulted: {saboteur.others}"
                 self.counts["hook"] += saboteur.fired
-                self.counts["begun_anew"] += saboteur.supervisor.counters["begun_anew"]
+                self.counts["begun_anew"] += saboteur.guard.counters["begun_anew"]
             assert not engine.connector.counters.get("audits_differed"), "a false alarm"
             refused = [name for name in engine.connector.counters if name.startswith("refused_")]
             assert not refused, f"the daemon refused: {refused}"

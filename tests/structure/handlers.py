@@ -26,7 +26,7 @@ class Handler(NamedTuple):
 HANDLERS = (
     # The connector
     Handler(
-        "Supervisor.run",
+        "HookGuard.run",
         "except Exception",
         "No fault of a hook may reach the engine, which goes on without the cache.",
         "fault_*",

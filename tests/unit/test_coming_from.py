@@ -16,7 +16,7 @@ from hybridkv.core.daemon_settings import DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.observe.catalog import Values
-from hybridkv.tiers.lookups import ShortfallKind
+from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.wire import messages as wire
 from tests.unit.observe.describe_metrics import exposed
 
@@ -65,7 +65,7 @@ def texts() -> tuple[set[str], str]:
             for node in ast.walk(ast.parse(code))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-    # Names that are put together: tiers/state.py, and those that `hybridkv stats` prints.
+    # Names that are put together: tiers/health.py, and those that `hybridkv stats` prints.
     found |= {f"{what}_{verb}" for what in ("objects", "bytes") for verb in VERBS}
     found |= set(Values({kind.counter: 0.0 for kind in ShortfallKind}).named()) | {""}
     return found, source

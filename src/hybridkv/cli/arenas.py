@@ -9,14 +9,13 @@ from typing import NamedTuple
 from hybridkv.cli.arguments import JSON, SHM_DIR, SOCKET, command, shm_dir_of, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json
 from hybridkv.client.control import (
-    END_SECONDS,
     ControlClient,
     DaemonRefusedError,
     DaemonUnreachableError,
     DaemonVersionError,
-    end_process,
 )
 from hybridkv.client.link import peer_pid
+from hybridkv.client.start_daemon import END_SECONDS, end_process
 from hybridkv.core.durations import format_duration
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.sizes import format_size

@@ -34,9 +34,9 @@ from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.health import JOB_BYTES_MAX, JOB_ITEMS_MAX
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName
-from hybridkv.tiers.state import JOB_BYTES_MAX, JOB_ITEMS_MAX
 from hybridkv.wire.messages import Commit, Found, Lookup, Release
 
 READS_MAX, WRITES_MAX = LIMITS[JobKind.READ], LIMITS[JobKind.WRITE]

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridkv.cli.arguments import CONFIG, Argument, command, settings_file, socket_of, switch
 from hybridkv.cli.logs import start_log
-from hybridkv.client.control import EXIT_ALREADY_SERVED, EXIT_SERVING
+from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, EXIT_SERVING
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSetting, resolve
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.tier_urls import parse_tier

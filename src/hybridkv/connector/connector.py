@@ -15,9 +15,9 @@ from hybridkv.client.control import (
     DaemonRefusedError,
     DaemonUnreachableError,
     DaemonVersionError,
-    ensure_daemon,
     runtime_directory,
 )
+from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.connector.messages import StepPlan, StepReport
 from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import NO_GROUP, KVEventPublisher, event_group
@@ -37,6 +37,7 @@ from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import check_ram, shm_directory
 from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
+from hybridkv.vllm.hook_guard import HookGuard
 from hybridkv.vllm.identity import identity_facts, weights_fact
 from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype
 from hybridkv.vllm.metrics import Deltas
@@ -47,7 +48,6 @@ from hybridkv.vllm.preflight import (
     state_rule,
     tails_finding,
 )
-from hybridkv.vllm.supervise import Supervisor
 from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel
 
@@ -72,8 +72,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         resolve_hits(kv_cache_config, vllm_config)
         place = runtime_directory(), os.geteuid()
         self._socket_path = socket_of_server(self._settings.server, *place)
-        self._supervisor = Supervisor(role.name.lower())
-        self._uncounted = Deltas(self._supervisor.counters)
+        self._guard = HookGuard(role.name.lower())
+        self._uncounted = Deltas(self._guard.counters)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._weights = WeightsWatch()
@@ -104,7 +104,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @property
     def counters(self) -> Mapping[str, int]:
         """The counters of this role by name."""
-        return dict(self._supervisor.counters)
+        return dict(self._guard.counters)
 
     # Worker role
 
@@ -122,7 +122,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Before a sleep of the engine (vLLM 0.33): finish the copies and unpin the arena."""
         worker = self._worker
         assert worker is not None
-        self._supervisor.run("unregister_kv_caches", worker.detach, lambda: None, pauses=False)
+        self._guard.run("unregister_kv_caches", worker.detach, lambda: None, pauses=False)
 
     def restore_kv_caches(self) -> None:
         """After a sleep; the next step maps the arena anew, and the tensors are where they were."""
@@ -131,8 +131,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Begin this step's loads. All are asynchronous, so vLLM's forward pass comes first."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan):
-            self._supervisor.begin_anew(worker.begin_anew)
-            self._supervisor.run(
+            self._guard.begin_anew(worker.begin_anew)
+            self._guard.run(
                 "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
             )
 
@@ -146,7 +146,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Copy out what this step completed; on return its blocks are the engine's again."""
         worker, plan = self._worker, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan) and plan.stores:
-            self._supervisor.run(
+            self._guard.run(
                 "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
             )
 
@@ -162,7 +162,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         report = self._worker.report()
         # The scheduler role also exports what this role's hooks counted.
         report.counters.update(self._uncounted.take())
-        if not self._supervisor.healthy:
+        if not self._guard.healthy:
             # This worker loads nothing any more, so nothing may be offered.
             report.boots, report.is_disabled = {}, True
         return report
@@ -196,7 +196,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return {**facts, "weights": weights_fact(self._settings, digests, first)}
 
         self._weights = WeightsWatch(first, facts_of)
-        counters = self._supervisor.counters
+        counters = self._guard.counters
         wire_model = WireModel(
             str(model.served_model_name)[-TEXT_MAX:],
             model.max_model_len,
@@ -298,12 +298,12 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         role = self._scheduler
         if role is None:
             return StepPlan()
-        return self._supervisor.run(
+        return self._guard.run(
             "build_connector_meta",
             lambda: role.run(lambda role: role.planned(scheduler_output, self._tables)),
             lambda: (
                 role.emergency(scheduler_output.num_scheduled_tokens)
-                if self._supervisor.healthy
+                if self._guard.healthy
                 else role.quit(scheduler_output.num_scheduled_tokens)
             ),
         )
@@ -352,7 +352,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_kv_connector_stats(self) -> metrics.KVConnectorStats | None:
         """What is new since the last step; the workers' reports have brought their counters."""
-        off = self._supervisor.off_since, self._supervisor.pause_seconds
+        off = self._guard.off_since, self._guard.pause_seconds
         hook = "get_kv_connector_stats"
         return self._run(hook, lambda role: role.take_stats(*off), None, tells=True)
 
@@ -363,7 +363,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         between its offer and its plan.
         """
         events = self._run("take_events", SchedulerRole.step_ended, [], SchedulerRole.withdraw)
-        self._supervisor.begin_anew(self._renew)
+        self._guard.begin_anew(self._renew)
         return events
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
@@ -402,7 +402,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _reset(self, hook: str, is_empty: bool) -> None:
         def give_up(role: SchedulerRole) -> None:
             # Nothing else keeps what was found before from being loaded.
-            self._supervisor.switch_off(f"a fault in {hook}")
+            self._guard.switch_off(f"a fault in {hook}")
             role.close()
             # A role that begins anew later asks for the weights too.
             self._weights.reset(is_empty)
@@ -423,7 +423,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         role = self._scheduler
         if role is None:
             return default
-        return self._supervisor.run(
+        return self._guard.run(
             hook,
             lambda: role.run(work),
             lambda: otherwise(role) if otherwise else default,

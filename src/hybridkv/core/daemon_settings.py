@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from hybridkv.core import options
+from hybridkv.core import option_parsers
 from hybridkv.core.durations import parse_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name, check_socket_path
@@ -99,9 +99,11 @@ def check_metrics(host: str, token_file: str | None) -> None:
         raise ConfigError(what, "--metrics-token file:/etc/hybridkv/token works")
 
 
-def _setting(default: Any, parse: options.Parser, metavar: str, about: str, **more: Any) -> Any:
-    """A setting; `more` is what `argparse` is told beside its name, or `key`."""
-    metadata = {"parse": parse, "metavar": metavar, "help": about, **more}
+def _setting(
+    default: Any, parse: option_parsers.Parser, metavar: str, about: str, **argparse_options: Any
+) -> Any:
+    """A setting; `argparse_options` go to `add_argument`, but for `key`."""
+    metadata = {"parse": parse, "metavar": metavar, "help": about, **argparse_options}
     return field(default=default, metadata=metadata)
 
 
@@ -125,7 +127,7 @@ class DaemonSettings:
     )
     shm_dir: str | None = _setting(
         None,
-        options.directory,
+        option_parsers.directory,
         "DIR",
         "the directory of that memory, on a tmpfs (default: /dev/shm)",
     )
@@ -139,7 +141,7 @@ class DaemonSettings:
     )
     eviction: EvictionPolicy = _setting(
         EvictionPolicy.TWO_QUEUES,
-        options.choice(EvictionPolicy),
+        option_parsers.choice(EvictionPolicy),
         "",
         "what stays: with 2q prompts that nobody repeats do not push out what is read, with lru "
         "what was used least recently goes (default: 2q)",
@@ -172,7 +174,7 @@ class DaemonSettings:
     )
     fresh: bool = _setting(
         False,
-        options.switch,
+        option_parsers.switch,
         "",
         "start empty, even where a daemon that ended left its cache in memory (default: no)",
         action="switch",
@@ -212,7 +214,7 @@ class DaemonSettings:
     )
     log_file: str | None = _setting(
         None,
-        options.text,
+        option_parsers.text,
         "FILE",
         'where to log; "auto": beside the socket (default: standard error, or "auto" with '
         "--detach)",
@@ -220,14 +222,14 @@ class DaemonSettings:
 
     log_level: str = _setting(
         "info",
-        options.choice(LOG_LEVELS),
+        option_parsers.choice(LOG_LEVELS),
         "",
         "the least that is logged (default: info)",
         choices=list(LOG_LEVELS),
     )
     log_format: LogFormat = _setting(
         LogFormat.TEXT,
-        options.choice(LogFormat),
+        option_parsers.choice(LogFormat),
         "",
         "how a line of the log is written; json is one object a line (default: text)",
         choices=[str(one) for one in LogFormat],
@@ -235,7 +237,7 @@ class DaemonSettings:
 
     group: str | None = _setting(
         None,
-        options.text,
+        option_parsers.text,
         "NAME",
         "serve all members of this group of users, who then trust each other with each other's "
         "cache (default: one's own user alone)",
@@ -256,7 +258,7 @@ class DaemonSetting:
         self.key: str = metadata.get("key", field_name)  # In a file and in an engine's settings.
         self.option = f"--{metadata.get('option', self.key).replace('_', '-')}"
         self.variable = f"{VARIABLE_PREFIX}{self.key.upper()}"
-        self.parse: options.Parser = metadata["parse"]
+        self.parse: option_parsers.Parser = metadata["parse"]
         self.help: str = metadata["help"]
         self.metavar: str = metadata["metavar"]
         self.choices: list[str] | None = metadata.get("choices")
@@ -295,7 +297,7 @@ def resolve(
     for key in file:
         if key not in DAEMON_SETTINGS:
             what = f"{file_name}: unknown key {key!r}"
-            raise ConfigError(what, options.did_you_mean(key, DAEMON_SETTINGS))
+            raise ConfigError(what, option_parsers.did_you_mean(key, DAEMON_SETTINGS))
     parsed = {}
     for key, row in DAEMON_SETTINGS.items():
         value = resolve_one(key, words, variables, file, file_name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hybridkv.core import options
+from hybridkv.core import option_parsers
 from hybridkv.core.audit import AUDIT_SHARE
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings
 from hybridkv.core.errors import ConfigError
@@ -37,7 +37,7 @@ def _audit(value: object, where: str) -> float:
     return float(value)
 
 
-def _setting(default: Any, parse: options.Parser) -> Any:
+def _setting(default: Any, parse: option_parsers.Parser) -> Any:
     return field(default=default, metadata={"parse": parse})
 
 
@@ -57,32 +57,32 @@ class Settings:
     default it is that of the variable `HYBRIDKV_CONFIG`, or none."""
     daemon: DaemonSettings = DaemonSettings()
     daemon_options: tuple[str, ...] = ()  # Arguments of `serve` for what is given of `daemon`.
-    load_policy: LoadPolicy = _setting(LoadPolicy.FASTER, options.choice(LoadPolicy))
+    load_policy: LoadPolicy = _setting(LoadPolicy.FASTER, option_parsers.choice(LoadPolicy))
     """Whether objects that only a tier below RAM has are loaded. "faster" loads as far as that is
     expected to be faster than computing; "always" and "never" do not weigh it."""
     hybrid_chunk_size: int | None = _setting(
-        None, options.number(1, 1 << 24, "1024", kind=int, what="a whole number")
+        None, option_parsers.number(1, 1 << 24, "1024", kind=int, what="a whole number")
     )
     """The number of tokens in a chunk. It must be a common multiple of the block sizes of all
     groups. By default it is derived from the groups."""
     load_timeout_seconds: float = _setting(
-        LOAD_TIMEOUT_SECONDS_MAX, options.number(0.001, LOAD_TIMEOUT_SECONDS_MAX, "10")
+        LOAD_TIMEOUT_SECONDS_MAX, option_parsers.number(0.001, LOAD_TIMEOUT_SECONDS_MAX, "10")
     )
     """The longest time that a request waits for tiers below RAM, 0.001 to 30 seconds. It is also
     an upper bound of `lookup_timeout_ms` (requirements B39, D18)."""
     lookup_timeout_ms: float = _setting(
-        100.0, options.number(0.1, LOAD_TIMEOUT_SECONDS_MAX * 1e3, "100")
+        100.0, option_parsers.number(0.1, LOAD_TIMEOUT_SECONDS_MAX * 1e3, "100")
     )
     """The longest time that a request waits for the answer to its lookup, 0.1 to 30,000
     milliseconds. An answer that comes later is ignored."""
-    store_generated: bool = _setting(True, options.boolean)
+    store_generated: bool = _setting(True, option_parsers.boolean)
     """Whether chunks that contain generated tokens are stored, and not only those of prompts."""
-    sub_block_hits: bool | None = _setting(None, options.boolean_or_auto)
+    sub_block_hits: bool | None = _setting(None, option_parsers.boolean_or_auto)
     """Whether hits may end inside a block, at a multiple of vLLM's `--prefix-match-unit`, so that a
     later turn computes less than a block of the earlier ones again. It is for models with recurrent
     layers on vLLM 0.32, and is not proven on other versions. By default ("auto") they may wherever
     that is served; with `true` a warning says why, where it is not."""
-    checksum: str = _setting("on", options.choice(("on", "off", "paranoid")))
+    checksum: str = _setting("on", option_parsers.choice(("on", "off", "paranoid")))
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
     audit: float = _setting(AUDIT_SHARE, _audit)
@@ -90,7 +90,7 @@ class Settings:
     prompts, for the live audit: the workers compare the two, and where they differ, this engine
     neither loads nor stores any more under its identity. "on" is 0.001, "off" is 0. With "on" the
     first hit of every engine start, and after each change of weights, is audited in any case."""
-    weights_identity: str | None = _setting(None, options.text)
+    weights_identity: str | None = _setting(None, option_parsers.text)
     """A name that stands for the weights with which the engine starts. By default the identity has
     a digest of the weights in each worker's memory. Set it where the same model has other bytes in
     memory (another processor's packing), or cannot be read there (see the log), and should share.
@@ -111,7 +111,7 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
             raise ConfigError(what, "leaving it out works")
         if key not in known:
             what = f"kv_connector_extra_config: unknown key {key!r}"
-            raise ConfigError(what, options.did_you_mean(key.removesuffix("_bytes"), known))
+            raise ConfigError(what, option_parsers.did_you_mean(key.removesuffix("_bytes"), known))
     parsed = {
         key: parse(extra[key], f"{_WHERE}.{key}") for key, parse in _KEYS.items() if key in extra
     }

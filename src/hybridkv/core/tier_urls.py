@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import parse_qsl, urlsplit
 
-from hybridkv.core import options
+from hybridkv.core import option_parsers
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import is_writable
 from hybridkv.core.sizes import format_size, parse_size
@@ -79,7 +79,7 @@ class TierSpec:
         for name in self.options:
             if name not in names:
                 what = f"tier {self.shown}: unknown option {name!r}"
-                raise ConfigError(what, options.did_you_mean(name, known))
+                raise ConfigError(what, option_parsers.did_you_mean(name, known))
         if bounded_by and self.max_bytes is not None:
             what = f"tier {self.shown}: bytes= is not taken, since {bounded_by} bound it"
             raise ConfigError(what, "a URL without bytes= works")
@@ -95,12 +95,15 @@ def parse_key(value: object, where: str) -> str:
     return path
 
 
-_COMMON: Mapping[str, tuple[str, options.Parser]] = {
-    "write": ("write", options.choice(WritePolicy)),
-    "timeout": ("timeout_seconds", options.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds")),
+_COMMON: Mapping[str, tuple[str, option_parsers.Parser]] = {
+    "write": ("write", option_parsers.choice(WritePolicy)),
+    "timeout": (
+        "timeout_seconds",
+        option_parsers.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds"),
+    ),
     "bytes": ("max_bytes", parse_size),
     "hourly": ("hourly_bytes", parse_size),
-    "codec": ("codec", options.choice(CodecName)),
+    "codec": ("codec", option_parsers.choice(CodecName)),
     "key": ("key_path", parse_key),
 }
 """The options of every kind: the field of TierSpec that each fills, and its parser."""

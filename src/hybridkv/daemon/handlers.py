@@ -19,9 +19,9 @@ from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.lookups import LookupRequest, PromptHit, WaitingLookup
-from hybridkv.tiers.state import TierState
+from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit, WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
 from hybridkv.wire.protocol import RULES, ErrorCode, refused

@@ -41,8 +41,8 @@ from hybridkv.observe.web import LOOPBACK_ADDRESS, serve_web
 from hybridkv.shm.arena import SHM_DIR, Arena
 from hybridkv.store.store import Store
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 from hybridkv.wire.status import DaemonSetup
 

@@ -26,8 +26,8 @@ from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.record import RecordName
-from hybridkv.tiers.state import TierState
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode

@@ -9,8 +9,8 @@ from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.history import Histogram, RequestHistory, TimeSaved
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.promotion import Promotion
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import Reply, Welcome
 from hybridkv.wire.status import DaemonSetup
 

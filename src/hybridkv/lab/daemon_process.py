@@ -9,14 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hybridkv.client.control import (
-    ANSWER_SECONDS,
-    RETRY_SECONDS,
-    ControlClient,
-    DaemonUnreachableError,
-    daemon_command,
-    refusal,
-)
+from hybridkv.client.control import ANSWER_SECONDS, ControlClient, DaemonUnreachableError
+from hybridkv.client.start_daemon import RETRY_SECONDS, daemon_command, refusal
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group
 from hybridkv.core.keys import HASH_BYTES

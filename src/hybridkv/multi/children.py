@@ -1,4 +1,4 @@
-"""The connectors inside a MultiConnector: their configuration, each one's supervisor, counters."""
+"""The connectors inside a MultiConnector: their configuration, each one's guard, counters."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.speed import Speed
 from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
-from hybridkv.vllm.supervise import Supervisor
+from hybridkv.vllm.hook_guard import HookGuard
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -29,7 +29,7 @@ LIMITS = {
 """The largest value of each setting, and one that works."""
 OWN_KEYS = ("load_weight", "name")  # Keys of a child's extra config that the child does not see.
 HOOK_SECONDS_MAX = 1.0
-"""A child that keeps the engine's scheduler for so long pauses (supervise.SLOW_MAX). In workers a
+"""A child that keeps the engine's scheduler for so long pauses (hook_guard.SLOW_MAX). In workers a
 child may load and save within the step, which takes as long as it takes."""
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
 _RANK = re.compile(r"_dp\d+$")  # What vLLM appends to the id of a data-parallel engine.
@@ -68,7 +68,7 @@ class ChildConnector:
     index: int
     name: str
     connector: Any
-    supervisor: Supervisor
+    guard: HookGuard
     weight: float = 1.0
     speed: Speed = field(default_factory=Speed)  # Tokens per second of its loads.
     breaker: Breaker = field(default_factory=Breaker)  # Open after answers that came too late.
@@ -79,7 +79,7 @@ class ChildConnector:
     @property
     def alive(self) -> bool:
         """Whether its hooks are called: all of them, or in a pause those that it must not miss."""
-        return not self.supervisor.is_over
+        return not self.guard.is_over
 
     def attempt(
         self, fault: str, says: str, otherwise: Any, work: Callable[..., Any], *args: Any
@@ -91,7 +91,7 @@ class ChildConnector:
         try:
             return work(*args)
         except Exception:  # the supervised boundary of a child that may be switched off already
-            self.supervisor.counters[fault] += 1
+            self.guard.counters[fault] += 1
             logger.exception(f"hybridkv: {says}", self.name)
             return otherwise
 
@@ -104,8 +104,8 @@ class ChildConnector:
         pauses: bool = True,
         **kw: Any,
     ) -> Any:
-        """What the connector's own hook answers, or `otherwise` (see Supervisor.run)."""
-        return self.supervisor.run(
+        """What the connector's own hook answers, or `otherwise` (see HookGuard.run)."""
+        return self.guard.run(
             hook,
             lambda: getattr(self.connector, hook)(*args, **kw),
             lambda: otherwise,
@@ -119,15 +119,13 @@ class ChildConnectors:
 
     def __init__(self, role: str, specs: Sequence[ChildSpec], connectors: Sequence[Any]) -> None:
         slow_seconds = HOOK_SECONDS_MAX if role == "scheduler" else math.inf
-        supervisors = [
-            Supervisor(f"{spec.name} ({role})", slow_seconds=slow_seconds) for spec in specs
-        ]
+        guards = [HookGuard(f"{spec.name} ({role})", slow_seconds=slow_seconds) for spec in specs]
         self.all = [
-            ChildConnector(index, spec.name, one, supervisors[index], spec.weight)
+            ChildConnector(index, spec.name, one, guards[index], spec.weight)
             for index, (spec, one) in enumerate(zip(specs, connectors, strict=True))
         ]
         self.counters: Counter[str] = Counter()
-        """MultiConnector's own; the others are in the children's supervisors."""
+        """MultiConnector's own; the others are in the children's guards."""
         self._told: Counter[str] = Counter()
 
     @property
@@ -144,13 +142,13 @@ class ChildConnectors:
     def step_begins(self) -> None:
         """Children whose pause is over are asked again."""
         for child in self.all:
-            child.supervisor.begin_anew(lambda: None)
+            child.guard.begin_anew(lambda: None)
 
     def totals(self) -> Counter[str]:
         """All counts, MultiConnector's by name and each child's as "child: name"."""
         totals = Counter(self.counters)
         for child in self.all:
-            counters = child.supervisor.counters
+            counters = child.guard.counters
             totals.update({f"{child.name}: {name}": many for name, many in counters.items()})
         return totals
 

@@ -23,8 +23,8 @@ from hybridkv.multi.scheduler import MultiScheduler
 from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
 from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
+from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.layout import group_keeping
-from hybridkv.vllm.supervise import logger
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
 from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
-from hybridkv.vllm.supervise import logger
+from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.versions import CacheHitSource
 
 
@@ -174,7 +174,7 @@ class MultiScheduler:
                 return unknown
             return sources
 
-        return child.supervisor.run("get_external_cache_hit_sources", ask, lambda: unknown)
+        return child.guard.run("get_external_cache_hit_sources", ask, lambda: unknown)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -256,7 +256,7 @@ class MultiScheduler:
                 lookup.refused.add(lookup.loader)
         for child in self._children.alive:
             if child.index in report.dead:
-                child.supervisor.end("its part in a worker is")
+                child.guard.end("its part in a worker is")
                 continue
             index, lost = child.index, "messages of several workers of %s are lost"
             message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
@@ -297,7 +297,7 @@ class MultiScheduler:
             connector = child.connector
             if child.alive:
                 events = partial(_listed, connector, "take_events")
-                taken += child.supervisor.run("take_events", events, list[Any])
+                taken += child.guard.run("take_events", events, list[Any])
             elif not child.withdrawn:
                 # With these it withdraws what it announced, so that routers forget it.
                 child.withdrawn = True
@@ -351,14 +351,14 @@ class MultiScheduler:
                 )
             if not is_async and len(self._groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
-                if not child.supervisor.counters["sync_declined"]:
+                if not child.guard.counters["sync_declined"]:
                     why = "it loads within the step"
                     logger.warning("hybridkv: hits of %s are declined: %s", child.name, why)
-                child.supervisor.counters["sync_declined"] += 1
+                child.guard.counters["sync_declined"] += 1
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
-        answer = child.supervisor.run("get_num_new_matched_tokens", ask, lambda: MISS)
+        answer = child.guard.run("get_num_new_matched_tokens", ask, lambda: MISS)
         if answer.tokens is not None:
             child.breaker = child.breaker.succeeded()
         return answer
@@ -369,7 +369,7 @@ class MultiScheduler:
             if answer.tokens is None and answer.awaited and index not in lookup.late:
                 child = self._children.all[index]
                 lookup.late.add(index)
-                child.supervisor.counters["passed_over"] += 1
+                child.guard.counters["passed_over"] += 1
                 if failed_at is not None:
                     child.breaker = child.breaker.failed(failed_at)
 

@@ -134,7 +134,7 @@ class MultiWorker:
                 told = child.attempt(fault, says, False, self._collect, child, finished_req_ids)
                 child.mute = not told
                 if child.mute and child.alive:
-                    child.supervisor.end("a fault in get_transfer_results")
+                    child.guard.end("a fault in get_transfer_results")
         if self._ledger.absorbed:
             self._children.counters["reports_absorbed"] += self._ledger.absorbed
             self._ledger.absorbed = 0

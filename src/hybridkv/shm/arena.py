@@ -10,7 +10,7 @@ import stat
 import struct
 from pathlib import Path
 
-from hybridkv.core import options
+from hybridkv.core import option_parsers
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
 from hybridkv.shm.numa import interleave, memory_nodes
@@ -91,7 +91,7 @@ def shm_directory(given: str | None = None) -> Path:
     """
     named = os.environ.get(SHM_DIR_VARIABLE) if given is None else given
     where = SHM_DIR_VARIABLE if given is None else "shm-dir"
-    path = Path(options.directory(named, where)) if named else SHM_DIR
+    path = Path(option_parsers.directory(named, where)) if named else SHM_DIR
     if not path.is_dir():
         raise ConfigError(f"{where}={path} is no directory", "a directory on a tmpfs works")
     return path

@@ -17,9 +17,9 @@ from hybridkv.core.tier_urls import WritePolicy
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, MissingError
+from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
 from hybridkv.tiers.record import record_of
-from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
 QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier; more are not written.
 TRIES_MAX = 3

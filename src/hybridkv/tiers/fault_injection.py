@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridkv.core.options import number
+from hybridkv.core.option_parsers import number
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest

@@ -4,7 +4,7 @@ A waiting lookup goes through three steps, and ends as soon as nothing more can 
 deadline at the latest. The daemon then answers it from what RAM has::
 
     find    tiers that cannot say at once what they have are asked, of long prompts in rounds
-    plan    up to which boundary reading is worth it (tiers.lookups), and what is missing
+    plan    up to which boundary reading is worth it (tiers.load_or_compute), and what is missing
     read    prefix first, into slots that become objects like any other
 
 `tick` goes on with all of them, and returns those that ended. From its first step on a lookup pins
@@ -23,8 +23,9 @@ from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.lookups import (
+from hybridkv.tiers.load_or_compute import (
     NeededObject,
     ObjectPlace,
     ShortfallKind,
@@ -33,7 +34,6 @@ from hybridkv.tiers.lookups import (
     plan_reads,
 )
 from hybridkv.tiers.record import Record
-from hybridkv.tiers.state import JOB_ITEMS_MAX, TierState
 
 WAITING_MAX = 1024  # Lookups that wait at the same time; more are answered from RAM.
 READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.

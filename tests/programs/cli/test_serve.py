@@ -13,8 +13,9 @@ import pytest
 
 from hybridkv.cli.logs import JsonFormatter
 from hybridkv.cli.main import main
-from hybridkv.client.control import ControlClient, ensure_daemon
+from hybridkv.client.control import ControlClient
 from hybridkv.client.link import peer_pid
+from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import parse_settings

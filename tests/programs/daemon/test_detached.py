@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 ENGINE = """
 import signal, sys
-from hybridkv.client.control import ensure_daemon
+from hybridkv.client.start_daemon import ensure_daemon
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda *_: None)
 ensure_daemon(sys.argv[1], ["--ram", "16MiB", "--metrics-port", "-1"])

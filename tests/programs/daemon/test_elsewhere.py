@@ -9,7 +9,8 @@ from typing import IO
 
 import pytest
 
-from hybridkv.client.control import ControlClient, DaemonUnreachableError, daemon_command
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.client.start_daemon import daemon_command
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.shm.slots import slot_bytes
 from tests.programs.daemon.holder import PART, SLOTS

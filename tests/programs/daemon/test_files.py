@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.client.control import (
-    EXIT_ALREADY_SERVED,
-    ControlClient,
-    DaemonUnreachableError,
-    daemon_command,
-)
+from hybridkv.client.control import ControlClient, DaemonUnreachableError
+from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, daemon_command
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.waiting import DEADLINE_SECONDS, until

@@ -19,8 +19,9 @@ import msgspec
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.client.control import ControlClient, DaemonRefusedError, ensure_daemon
+from hybridkv.client.control import ControlClient, DaemonRefusedError
 from hybridkv.client.link import Link
+from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.daemon.filesystem import stale_arenas

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.client.control import ControlClient, daemon_command
+from hybridkv.client.control import ControlClient
+from hybridkv.client.start_daemon import daemon_command
 from tests.programs.daemon.test_files import boot_at
 from tests.waiting import DEADLINE_SECONDS, until
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from hybridkv.client import control
-from hybridkv.client.control import ControlClient, ensure_daemon
+from hybridkv.client import start_daemon
+from hybridkv.client.control import ControlClient
 from hybridkv.client.link import peer_pid
+from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.shm.trailer import ARENA_VERSION
 from tests.unit.daemon.tierclient import Client
@@ -99,7 +100,7 @@ def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its engines start it again at once, and had it for as long as they ran."""
-    start, starts = control.start_detached, itertools.count()
+    start, starts = start_daemon.start_detached, itertools.count()
 
     def start_behind_the_next(path: str, *arguments: Any) -> Any:
         # Whichever of both came first would serve.
@@ -107,7 +108,7 @@ def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
             until(lambda: peer_pid(path) not in (-1, first), "another one serves again")
         return start(path, *arguments)
 
-    monkeypatch.setattr(control, "start_detached", start_behind_the_next)
+    monkeypatch.setattr(start_daemon, "start_detached", start_behind_the_next)
     with others(socket_path, 2, protocol):
         first = peer_pid(str(socket_path))
         ours(socket_path)

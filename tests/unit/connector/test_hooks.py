@@ -17,7 +17,7 @@ import pytest
 
 from hybridkv.connector.copy.device import DeviceError
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, Supervisor
+from hybridkv.vllm.hook_guard import FAULTS_MAX, PAUSE_SECONDS, HookGuard
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import stats
 from tests.waiting import until
@@ -365,12 +365,12 @@ def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
 
 
 def test_a_side_with_too_many_faults_is_switched_off() -> None:
-    supervisor = Supervisor("scheduler")
+    guard = HookGuard("scheduler")
     for _ in range(FAULTS_MAX):
-        assert supervisor.run("hook", lambda: 1 // 0, lambda: 7) == 7
-    assert not supervisor.healthy
-    assert supervisor.run("hook", lambda: 1, lambda: 7) == 7
-    assert supervisor.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1, "quarantined": 1}
+        assert guard.run("hook", lambda: 1 // 0, lambda: 7) == 7
+    assert not guard.healthy
+    assert guard.run("hook", lambda: 1, lambda: 7) == 7
+    assert guard.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1, "quarantined": 1}
 
 
 def test_tables_are_those_of_the_moment(roles: Roles) -> None:
@@ -411,8 +411,8 @@ class Paused:
         self.now = 0.0
         self.roles = roles
         for connector in (roles.scheduler, roles.worker):
-            connector._supervisor._clock = lambda: self.now
-            connector._supervisor._began = 0.0
+            connector._guard._clock = lambda: self.now
+            connector._guard._began = 0.0
 
     @property
     def side(self) -> Any:
@@ -482,7 +482,7 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     said = roles.scheduler.get_kv_connector_stats()
     assert said.data["gauges"]["quarantined"] == 0
     connects = roles.scheduler.counters["connects"]
-    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so")
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 1
     assert gauges["quarantined_until"] == gauges["quarantined_since"] + PAUSE_SECONDS
@@ -504,7 +504,7 @@ def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Rol
     paused = Paused(roles)
     paused.attached()
     old, late = paused.stores("old")
-    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so")
     paused.begins_anew()
     new, report = paused.stores("new")
     assert not old.stores.keys() & new.stores.keys()
@@ -521,7 +521,7 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
     paused = Paused(roles)
     old = paused.side._session.hello.namespace
     if is_off:
-        roles.scheduler._supervisor.switch_off("the test says so")
+        roles.scheduler._guard.switch_off("the test says so")
     else:
         paused.side.reset = None
     watch = roles.scheduler._weights
@@ -543,7 +543,7 @@ def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> Non
     paused = Paused(roles)
     for name in ("a", "b", "c"):
         paused.side._room.hold(name, 4)
-    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so")
     roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     roles.scheduler.request_finished(request("b"), [])
     paused.begins_anew()
@@ -553,7 +553,7 @@ def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> Non
 def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
     """The engine waits for it, and the pause may end before the next plan."""
     paused = Paused(roles)
-    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so")
     roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
     paused.now += PAUSE_SECONDS
     roles.scheduler.take_events()
@@ -584,7 +584,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     paused = Paused(roles)
     arrive("before")
     run("before")
-    roles.scheduler._supervisor.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so")
     arrive("meanwhile")
     if changes:
         engine.manager.remove_adapter(1)
@@ -594,7 +594,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     arrive("later")
     known = paused.side._requests.by_id["later"].adapter
     assert (known.weights is None) == changes
-    roles.scheduler._supervisor.switch_off("the test says so, again")
+    roles.scheduler._guard.switch_off("the test says so, again")
     roles.scheduler._reset("reset_prefix_cache", True)
     assert known.weights is not None, "the engine has no block of the old weights"
     assert not roles.faults()
@@ -606,8 +606,8 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     paused.attached()
     worker = roles.worker._worker
     arena, _ = worker._copiers[worker._boot]
-    roles.worker._supervisor.switch_off("the test says so")
-    roles.scheduler._supervisor.switch_off("the test says so, too")
+    roles.worker._guard.switch_off("the test says so")
+    roles.scheduler._guard.switch_off("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
     assert roles.scheduler.counters["quarantined"] == 2
     attach, worker._attach = worker._attach, lambda plan: None
@@ -683,7 +683,7 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
     """Once the pause is over and the arena is mapped, the daemon is asked again."""
     paused = Paused(roles)
     paused.attached()
-    roles.worker._supervisor.switch_off("the test says so")
+    roles.worker._guard.switch_off("the test says so")
     roles.step(IDLE)
     declined_at_once(roles, "r")
     assert roles.scheduler.counters["lookups_late_workers"] == 1

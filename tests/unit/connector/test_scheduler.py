@@ -654,11 +654,11 @@ def test_an_unanswered_lookup_ends_when_nothing_can_be_loaded_any_more(
 def connector_of(rig: Rig) -> Any:
     """The connector as vLLM calls it, over the rig's scheduler role."""
     from hybridkv.connector.connector import HybridKVConnector
-    from hybridkv.vllm.supervise import Supervisor
+    from hybridkv.vllm.hook_guard import HookGuard
 
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
-    connector._supervisor, connector._scheduler, connector._worker = (
-        Supervisor("scheduler"),
+    connector._guard, connector._scheduler, connector._worker = (
+        HookGuard("scheduler"),
         rig.side,
         None,
     )
@@ -671,7 +671,7 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
     connector.on_new_request(request)
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    connector._supervisor.switch_off("the test says so")
+    connector._guard.switch_off("the test says so")
     greeted = rig.side._session.link.greetings
     idle = SimpleNamespace(num_scheduled_tokens={})
     assert [connector.build_connector_meta(idle).session for _ in range(2)] == [greeted + 1] * 2

@@ -390,7 +390,7 @@ def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
 def test_the_document_names_every_counter_of_multiconnector() -> None:
     from tests.unit.connector.metrics_document import MULTI_EVENTS
 
-    paths = [*(SOURCE / "multi").glob("*.py"), SOURCE / "vllm" / "supervise.py"]
+    paths = [*(SOURCE / "multi").glob("*.py"), SOURCE / "vllm" / "hook_guard.py"]
     source = "".join(path.read_text() for path in paths)
     named = set(re.findall(r'counters\["(\w+)"\]', source))
     named |= set(re.findall(r'"(fault_\w+)"', source)) | {"fault_*"}

@@ -29,15 +29,15 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
     from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.core.copies import CopyRun, ObjectSpan
+    from hybridkv.vllm.hook_guard import FAULTS_MAX, HookGuard
     from hybridkv.vllm.metrics import Deltas
-    from hybridkv.vllm.supervise import FAULTS_MAX, Supervisor
 
     config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
     worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
     worker._copiers["b"], worker._boot = (None, Broken()), "b"
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
-    connector._supervisor = Supervisor("worker")
-    connector._uncounted = Deltas(connector._supervisor.counters)
+    connector._guard = HookGuard("worker")
+    connector._uncounted = Deltas(connector._guard.counters)
     connector._worker, connector._scheduler = worker, None
 
     def step(plan: Any) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
             {"a"},
             set(),
         )
-    assert not connector._supervisor.healthy
+    assert not connector._guard.healthy
     report = connector.build_connector_worker_meta()
     assert report.boots == {}
     assert report.aggregate(StepReport()).is_disabled

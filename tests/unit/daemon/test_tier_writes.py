@@ -15,9 +15,9 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX, USE_SECONDS
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Found, Pending, Release, Welcome
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS

@@ -8,8 +8,8 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.daemon import sessions
 from hybridkv.shm.slots import payload_offset
 from hybridkv.tiers.contract import ReadRequest, TierError
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import Clear, Done, Found, Identify, Pending, Release
 from tests.invariants import check_daemon
@@ -527,7 +527,7 @@ def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) ->
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2, 3])
     node.work()
-    monkeypatch.setattr("hybridkv.tiers.lookups.FIND_KEYS_MAX", 2)
+    monkeypatch.setattr("hybridkv.tiers.load_or_compute.FIND_KEYS_MAX", 2)
     node = remote(records, "sim://0")
     assert isinstance(node.ask(1, 2, 3), Pending)
     (first,) = node.jobs

@@ -13,8 +13,8 @@ from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, sl
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
-from hybridkv.tiers.state import TierState
 from hybridkv.wire.messages import PROTOCOL_VERSION, Found, Lookup, Pending, Reply, Welcome
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS

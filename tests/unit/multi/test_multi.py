@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import child_specs  # noqa: E402
-from hybridkv.vllm.supervise import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX  # noqa: E402
+from hybridkv.vllm.hook_guard import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
     ENGINE_ID,
@@ -338,7 +338,7 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
         == engine.totals["hits"]
     )
     asks = Counter(name for (name,) in told(bad, "get_num_new_matched_tokens"))
-    off = not engine.connector._children.all[0].supervisor.healthy
+    off = not engine.connector._children.all[0].guard.healthy
     assert ("r9" not in asks) == off, "who is switched off is not asked"
     assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * off
     said = Counter(
@@ -354,9 +354,9 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
     bad = Script(tokens=upto(HIT), raises={"get_num_new_matched_tokens"})
     engine = MultiEngine([child(bad)], hybrid())
     first = engine.connector._children.all[0]
-    first.supervisor._clock = lambda: engine.now
-    first.supervisor._began = engine.now
-    while first.supervisor.healthy:
+    first.guard._clock = lambda: engine.now
+    first.guard._began = engine.now
+    while first.guard.healthy:
         engine.add(prompt(rng))
         engine.run()
     bad.raises = set()
@@ -382,8 +382,8 @@ def test_a_child_whose_lookups_keep_the_engine_is_asked_twice(rng: random.Random
     slow, quick = Script(tokens=wait), Script(tokens=upto(HIT))
     engine = MultiEngine([child(slow, name="Slow"), child(quick)], hybrid())
     for one in engine.connector._children.all:
-        one.supervisor._clock = lambda: engine.now
-        one.supervisor._began = engine.now
+        one.guard._clock = lambda: engine.now
+        one.guard._began = engine.now
     for _ in range(5):
         engine.add(prompt(rng))
         engine.run()
@@ -398,7 +398,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
     engine.add(prompt(rng))
     engine.step()
-    engine.workers[1]._children.all[0].supervisor.end("the test says so")
+    engine.workers[1]._children.all[0].guard.end("the test says so")
     engine.step()
     assert not engine.connector._children.all[0].alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
@@ -430,7 +430,7 @@ def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
     engine.step()
-    engine.workers[rank]._children.all[0].supervisor.end("the test says so")
+    engine.workers[rank]._children.all[0].guard.end("the test says so")
     engine.step()
     before = engine.now
     assert engine.scheduler.requests

@@ -22,8 +22,8 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import catalog
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
-from hybridkv.tiers.lookups import ShortfallKind
-from hybridkv.tiers.state import ERROR_COUNTERS
+from hybridkv.tiers.health import ERROR_COUNTERS
+from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,

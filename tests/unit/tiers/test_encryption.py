@@ -17,9 +17,9 @@ from hybridkv.tiers.disk.files import FileDamage, parse_name, prove_file
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.encryption import ADDED_BYTES, TierKey, read_key
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import encoded_header, read_encoded
-from hybridkv.tiers.state import TierState
 from tests.tier_suite import SampleObject, pages, read, sample
 from tests.unit.daemon.dict_tier import DictTier
 

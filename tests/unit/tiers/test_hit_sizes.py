@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.tiers.lookups import HitSizes, PromptHit
+from hybridkv.tiers.load_or_compute import HitSizes, PromptHit
 from tests.layouts import LAYOUTS
 
 CHUNKS = 24

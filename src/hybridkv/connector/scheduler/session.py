@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybridkv.client.control import start_detached
 from hybridkv.client.link import Link
+from hybridkv.client.start_daemon import start_detached
 from hybridkv.core.breaker import Breaker
 from hybridkv.wire import messages as wire
 

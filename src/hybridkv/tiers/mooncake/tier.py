@@ -38,7 +38,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.options import choice
+from hybridkv.core.option_parsers import choice
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN

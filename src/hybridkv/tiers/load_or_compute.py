@@ -18,8 +18,8 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tails import is_tail_hit, tail_chunk, tail_tokens
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import Namespace, Slot
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.record import RecordName
-from hybridkv.tiers.state import TierState
 
 CUTS = 8  # Boundaries that are compared with each other.
 FIND_KEYS_MAX = 4096  # Objects that a tier is asked about at once.

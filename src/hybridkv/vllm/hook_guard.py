@@ -21,7 +21,7 @@ PAUSE_SECONDS_MAX = 3600.0
 """The longest pause; a side that was on for so long begins with PAUSE_SECONDS again."""
 
 
-class Supervisor:
+class HookGuard:
     """Runs the hooks of one role, or of one connector of several."""
 
     def __init__(
