@@ -36,12 +36,12 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "bytes": (
             "by kind",
             "The most that a directory may hold, or that this node gives to Mooncake, "
-            "like `200GiB`. Valkey and S3 do not take it: their servers bound them.",
+            "like `200GiB`. Valkey and S3 refuse this option: their servers have a bound.",
         ),
         "write": (
             "`through`",
-            "When objects are written to the tier. `through`: as soon as they are stored in RAM, "
-            "but chunks with tokens of an answer once somebody reads them, or when they are about "
+            "When objects are written to the tier. `through`: as soon as they are stored in RAM; "
+            "chunks with tokens of an answer once a lookup hits them, or when they are about "
             "to be evicted. `back`: when they are "
             "about to be evicted from RAM. `off`: never; the tier is only read.",
         ),
@@ -59,21 +59,21 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "codec": (
             "`none`",
-            "How the objects that are written are compressed, without loss. `zplanes`: the bytes "
-            "of numbers in planes, each by zstd. What is read may be of any codec.",
+            "The lossless compression of objects that are written. `zplanes`: the bytes of "
+            "numbers in planes, each by zstd. Objects of any codec are read.",
         ),
         "key": (
             NONE,
             "`file:` and the path of a file with 32 random bytes, the key by which objects are "
-            "encrypted. What is not encrypted with it is not read.",
+            "encrypted. Objects that are not encrypted with this key are not read.",
         ),
     },
     "valkey": {
-        "prefix": ("`hybridkv:1:`", "What every key begins with."),
+        "prefix": ("`hybridkv:1:`", "The beginning of every key."),
         "password_file": (
             NONE,
-            "A file with the password, which is in no command line then. It is read again when the "
-            "tier is opened again.",
+            "A file with the password, which is then in no command line. The daemon reads the file "
+            "again when it opens the tier again.",
         ),
         "ca": (
             "the system's",
@@ -107,7 +107,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "`512MiB`",
             "Memory shared with Mooncake's client. A quarter of it is the largest record.",
         ),
-        "log": (NONE, "A file for what Mooncake's library prints."),
+        "log": (NONE, "A file for the output of Mooncake's library."),
     },
     "inject": {
         "rate": ("no bound", "Bytes per second of all calls together, like `1MiB`."),

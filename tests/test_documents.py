@@ -28,7 +28,8 @@ from tests.documents import COLUMNS, DOCS, filled
 
 ROOT = DOCS.parent
 SOURCES = ROOT / "src" / "hybridkv"
-DOCUMENTS = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OF_THE_ROOT)])
 README_LINES = 150
 _PLACE = re.compile(r"%[\d.]*[sdg]")
 """Where a log line varies."""

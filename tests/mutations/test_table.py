@@ -91,8 +91,8 @@ def test_what_the_page_names_is_there() -> None:
 
 
 def test_what_the_requirements_identifiers_are_here_is_there() -> None:
-    """Each row of the glossary names what of the code plays the part, or says that nothing does."""
-    text = (ROOT / "docs/glossary.md").read_text()
+    """Each row names what of the code plays the part, or says that nothing does."""
+    text = DOCUMENT.read_text()
     table = text.partition("\n## Words of the requirements\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if " | " in line]
     rows = [row for row in rows[1:] if not row[0].startswith("**")]

@@ -11,13 +11,13 @@ DOCUMENT = DOCS / "METRICS-daemon.md"
 HEAD = """# The daemon's metrics
 
 The daemon's metrics are at `http://127.0.0.1:9477/metrics` (`--metrics-port`), in Prometheus' text
-form. They must be asked for by a loopback name. The same server shows the status page at `/`. The
-tables of this page are made from the code
+form. Without `--metrics-token` a request must name a loopback host. The same server shows the
+status page at `/`. The tables of this page are made from the code
 (`python -m tests.unit.observe.describe_metrics --write`).
 
 Every user of the node can ask. The answer has counts, the names of engines and models, and the ids
-of requests and how they fared; it never has prompts or passwords. `--metrics-port -1` serves no
-page at all.
+of requests with their outcomes, and never prompts or passwords. `--metrics-port -1` serves no page
+at all.
 
 Every counter starts at 0 with its daemon, and never goes down before the daemon ends. All metrics
 without labels are there from the first scrape on. A scrape never waits for the cache: if the
