@@ -4,7 +4,15 @@ import sys
 from collections.abc import Iterable
 
 from hybridkv.core.metrics import MetricFamily
-from hybridkv.observe.catalog import LABELLED, MADE, PLAIN, PREFIX, TIER, TIER_PREFIX, VALUES
+from hybridkv.observe.catalog import (
+    LABELLED,
+    PLAIN,
+    PREFIX,
+    SNAPSHOT_METRICS,
+    TIER,
+    TIER_PREFIX,
+    VALUES,
+)
 from tests.documents import DOCS, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS-daemon.md"
@@ -28,7 +36,7 @@ PARTS_OF_PAGE = (
     ("Lookups, stores, and what RAM holds", "", PLAIN.items),
     ("By message, code, reason and tier", "", LABELLED.items),
     ("Tiers below RAM", TIER_PREFIX, TIER.items),
-    ("The daemon itself, groups and engines", "", MADE.items),
+    ("The daemon itself, groups and engines", "", SNAPSHOT_METRICS.items),
 )
 TAIL = """
 ## The ceiling
@@ -54,7 +62,9 @@ always hit <= ceiling <= asked.
 
 def known() -> dict[str, MetricFamily]:
     """Every metric by its whole name, without the `_total` of counters."""
-    return {f"{PREFIX}{name}": described for name, described in {**VALUES, **MADE}.items()}
+    return {
+        f"{PREFIX}{name}": described for name, described in {**VALUES, **SNAPSHOT_METRICS}.items()
+    }
 
 
 def exposed() -> dict[str, MetricFamily]:

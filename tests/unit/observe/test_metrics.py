@@ -110,7 +110,7 @@ def counted(package: ModuleType) -> Iterator[tuple[str, bool]]:
 
 
 def test_whatever_the_daemon_counts_is_described() -> None:
-    known = {*catalog.PLAIN, *catalog.TIER, *catalog.NOT_ALONE}
+    known = {*catalog.PLAIN, *catalog.TIER, *catalog.HISTOGRAM_SUMS}
     starts = ("objects_", "bytes_")
     names = [name for package in (daemon, observe, store, tiers) for name in counted(package)]
     for metric, label in (kind.counter for kind in ShortfallKind):
@@ -119,7 +119,7 @@ def test_whatever_the_daemon_counts_is_described() -> None:
     assert len(names) > 20
     for name, is_start in names:
         assert name in known or (is_start and name in starts), name
-    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.NOT_ALONE}
+    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.HISTOGRAM_SUMS}
     assert set(showing.SAMPLED_OF_TIERS) <= set(catalog.TIER)
 
 
