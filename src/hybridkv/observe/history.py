@@ -105,7 +105,7 @@ class HistogramBucket(NamedTuple):
     """A bucket of a histogram, as Prometheus has it."""
 
     bound: float  # In seconds; the last bucket's is infinite.
-    count: int  # The number of durations that are not above the bound.
+    durations: int  # The number of durations that are not above the bound.
 
 
 class Histogram:

@@ -191,7 +191,9 @@ def _waits(snapshot: Snapshot) -> families.Metric:
     """The histogram of the durations that lookups waited for tiers."""
     name = "lookup_wait_seconds"
     waits = families.HistogramMetricFamily(f"{PREFIX}{name}", SNAPSHOT_METRICS[name].help)
-    buckets = [(str(bound).replace("inf", "+Inf"), count) for bound, count in snapshot.waits]
+    buckets = [
+        (str(bound).replace("inf", "+Inf"), durations) for bound, durations in snapshot.waits
+    ]
     waits.add_metric((), buckets, snapshot.values.of(name))
     return waits
 
