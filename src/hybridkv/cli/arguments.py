@@ -1,4 +1,4 @@
-"""What a command is, and the arguments that several of them have."""
+"""The types of a command and its arguments, and the arguments that several commands have."""
 
 import argparse
 import contextlib
@@ -75,23 +75,26 @@ def model_arguments(
     what: str = "a model directory (its config.json is enough), a hub name",
     default: str | None = None,
 ) -> tuple[Argument, Argument]:
-    """The arguments for a model and for vLLM; `otherwise` says what is meant without a model."""
+    """Returns the arguments for a model and for vLLM.
+
+    `otherwise` says what is meant without a model.
+    """
     about = f"{what}, or a bundled tiny model: {', '.join(bundled)} (default: {otherwise})"
     passed_on = option("vllm_arguments -- VLLM ARGS", "passed to vLLM as they are", nargs="*")
     return option("--model DIR_OR_NAME", about, default), passed_on
 
 
 def setting_of(arguments: argparse.Namespace, key: str) -> Any:
-    """Returns a setting of the daemon that a command needs too; None where nobody gave it."""
+    """Returns a setting of the daemon that a command needs too; None = it was not given."""
     file = settings_file(arguments)
     return resolve_one(key, vars(arguments), os.environ, file.keys, file.path)
 
 
 class SettingsFile(NamedTuple):
-    """What a settings file says."""
+    """A settings file that was read."""
 
     keys: Mapping[str, object]
-    path: str  # Empty where there is none, and so no keys.
+    path: str  # "" = there is no file, and so there are no keys.
 
 
 def settings_file(arguments: argparse.Namespace) -> SettingsFile:
@@ -119,7 +122,7 @@ def settings_file(arguments: argparse.Namespace) -> SettingsFile:
 
 
 def socket_of(arguments: argparse.Namespace) -> str:
-    """Returns the path of the daemon's socket; raises ConfigError where no socket can have it."""
+    """Returns the path of the daemon's socket. Raises ConfigError where no socket can have it."""
     given = setting_of(arguments, "socket")
     if given is not None:
         return str(given)
@@ -133,7 +136,7 @@ def control_of(arguments: argparse.Namespace) -> ControlClient:
 
 
 def shm_dir_of(arguments: argparse.Namespace) -> Path:
-    """Returns the directory of arenas; raises ConfigError where there is no such directory."""
+    """Returns the directory of arenas. Raises ConfigError where there is none."""
     return shm_directory(setting_of(arguments, "shm_dir"))
 
 

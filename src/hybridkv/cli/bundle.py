@@ -195,7 +195,7 @@ def _written_whole(path: Path, replaces: bool) -> Iterator[BinaryIO]:
 
 
 class _FoundRecord(NamedTuple):
-    """A file of a tier's directory; such files are sorted by their age."""
+    """A file of a tier's directory. Files are sorted by `used_at`."""
 
     used_at: float  # The file's mtime.
     path: str

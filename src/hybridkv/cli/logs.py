@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_log(settings: DaemonSettings, log_file: str | None, socket_path: Path) -> str | None:
-    """Begin to log to a file; "auto" is one beside the socket, and None is standard error.
+    """Begin to log to a file. "auto" is a file beside the socket, and None is standard error.
 
     Returns the path of the file. Raises ConfigError where it cannot be written.
     """

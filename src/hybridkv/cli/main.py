@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
     parsed.commands = {name: entry.about for name, entry in COMMANDS.items()}
     parsed.options_of = options_of
     try:
-        return _loaded(parsed.command).run(parsed)
+        return command_of(parsed.command).run(parsed)
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
@@ -134,7 +134,8 @@ def _versions() -> str:
     return f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {', '.join(PROVEN)}"
 
 
-def _loaded(name: str) -> Command:
+def command_of(name: str) -> Command:
+    """Returns the command of this name. Imports its module."""
     module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name].module}")
     loaded: Command = getattr(module, f"run_{name}")
     return loaded
@@ -154,7 +155,7 @@ def options_of() -> dict[str, list[str]]:
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the arguments of a command, as its module has them."""
-    for argument in _loaded(command).arguments:
+    for argument in command_of(command).arguments:
         if isinstance(argument, list):
             choice = parser.add_mutually_exclusive_group(required=True)
             for name, keywords in argument:

@@ -54,7 +54,7 @@ _VLLM_ARGUMENTS = 'a whole "vllm serve MODEL ..." command line, or its arguments
 
 
 class PlannedModel(NamedTuple):
-    """A model's plan, and what is to be known of it."""
+    """A model's plan, and the findings about it."""
 
     plan: CapacityPlan
     findings: list[Finding]
@@ -129,7 +129,7 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
 
 
 def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
-    """One engine's plan as a table, its totals, and what to do."""
+    """Print a plan: a table of its groups, its totals, and the findings."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
     columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
     title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}"

@@ -196,7 +196,7 @@ class _RuleHits(NamedTuple):
 
 @dataclass
 class _Report:
-    """What the command prints."""
+    """The results of all caches, and how they are printed."""
 
     preview: ConfigPreview
     eviction: EvictionPolicy
@@ -207,7 +207,7 @@ class _Report:
     tails: _TailHits | None = None
 
     def document(self) -> dict[str, Any]:
-        """Returns what --json prints."""
+        """Returns the object that --json prints."""
         ceiling = self.ceiling.hits
         document: dict[str, Any] = {
             "eviction": self.eviction,

@@ -23,7 +23,7 @@ from hybridkv.shm.arena import shm_directory
 
 
 def _option(setting: DaemonSetting) -> Argument:
-    """A setting of the daemon as an option without a default; `resolve` knows the defaults."""
+    """A setting of the daemon as an option. It has no default, because `resolve` knows that."""
     keywords: dict[str, Any] = {"dest": setting.key, "help": setting.help}
     if setting.is_switch:
         keywords["action"] = argparse.BooleanOptionalAction
@@ -94,12 +94,12 @@ def _notify() -> None:
 
 
 def _detach(log_file: str | None) -> Callable[[], None]:
-    """Fork. The child goes on in a session of its own; this process waits until the child serves.
+    """Fork. The child goes on in a session of its own, and this process waits until it serves.
 
-    Returns, in the child, the function to call once it serves. Then this process ends with
-    EXIT_SERVING, and the child keeps no stream of the caller: its standard error is the log, or
-    stays as it was where there is no log file. If the child ends first, this process ends with the
-    child's status.
+    Returns, in the child, the function to call once it serves. That ends this process with
+    EXIT_SERVING, and closes the caller's streams in the child. The child's standard error is then
+    the log, or stays as it was where there is no log file. If the child ends before it serves, this
+    process ends with its status.
     """
     served, serving = os.pipe()
     if child := os.fork():

@@ -1,4 +1,4 @@
-"""What commands print: tables, bars, JSON, and foreign text that no terminal obeys."""
+"""The output of commands: tables, bars, JSON, and foreign text that no terminal obeys."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def plain(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """Standard output on which no word is markup; `width` columns wide where it is no terminal."""
+    """Standard output, on which no word is markup. Without a terminal it has `width` columns."""
 
     def __init__(self, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False)

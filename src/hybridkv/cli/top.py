@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.1  # A key or another size of the terminal is seen so soon.
 ANSWER_SECONDS = 5.0
 QUIT_KEYS = frozenset("qQ\x03\x1b")
 _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
-"""What a terminal sends for arrows, function keys, and keys with Alt."""
+"""The sequences that a terminal sends for arrows, function keys, and keys with Alt."""
 WIDTH_MIN = 40
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LABEL_COLUMNS = 10
@@ -109,7 +109,7 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Read keys without Enter and without an echo; afterwards the terminal is as it was."""
+    """Read keys without Enter and without an echo. At the end the terminal is as it was."""
     attributes = termios.tcgetattr(sys.stdin)
     handlers = {
         number: signal.signal(number, signal.default_int_handler)
@@ -136,7 +136,7 @@ def keys_in(sent: bytes) -> set[str]:
 def frame(status: Status, place: str, width: int, height: int) -> Text:
     """Returns the page of the daemon at `place`, in lines of `width` columns.
 
-    It has at most `height` lines; with 0 it has everything.
+    It has at most `height` lines, and with 0 as many as it needs.
     """
     width = max(width, WIDTH_MIN)
     problems = [problem for problem in status.health if problem.level != "note"]
@@ -156,7 +156,7 @@ def frame(status: Status, place: str, width: int, height: int) -> Text:
 
 
 def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
-    """The lines of the parts in order, in at most `room` lines; None = without a limit.
+    """The lines of the parts in order, at most `room` of them. None = no limit.
 
     Without room for all, each part gets a share, and the last one the rest.
     """

@@ -162,7 +162,7 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
 
 
 class VerifyRequest(NamedTuple):
-    """What is to be proven."""
+    """The options of a proof."""
 
     model: str  # A model directory, a hub name, or the name of a bundled model.
     vllm_arguments: Sequence[str]
@@ -183,7 +183,7 @@ class _SecondTurns:
 
 @dataclass(slots=True)
 class _ArmPrompts:
-    """The prompts of single arms."""
+    """The prompts that belong to one arm each."""
 
     crowd: Sequence[list[int]] = ()  # Prompts that do not fit into the engine's blocks together.
     repeated: Sequence[list[int]] = ()  # Prompts of the arms of --repeat.
@@ -201,7 +201,7 @@ class _StoredSlots(NamedTuple):
 
 
 class Verification:
-    """Runs the arms in order; each uses what the one before left behind."""
+    """Runs the arms in order. Each arm finds the caches as the arm before it left them."""
 
     def __init__(
         self, request: VerifyRequest, *, directory: Path, logs: Path, say: Callable[[str], None]
@@ -252,7 +252,7 @@ class Verification:
         """The judge of each arm of several prompts."""
 
     def run(self) -> list[VerifyArm]:
-        """Run all arms, and return them; only the first where vLLM serves no such engine."""
+        """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
         started = time.monotonic()
         try:
             with self._daemon:
@@ -511,7 +511,7 @@ class Verification:
             engine.run(self._warm_up_prompt[:length], max_tokens=2)
 
     def _make_prompts(self, info: Mapping[str, Any], geometry: WireGeometry) -> None:
-        """Draw the prompts of all arms; raises ConfigError where they do not fit the model."""
+        """Draw the prompts of all arms. Raises ConfigError where they do not fit the model."""
         unit = geometry.alignment_tokens  # The engine's own hits end at its multiples.
         tail_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
         length = CHUNKS * self.chunk_tokens + tail_tokens

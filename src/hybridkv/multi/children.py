@@ -73,15 +73,16 @@ class MultiSettings:
     A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
     """
     patience_seconds: float | None = None
-    """How long a request waits for children that still look while the others have nothing; None =
-    as long as computing it takes. With 0 it waits only while all children look.
+    """How long a request waits for children that still look while the others have nothing.
+
+    None = as long as computing it takes. With 0 it waits only while all children look.
     """
     settle_seconds: float = 10.0
     """How long after a child's fault the engine waits for the ends of its transfers."""
 
 
 class ChildState(Enum):
-    """States of a child in one role. It returns from a pause; no other state is ever left upwards.
+    """States of a child in one role. A pause ends with SERVING; all other changes lead downwards.
 
     ======== ==================================== ===========================================
     state    begins with                          hooks that are called
@@ -95,7 +96,8 @@ class ChildState(Enum):
              `get_transfer_results`
     ======== ==================================== ===========================================
 
-    The scheduler role also calls `withdraw` once in OFF or SILENT, as `is_withdrawn` says.
+    The scheduler role also calls `withdraw` once in OFF or SILENT (`is_withdrawn`). `shutdown` is
+    called in every state.
     """
 
     SERVING = auto()
@@ -106,7 +108,7 @@ class ChildState(Enum):
 
 @dataclass(eq=False, slots=True)
 class ChildConnector:
-    """One connector in one role. `state` is derived from its guard and from `is_silent`."""
+    """A child in one role. Its `state` follows from its guard and from `is_silent`."""
 
     index: int
     name: str
@@ -121,13 +123,13 @@ class ChildConnector:
 
     @property
     def state(self) -> ChildState:
-        """Which hooks are called, see ChildState."""
-        if self.alive:
+        """The state, which decides which hooks are called."""
+        if self.is_alive:
             return ChildState.SERVING if self.guard.healthy else ChildState.PAUSED
         return ChildState.SILENT if self.is_silent else ChildState.OFF
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it is SERVING or PAUSED. Its guard decides then which hooks are called."""
         return not self.guard.is_over
 
@@ -165,7 +167,7 @@ class ChildConnector:
 
 
 class ChildReply(NamedTuple):
-    """What a child's hook returned."""
+    """The value that a child's hook returned."""
 
     child: ChildConnector
     value: Any
@@ -190,7 +192,7 @@ class ChildConnectors:
     @property
     def alive(self) -> list[ChildConnector]:
         """The children whose hooks are called."""
-        return [child for child in self.all if child.alive]
+        return [child for child in self.all if child.is_alive]
 
     def call(
         self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, pauses: bool = True
@@ -211,7 +213,7 @@ class ChildConnectors:
         self._counters[CounterKey("", name)] += number
 
     def add_counts(self, counts: Mapping[CounterKey, int]) -> None:
-        """Add what workers have counted."""
+        """Add counts that came with a worker's report."""
         self._counters.update(counts)
 
     def totals(self) -> Counter[CounterKey]:
@@ -223,13 +225,13 @@ class ChildConnectors:
         return totals
 
     def take_counts(self) -> Counter[CounterKey]:
-        """What was added to `totals` since the last call."""
+        """Returns what was added to `totals` since the last call."""
         before, self._taken = self._taken, self.totals()
         return self._taken - before
 
 
 def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
-    """The settings in MultiConnector's extra config; raises ConfigError."""
+    """Returns the settings of MultiConnector's extra config. Raises ConfigError."""
     values: dict[str, float] = {}
     for key, value in extra.items():
         if key == "connectors":
@@ -254,7 +256,7 @@ def _check_extra(extra: Mapping[str, Any], where: str) -> None:
 
 
 def child_specs(vllm_config: Any) -> list[ChildSpec]:
-    """Every child as configured, in order; raises ConfigError.
+    """Returns every child as configured, in order. Raises ConfigError.
 
     A child sees its own entry without OWN_KEYS. It has the engine's id and failure policy where its
     entry has none. No two children of one class have the same engine id, because their servers

@@ -128,7 +128,7 @@ class MultiConnector(multi_connector.MultiConnector):
     )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        """As `request_finished_all_groups`, for an engine with one group."""
+        """The form of `request_finished_all_groups` for an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

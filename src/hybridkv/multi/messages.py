@@ -1,4 +1,4 @@
-"""What MultiConnector's roles send each other: each child's own message by its index, and ours."""
+"""The messages between MultiConnector's roles. Each has the children's own by their index."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -70,14 +70,14 @@ class MultiReport(KVConnectorWorkerMetadata):
         )
 
     def message_of(self, child: int) -> KVConnectorWorkerMetadata | None:
-        """One child's message, merged by the child's code, which may raise; None = none."""
+        """Returns a child's message, merged by the child's code, which may raise; None = none."""
         messages = [entry.message for entry in self.messages if entry.child == child]
         if not messages:
             return None
         return reduce(lambda merged, message: merged.aggregate(message), messages)
 
     def events_of(self, child: int) -> KVConnectorKVEvents | None:
-        """One child's events, merged by the child's code, which may raise; None = none."""
+        """Returns a child's events, merged by the child's code, which may raise; None = none."""
         events_of_workers = [entry.events for entry in self.events if entry.child == child]
         if not events_of_workers:
             return None

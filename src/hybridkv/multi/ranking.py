@@ -1,4 +1,4 @@
-"""Which of several connectors a request loads from, by their answers, weights and the time.
+"""The choice of a connector to load from, by the connectors' answers, their weights and the time.
 
 A score is the matched tokens times the connector's weight. The highest score wins, and of equal
 ones the first (requirements B19, B20). A request waits (B21):
@@ -29,7 +29,7 @@ class WaitTimes(NamedTuple):
 
 
 class ChildAnswer(NamedTuple):
-    """One connector's answer to the question how much of a request it has."""
+    """A connector's answer: how much of a request it has."""
 
     tokens: int | None  # The tokens of its hit beyond the local one; None = it does not know yet.
     is_async: bool = False

@@ -40,7 +40,7 @@ class EndedTransfers(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class MultiLookup:
-    """One request, which may be looked up several times."""
+    """A request, which may be looked up several times."""
 
     refused: set[int] = field(default_factory=set)  # Children of which a load for it has failed.
     asked_at: float | None = None  # When the present lookup asked first; None = there is none.
@@ -145,7 +145,7 @@ class MultiScheduler:
             )
             self.loads[request.request_id] = load
             self.room.hold(request.request_id, _tokens_to_run(request))
-        elif chosen is not None and self.children.all[chosen].alive:
+        elif chosen is not None and self.children.all[chosen].is_alive:
             self._sync_blocks[chosen].update(loaded)
         else:
             self._bad_blocks.update(loaded)
@@ -225,7 +225,7 @@ class MultiScheduler:
         plans: list[KVConnectorMetadata | None] = []
         for child in self.children.all:
             plan = None
-            if child.alive:
+            if child.is_alive:
                 plan = child.call("build_connector_meta", None, output, fatal=True)
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
@@ -305,7 +305,7 @@ class MultiScheduler:
         failure = "%s failed to withdraw what it announced"
         for child in self.children.all:
             connector = child.connector
-            if child.alive:
+            if child.is_alive:
                 take = partial(_listed, connector, "take_events")
                 kv_events += child.guard.run("take_events", take, list[Any])
             elif not child.is_withdrawn:
@@ -408,12 +408,14 @@ class MultiScheduler:
         if lookup is None or lookup.loader is None:
             return None
         child = self.children.all[lookup.loader]
-        return child if child.alive else None
+        return child if child.is_alive else None
 
     def _loaded_blocks(self, blocks: Any, local_tokens: int, external_tokens: int) -> list[int]:
-        """Returns the ids of blocks that a hit is loaded into; none where there are several groups.
+        """Returns the ids of the blocks that a hit is loaded into.
 
         [0, local) local hit    [local, local + external) to load
+
+        There are none in an engine with several groups.
         """
         if len(self.groups) != 1:
             return []
@@ -457,7 +459,7 @@ class MultiScheduler:
         """
         dead, silent = {NOBODY}, set()
         for child in self.children.all:
-            if child.alive:
+            if child.is_alive:
                 continue
             dead.add(child.index)
             child.off_since = now if child.off_since is None else child.off_since
@@ -491,5 +493,5 @@ def _tokens_to_run(request: Any) -> int:
 
 
 def _listed(connector: Any, hook: str) -> list[Any]:
-    """What the connector's hook yields; nothing where it has no such hook."""
+    """A list of what the connector's hook yields. It is empty where there is no such hook."""
     return list(getattr(connector, hook, list)() or ())

@@ -97,7 +97,7 @@ class ConnectorCounts(KVConnectorStats):
                 self.add(names[index], "misses")
 
     def reset(self) -> None:
-        """Begin a new interval."""
+        """Begin a new interval, without counts."""
         self.data: dict[str, dict[str, int]] = {}
 
     def aggregate(self, later: KVConnectorStats) -> "ConnectorCounts":
@@ -116,7 +116,7 @@ class ConnectorCounts(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """True where nothing was counted in this interval."""
         return not self.data
 
 
@@ -177,7 +177,7 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
         return self
 
     def reset(self) -> None:
-        """Begin a new interval."""
+        """Begin a new interval in every part."""
         self._call_all("reset")
 
     def reduce(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
         return {name.strip("_"): values for name, values in reduced.items() if values}
 
     def is_empty(self) -> bool:
-        """Whether every part is empty."""
+        """True where every part is empty. A part that cannot say so counts as empty."""
         return all(is_empty is not False for is_empty in self._call_all("is_empty").values())
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:

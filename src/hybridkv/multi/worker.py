@@ -56,7 +56,7 @@ class TransferLedger:
                 self.ended.finished_sending.add(request_id)
 
     def give_up(self, children: Iterable[int]) -> None:
-        """End all transfers of these children as if they had reported them; their loads failed."""
+        """End all transfers of these children as if they had reported them, and loads as failed."""
         for child in children:
             loads = [name for name, loader in self.loads.items() if loader == child]
             saves = [name for name, holders in self.saves.items() if child in holders]
@@ -118,14 +118,14 @@ class MultiWorker:
         self._bound.clear()
 
     def handle_preemptions(self, metadata: Any) -> None:
-        """Give each child its own plan; what older engines pass goes to all (B23, D14)."""
+        """Give each child its own plan, or all children what older engines pass (B23, D14)."""
         is_plan = isinstance(metadata, MultiKVConnectorMetadata)
         undivided = [ChildPlan(child, metadata) for child in self.children.alive]
         for child, plan in self._plans(metadata) if is_plan else undivided:
             child.call("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
 
     def _step(self, hook: str, *args: Any, loads: bool = False, **kwargs: Any) -> None:
-        """Call a hook of all children that have a plan of this step; see `_carry_out`."""
+        """Call a hook of all children that have a plan of this step, as `_carry_out` does."""
         for child in self.children.all:
             if child.index in self._bound:
                 self._carry_out(child, hook, *args, loads=loads, **kwargs)
@@ -145,11 +145,11 @@ class MultiWorker:
         fault, message = "fault_get_transfer_results", "%s cannot say what became of its transfers"
         for child in self.children.all:
             owes = child.state is ChildState.OFF and self._ledger.is_owed_by(child.index)
-            if not (child.alive or owes):
+            if not (child.is_alive or owes):
                 continue
             collect = partial(self._collect, child, finished_req_ids)
             child.is_silent = not child.attempt(fault, message, False, collect)
-            if child.is_silent and child.alive:
+            if child.is_silent and child.is_alive:
                 child.guard.end("a fault in get_transfer_results")
         if self._ledger.absorbed:
             self.children.count("reports_absorbed", self._ledger.absorbed)
@@ -179,7 +179,7 @@ class MultiWorker:
                 for child, kv_events in events
                 if kv_events is not None
             ],
-            dead=frozenset(child.index for child in self.children.all if not child.alive),
+            dead=frozenset(child.index for child in self.children.all if not child.is_alive),
             counters=self.children.take_counts(),
             number=self._plan_number,
         )
@@ -197,7 +197,7 @@ class MultiWorker:
         With `loads` the blocks that the child loads within this step are then bad blocks.
         """
         child.call(hook, None, *args, fatal=True, **kwargs)
-        if not child.alive:
+        if not child.is_alive:
             self._bound.discard(child.index)
             if loads:
                 self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
@@ -218,7 +218,9 @@ class MultiWorker:
         return True
 
     def _plans(self, metadata: Any) -> list[ChildPlan]:
-        """Each living child's own plan in vLLM's metadata; none where that is no plan."""
+        """Each living child's own plan. There is none in metadata of another connector."""
         plans = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else ()
         pairs = zip(self.children.all, plans, strict=False)
-        return [ChildPlan(child, plan) for child, plan in pairs if child.alive and plan is not None]
+        return [
+            ChildPlan(child, plan) for child, plan in pairs if child.is_alive and plan is not None
+        ]

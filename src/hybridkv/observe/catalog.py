@@ -1,7 +1,7 @@
-"""What each of the daemon's metrics means. docs/METRICS-daemon.md is made from this table.
+"""The meaning of each of the daemon's metrics. docs/METRICS-daemon.md is made from this table.
 
 A value is a number of one metric, and of one value of the metric's label where it has one. Names
-and units follow Prometheus' conventions as far as names that exist allow.
+and units follow Prometheus' conventions, except for names that are older than this table.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a cache of unlimited size would have hit, to say whether more memory would help.
+"""Counts what a cache of unlimited size would have hit, to say whether more memory would help.
 
 The unlimited cache has every object that was stored, or found below RAM, since the daemon began. It
 evicts nothing, and no quota keeps anything out. A lookup's *ceiling* is the hit that the rule of
@@ -71,7 +71,7 @@ class HitRateCeiling:
         return bool(self._queue)
 
     def stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
-        """Objects were written; the i-th has the group index `groups[i]` and the i-th hash."""
+        """Objects were written: the i-th has the group index `groups[i]` and the i-th hash."""
         if not self._put(len(groups), self._change(identity, groups, hashes, True)):
             self.forgotten += len(set(_cut(hashes)))
 
@@ -83,7 +83,7 @@ class HitRateCeiling:
         masks: Sequence[bytes],
         chunks: int,
     ) -> None:
-        """A lookup was answered by a hit of `chunks`; `masks` has each group's presence mask."""
+        """A lookup was answered by a hit of `chunks`. `masks` has each group's presence mask."""
         steps = self._look_up(identity, geometry, hashes, masks, chunks)
         if not self._put(len(hashes) // HASH_BYTES, steps, is_lookup=True):
             self.lookups_left_out += 1

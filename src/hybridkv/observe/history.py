@@ -1,4 +1,4 @@
-"""What the daemon remembers to show: the last hours and requests, and a snapshot of everything.
+"""The daemon's memory for people: the last hours and requests, and a snapshot of everything.
 
 The last hours are samples of counters. A sample is taken once in a step, or later where the loop
 had no time. Counters only grow, so what happened between any two samples is their difference::
@@ -92,7 +92,7 @@ class Series:
 
     @property
     def due_at(self) -> float:
-        """When the next sample is due; minus infinity before the first."""
+        """The time of the next sample, which is minus infinity before the first."""
         return self.samples[-1].at + self.step_seconds if self.samples else -math.inf
 
     def add(self, sample: Sample) -> None:
@@ -145,7 +145,7 @@ class TimeSaved:
 
 
 class RequestOutcome(NamedTuple):
-    """What became of one request."""
+    """A request that ended, and why it was loaded or not."""
 
     request_id: str
     identity: bytes

@@ -32,7 +32,7 @@ class _CountingExporter(OTLPSpanExporter):
 
 
 class SpanExporter:
-    """Takes spans from one thread and never blocks or raises; a library's thread sends them."""
+    """Takes spans from one thread and never blocks or raises. A library's thread sends them."""
 
     def __init__(self, url: str, node: str, spans_max: int = SPANS_MAX) -> None:
         resource = Resource.create(
@@ -62,7 +62,7 @@ class SpanExporter:
         parent: object = None,
         error: str = "",
     ) -> SpanContext | None:
-        """Add a span; `times` are its begin and end in monotonic seconds.
+        """Add a span. `times` are its begin and end in monotonic seconds.
 
         Returns the context that its children name as `parent`; None = the span was dropped.
         """

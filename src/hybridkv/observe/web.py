@@ -1,8 +1,9 @@
-"""The daemon's pages: /metrics, /healthz, the status page and its JSON; read only, in threads.
+"""The daemon's pages: /metrics, /healthz, the status page and its JSON. All are read only.
 
-They are served on loopback, and the Host header must name it, so that a page of another site cannot
-read them through a browser. With a token, any address may serve them, and each request must have
-it. The page loads nothing from elsewhere and runs no script but its own.
+They are served in threads, on loopback. The Host header must name a loopback address, so that a
+page of another site cannot read them through a browser. With a token, any address may serve them,
+and each request must have the token. The status page loads nothing from elsewhere, and runs no
+script but its own.
 """
 
 import contextlib
@@ -313,7 +314,7 @@ def _server_class(host: str) -> "type[_HttpServer]":
 
 
 def _server_at(pages: WebPages, host: str, port: int) -> WSGIServer | None:
-    """A server at that port; None where the port is taken for PORT_SECONDS or longer.
+    """A server at that port. None = the port was taken for PORT_SECONDS.
 
     Raises ConfigError where no server can listen at this host.
     """

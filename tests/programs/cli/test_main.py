@@ -1,6 +1,5 @@
 """The command itself: whoever reads it may go at any time, and bad words are one sentence."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybridkv import __version__
-from hybridkv.cli.main import COMMANDS, add_arguments, main
+from hybridkv.cli.main import COMMANDS, command_of, main
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.proven import PROVEN
 from hybridkv.wire.messages import PROTOCOL_VERSION
@@ -122,7 +121,8 @@ def test_a_group_has_layers(layers: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_is(command: str) -> None:
     """Also --socket, whose default depends on the machine."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, command)
-    silent = {action.dest for action in parser._actions if not action.help}
+    silent = set()
+    for argument in command_of(command).arguments:
+        choices = argument if isinstance(argument, list) else [argument]
+        silent |= {choice.name for choice in choices if not choice.keywords.get("help")}
     assert silent <= {"what"}

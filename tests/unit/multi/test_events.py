@@ -123,7 +123,7 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     ]
     assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
     assert "good: fault_kv_events" not in engine.connector.counters
-    assert engine.connector.children.all[0].alive
+    assert engine.connector.children.all[0].is_alive
 
 
 def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:

@@ -385,7 +385,7 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
         engine.run()
     bad.raises = set()
     calls_before = {hook: bad.calls[hook] for hook in ("on_new_request", "build_connector_meta")}
-    assert first.alive
+    assert first.is_alive
     assert first_state(engine) is ChildState.PAUSED
     for hits in (0, 1):
         engine.add(prompt(rng))
@@ -425,7 +425,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine.step()
     engine.workers[1].children.all[0].guard.end("the test says so")
     engine.step()
-    assert not engine.connector.children.all[0].alive
+    assert not engine.connector.children.all[0].is_alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
         "its blocks are not the engine's yet"
     )
@@ -596,7 +596,7 @@ def test_both_signatures_of_handle_preemptions(rng: random.Random) -> None:
     scripts[0].raises = {"handle_preemptions"}
     worker.handle_preemptions(object())
     worker.handle_preemptions(None)
-    assert worker.children.all[0].alive, "what it could not read was not its own"
+    assert worker.children.all[0].is_alive, "what it could not read was not its own"
     assert scripts[1].calls["handle_preemptions"] == 4
 
 
