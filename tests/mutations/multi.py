@@ -51,7 +51,7 @@ FAULTS: tuple[Mutation, ...] = (
         "one-undecided-holds-up-all",
         "while any connector looks, nobody's hit is taken",
         "decide",
-        "if wait.hit_seconds < wait.grace_seconds and could_win:",
+        "if times.hit_seconds < times.grace_seconds and could_win:",
         "if late:",
         ("B21", "D19"),
         (
@@ -63,7 +63,7 @@ FAULTS: tuple[Mutation, ...] = (
         "grace-without-end",
         "a hit in hand waits for a better one for as long as it takes",
         "decide",
-        "wait.hit_seconds < wait.grace_seconds and",
+        "times.hit_seconds < times.grace_seconds and",
         "",
         ("B21",),
         (f"{MULTI}::test_the_choice_is_that_of_a_brute_force_scorer",),
@@ -72,8 +72,8 @@ FAULTS: tuple[Mutation, ...] = (
         "undecided-is-a-miss",
         "nobody waits where there is no hit yet",
         "decide",
-        "wait=bool(late) and wait.asked_seconds < wait.patience_seconds",
-        "wait=False",
+        "is_waiting=bool(late) and times.asked_seconds < times.patience_seconds",
+        "is_waiting=False",
         ("B21",),
         (
             f"{MULTI}::test_the_choice_is_that_of_a_brute_force_scorer",

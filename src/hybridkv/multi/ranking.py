@@ -45,11 +45,11 @@ class LoadDecision(NamedTuple):
     child: int | None  # The index of the connector that loads; None = none does.
     tokens: int = 0
     is_async: bool = False
-    wait: bool = False  # Ask again in the next step.
+    is_waiting: bool = False  # Whether the engine asks again in the next step.
 
 
 def decide(
-    answers: Sequence[ChildAnswer], weights: Sequence[float], most_tokens: int, wait: WaitTimes
+    answers: Sequence[ChildAnswer], weights: Sequence[float], most_tokens: int, times: WaitTimes
 ) -> LoadDecision:
     """Returns the connector with the highest score, or the decision to wait for late answers.
 
@@ -64,10 +64,12 @@ def decide(
             best, best_score = index, answer.tokens * weight
     late = [weight for answer, weight in pairs if answer.tokens is None and answer.awaited]
     if best is None:
-        return LoadDecision(None, wait=bool(late) and wait.asked_seconds < wait.patience_seconds)
+        return LoadDecision(
+            None, is_waiting=bool(late) and times.asked_seconds < times.patience_seconds
+        )
     could_win = any(most_tokens * weight > best_score for weight in late)
-    if wait.hit_seconds < wait.grace_seconds and could_win:
-        return LoadDecision(None, wait=True)
+    if times.hit_seconds < times.grace_seconds and could_win:
+        return LoadDecision(None, is_waiting=True)
     chosen = answers[best]
     return LoadDecision(best, chosen.tokens or 0, chosen.is_async)
 

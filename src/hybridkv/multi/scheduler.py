@@ -102,24 +102,24 @@ class MultiScheduler:
         lookup = self.requests.setdefault(request.request_id, MultiLookup())
         self._ask_all(lookup, request, local_tokens, now)
         most = most_tokens(request, local_tokens)
-        wait = self._wait_times(lookup, most, now)
+        times = self._wait_times(lookup, most, now)
         children = self.children.all
         weighted = [WeightedSpeed(child.weight, child.speed) for child in children]
         decision = ranking.decide(
             [lookup.answers.get(child.index, MISS) for child in children],
             ranking.effective_weights(weighted, now),
             most,
-            wait,
+            times,
         )
-        if not decision.wait:
-            failed_seconds = max(wait.patience_seconds, ranking.LATE_SECONDS)
-            self._note_late(lookup, now if wait.asked_seconds >= failed_seconds else None)
+        if not decision.is_waiting:
+            failed_seconds = max(times.patience_seconds, ranking.LATE_SECONDS)
+            self._note_late(lookup, now if times.asked_seconds >= failed_seconds else None)
         if decision.is_async and not self._has_room(request):
-            is_waiting = lookup.hit_at is not None and wait.hit_seconds < ROOM_SECONDS
-            decision = LoadDecision(None, wait=is_waiting)
+            is_waiting = lookup.hit_at is not None and times.hit_seconds < ROOM_SECONDS
+            decision = LoadDecision(None, is_waiting=is_waiting)
             if not is_waiting:
                 self.children.count("lookups_late_room")
-        if decision.wait:
+        if decision.is_waiting:
             return None, False
         lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
         return decision.tokens, decision.is_async and decision.tokens > 0
@@ -151,7 +151,7 @@ class MultiScheduler:
             self._bad_blocks.update(loaded)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """The groups that the chosen child's load restores."""
+        """Returns the groups that the chosen child's load restores."""
         child = self._loader(request)
         if child is None:
             return self.group_ids

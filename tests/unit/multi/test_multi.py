@@ -72,13 +72,13 @@ class Choice(NamedTuple):
 
 
 def scored(
-    answers: list[Any], weights: list[float], most: int, *, wait: WaitTimes, awaited: list[bool]
+    answers: list[Any], weights: list[float], most: int, *, times: WaitTimes, awaited: list[bool]
 ) -> Choice:
     """The choice by brute force.
 
     `awaited`: which children were not late so often that their breakers are open.
     """
-    end = wait.patience_seconds
+    end = times.patience_seconds
     offers = [
         (-tokens * weights[i], i, tokens)
         for i, tokens in enumerate(answers)
@@ -88,10 +88,10 @@ def scored(
     if not any(tokens is not None for tokens in answers):
         end = max(end, 2.0 + 0.1 * most / 1024)  # What computing is taken to cost.
     if not offers:
-        return Choice("wait" if looking and wait.asked_seconds < end else "compute")
+        return Choice("wait" if looking and times.asked_seconds < end else "compute")
     score, chosen, tokens = min(offers)
     can_be_beaten = any(most * weights[i] > -score for i in looking)
-    if can_be_beaten and wait.hit_seconds < wait.grace_seconds:
+    if can_be_beaten and times.hit_seconds < times.grace_seconds:
         return Choice("wait")
     return Choice("load", chosen, tokens)
 
@@ -157,13 +157,13 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
         result = multi.get_num_new_matched_tokens(request, 0)
         clean = [0 if answer == "raise" else answer for answer in answers]
         hit = now if hit is None and any(clean) else hit
-        wait = WaitTimes(
+        times = WaitTimes(
             grace_seconds=grace_ms / 1e3,
             patience_seconds=patience,
             asked_seconds=now - first,
             hit_seconds=0.0 if hit is None else now - hit,
         )
-        choice = scored(clean, weights, MOST + BLOCK, wait=wait, awaited=awaited)
+        choice = scored(clean, weights, MOST + BLOCK, times=times, awaited=awaited)
         assert result == choice.reply
         if choice.kind == "wait" or not has_blocks:
             continue

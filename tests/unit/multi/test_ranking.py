@@ -41,7 +41,7 @@ def test_ties_go_by_order() -> None:
 
 def test_who_could_not_win_is_not_waited_for() -> None:
     late, has = ChildAnswer(None), ChildAnswer(400)
-    assert decide([late, has], [1.0, 1.0], 500, AT_ONCE).wait
+    assert decide([late, has], [1.0, 1.0], 500, AT_ONCE).is_waiting
     assert decide([late, has], [0.8, 1.0], 500, AT_ONCE) == LoadDecision(1, 400)
     assert decide(
         [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, AT_ONCE
