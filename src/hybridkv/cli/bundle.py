@@ -49,9 +49,8 @@ from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
-END_MEMBER = (
-    "hybridkv-export"  # The last member's name; it says the version and the number of records.
-)
+END_MEMBER = "hybridkv-export"
+"""The name of the last member, which has the version and the number of records."""
 VERSION = 1
 
 

@@ -74,7 +74,6 @@ class MultiSettings:
     """
     patience_seconds: float | None = None
     """How long a request waits for children that still look while the others have nothing.
-
     None = as long as computing it takes. With 0 it waits only while all children look.
     """
     settle_seconds: float = 10.0
