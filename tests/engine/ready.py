@@ -17,7 +17,7 @@ def await_write_slots(engine: Any) -> None:
     without a greeting it is not looked up.
     """
     connector = engine.engine_core.engine_core.scheduler.connector
-    children = getattr(connector, "_children", None)
+    children = getattr(connector, "children", None)
     connectors = [connector] if children is None else [child.connector for child in children.all]
     roles = [role for each in connectors if (role := getattr(each, "_scheduler", None)) is not None]
     for role in roles:

@@ -101,7 +101,7 @@ class Served:
         if connector is None:
             return None
         if isinstance(connector, MultiConnector):
-            connector = connector._children.all[0].connector
+            connector = connector.children.all[0].connector
         return int(connector.counters.get("tokens_loaded", 0))
 
     def stale(self) -> float | None:

@@ -496,7 +496,7 @@ HANDLERS = (
         NO + "the parent waits for the process and sees how it ends",
     ),
     Handler(
-        "_appears",
+        "_written_whole",
         "suppress(OSError)",
         "A path that cannot be looked at is usually a new file.",
         NO + "any other error is raised when the file is opened",

@@ -1,16 +1,16 @@
 """docs/COMING-FROM.md: each setting, command, metric, message and state in its tables exists."""
 
-import argparse
 import ast
 import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from hybridkv.cli.main import add_arguments
+from hybridkv.cli.main import options_of
 from hybridkv.connector.scheduler.requests import RequestState
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
@@ -32,8 +32,15 @@ METRIC = re.compile(r'((?:vllm:hybridkv|hybridkv_daemon)_\w+)(?:\{(\w+)="(\w+)"\
 EXPORTED = re.compile(r"^\| `(vllm:hybridkv_\w+)` \| \w+ \| (.*?) \|", re.MULTILINE)
 
 
-def cells() -> Iterator[tuple[str, str]]:
-    """(heading, the cell that is ours) of each row of the tables, without their heads."""
+class Entry(NamedTuple):
+    """A text of the page, and the heading above it."""
+
+    heading: str
+    text: str
+
+
+def cells() -> Iterator[Entry]:
+    """The cell that is ours of each row of the tables, without their heads."""
     heading, table = "", False
     for line in DOCUMENT.read_text().splitlines():
         if line.startswith("#"):
@@ -43,18 +50,26 @@ def cells() -> Iterator[tuple[str, str]]:
             continue
         columns = re.split(r" \| ", line.strip("| "))
         if table and not set(line) <= set("|- "):
-            yield heading, columns[1]
+            yield Entry(heading, columns[1])
         table = True
 
 
-def names() -> list[tuple[str, str]]:
-    """(heading, name) of everything of ours that the tables name."""
-    return [(heading, name) for heading, cell in cells() for name in re.findall(r"`([^`]+)`", cell)]
+def names() -> list[Entry]:
+    """Everything of ours that the tables name."""
+    return [
+        Entry(heading, name) for heading, cell in cells() for name in re.findall(r"`([^`]+)`", cell)
+    ]
+
+
+class CodeTexts(NamedTuple):
+    """The package's code: every text in it, and the source as a whole."""
+
+    texts: set[str]
+    source: str
 
 
 @cache
-def texts() -> tuple[set[str], str]:
-    """Every text in the package's code, and all of the code."""
+def code_texts() -> CodeTexts:
     found: set[str] = set()
     source = ""
     for path in PACKAGE.rglob("*.py"):
@@ -68,7 +83,10 @@ def texts() -> tuple[set[str], str]:
     # Names that are put together: tiers/health.py, and those that `hybridkv stats` prints.
     found |= {f"{what}_{verb}" for what in ("objects", "bytes") for verb in VERBS}
     found |= set(Values({kind.counter: 0.0 for kind in ShortfallKind}).named()) | {""}
-    return found, source
+    return CodeTexts(found, source)
+
+
+options = cache(options_of)
 
 
 def is_setting(name: str) -> bool:
@@ -78,36 +96,34 @@ def is_setting(name: str) -> bool:
 
 def is_command(name: str) -> bool:
     """Whether it is one of our commands, with options that it has."""
-    _, command, *options = name.split()
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, command)
-    known = {option for action in parser._actions for option in action.option_strings}
-    return all(option in known for option in options if option.startswith("-"))
+    _, command, *given = name.split()
+    known = options()[command]
+    return all(option in known for option in given if option.startswith("-"))
 
 
 def is_metric(name: str) -> bool:
-    """Whether it is exported, with that label and a value of it that the code has.
+    """Whether it is an exported metric, with that label and a value of it that the code has.
 
     The engine's are read from a page that is made from the code: their module needs vLLM.
     """
     whole = METRIC.fullmatch(name)
     if whole is None:
         return False
-    known = {one: set(described.labels) for one, described in exposed().items()}
+    known = {family: set(described.labels) for family, described in exposed().items()}
     exported = EXPORTED.findall((ROOT / "docs" / "METRICS.md").read_text())
-    known |= {one: set(re.findall(r"\w+", labels)) for one, labels in exported}
+    known |= {family: set(re.findall(r"\w+", labels)) for family, labels in exported}
     metric, label, value = whole.groups()
     has_value = (
         value is None
         or value in KINDS
-        or any(re.search(rf"(^|_){value}$", text) for text in texts()[0])
+        or any(re.search(rf"(^|_){value}$", text) for text in code_texts().texts)
     )
     return metric in known and (label is None or label in known[metric]) and has_value
 
 
 def exists(name: str) -> bool:
-    """Whether the code has it."""
-    found, source = texts()
+    """Whether the code has what a name of the page stands for."""
+    found, source = code_texts()
     if METRIC.match(name):
         return is_metric(name)
     if name.startswith("hybridkv ") and not name.startswith("hybridkv: "):
@@ -156,18 +172,14 @@ def test_metrics_that_are_named_between_the_tables_exist() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "load_timeout",
-            "hybridkv serve --tiers",
-            "hybridkv: lost the server",
-            "disk://x?write=all",
-            "chunks_hits",
-        ),
-        *(
-            "vllm:hybridkv_lookups",
-            'vllm:hybridkv_lookups_total{tier="disk"}',
-            "hybridkv_daemon_tier_disk_objects_read",
-        ),
+        "load_timeout",
+        "hybridkv serve --tiers",
+        "hybridkv: lost the server",
+        "disk://x?write=all",
+        "chunks_hits",
+        "vllm:hybridkv_lookups",
+        'vllm:hybridkv_lookups_total{tier="disk"}',
+        "hybridkv_daemon_tier_disk_objects_read",
         'hybridkv_daemon_promotions_cut_total{reason="mood"}',
     ],
 )
@@ -179,8 +191,8 @@ def test_what_does_not_exist_is_noticed(name: str) -> None:
 
 
 def test_every_setting_is_on_the_page() -> None:
-    told = {name for _, name in names()}
+    named = {name for _, name in names()}
     keys = OF_ENGINES | {"ram", "eviction", "salt_quota", "disk", "disk_bytes", "tiers"}
-    assert keys - told <= {"load_policy", "checksum", "audit", "weights_identity", "config"}, (
+    assert keys - named <= {"load_policy", "checksum", "audit", "weights_identity", "config"}, (
         "others have nothing like these"
     )

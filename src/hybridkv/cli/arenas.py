@@ -43,29 +43,41 @@ def run_stop(arguments: argparse.Namespace) -> int:
     """End the daemon, wait until it has ended, and print what became of its memory."""
     socket_path, is_freed = socket_of(arguments), arguments.free
     path, pid, directory = Path(socket_path), None, shm_dir_of(arguments)
-    left = stale_arenas(path, directory)
-    if not (is_freed and left and peer_pid(socket_path) < 0):
+    left_arenas = stale_arenas(path, directory)
+    if not (is_freed and left_arenas and peer_pid(socket_path) < 0):
         signal_number = signal.SIGINT if is_freed else signal.SIGTERM
-        pid, arena = _end(socket_path, signal_number, directory)
-        left += arena
+        ended = _end(socket_path, signal_number, directory)
+        pid = ended.pid
+        left_arenas += ended.arenas
     if is_freed:
         free_left(path, directory)
-    kept_bytes = sum(arena_bytes(arena)[1] for arena in {*left, *stale_arenas(path, directory)})
+    kept_arenas = {*left_arenas, *stale_arenas(path, directory)}
+    kept_bytes = sum(arena_bytes(arena)[1] for arena in kept_arenas)
     if arguments.json:
         print_json({"pid": pid, "freed": is_freed, "kept_bytes": kept_bytes})
         return 0
-    ended = "no daemon was there" if pid is None else f"the daemon (pid {pid}) ended"
-    times = [seconds for one in stale_arenas(path, directory) if (seconds := seconds_left(one))]
-    bound = f", for {format_duration(max(times))} at most" if times else ""
+    end = "no daemon was there" if pid is None else f"the daemon (pid {pid}) ended"
+    lifetimes = [
+        seconds for arena in stale_arenas(path, directory) if (seconds := seconds_left(arena))
+    ]
+    bound = f", for {format_duration(max(lifetimes))} at most" if lifetimes else ""
     kept = f"{format_size(kept_bytes)} of memory are kept for the next one{bound}"
-    print(f"{ended}; {'its memory is free again' if is_freed else kept}")
+    print(f"{end}; {'its memory is free again' if is_freed else kept}")
     return 0
 
 
-def _end(socket_path: str, number: signal.Signals, directory: Path) -> tuple[int, list[Path]]:
-    """End the daemon with a signal: its pid, and its arena where it is of our version.
+class _EndedDaemon(NamedTuple):
+    """A daemon that a signal has ended."""
 
-    Raises HybridKVError where there is none, or it is not ours to end, or does not end.
+    pid: int
+    arenas: list[Path]  # Its arena; none where the daemon is of another version.
+
+
+def _end(socket_path: str, number: signal.Signals, directory: Path) -> _EndedDaemon:
+    """End the daemon with a signal.
+
+    Raises HybridKVError where there is none, where this user may not end it, or where it does not
+    end.
     """
     arenas = []
     try:
@@ -80,7 +92,7 @@ def _end(socket_path: str, number: signal.Signals, directory: Path) -> tuple[int
         raise DaemonUnreachableError(error.what, remedy) from None
     pid = peer_pid(socket_path)
     try:
-        # Somebody else may have ended it meanwhile.
+        # Another process may have ended it meanwhile.
         has_ended = pid < 0 or end_process(pid, number)
     except ProcessLookupError:
         has_ended = True
@@ -90,7 +102,7 @@ def _end(socket_path: str, number: signal.Signals, directory: Path) -> tuple[int
     if not has_ended:
         what = f"the daemon at {socket_path} did not end within {END_SECONDS:g} s"
         raise DaemonUnreachableError(what, _remedy(socket_path, pid, directory))
-    return pid, arenas
+    return _EndedDaemon(pid, arenas)
 
 
 def _remedy(socket_path: str, pid: int, directory: Path) -> str:
@@ -103,10 +115,10 @@ def _remedy(socket_path: str, pid: int, directory: Path) -> str:
 
 @command(SOCKET, SHM_DIR, JSON, switch("--prune", "remove those that no daemon has open"))
 def run_arenas(arguments: argparse.Namespace) -> int:
-    """Print every arena of this user, and remove those that nobody uses if that is asked for."""
+    """Print every arena of this user. With --prune, remove those that no daemon has open."""
     sockets = [*bound_sockets(), socket_of(arguments)]
     directory = shm_dir_of(arguments)
-    rows = [_listed(path, sockets, arguments.prune) for path in arenas_of_user(directory)]
+    rows = [_row_of(path, sockets, arguments.prune) for path in arenas_of_user(directory)]
     if arguments.json:
         print_json([row._asdict() for row in rows])
     elif not rows:
@@ -116,14 +128,20 @@ def run_arenas(arguments: argparse.Namespace) -> int:
         table = new_table(columns, ("arena", "socket"))
         for row in rows:
             in_use = "removed" if row.removed else "yes" if row.in_use else "no"
-            sizes = format_size(row.size_bytes), format_size(row.held_bytes)
-            left = "-" if row.in_use or row.removed else _kept_for(row.kept_seconds)
-            table.add_row(row.path, *sizes, in_use, left, plain(row.socket or "not known"))
+            kept_for = "-" if row.in_use or row.removed else _kept_for(row.kept_seconds)
+            table.add_row(
+                row.path,
+                format_size(row.size_bytes),
+                format_size(row.held_bytes),
+                in_use,
+                kept_for,
+                plain(row.socket or "not known"),
+            )
         PlainConsole(160).print(table)
     return 0
 
 
-class _Listed(NamedTuple):
+class _ArenaRow(NamedTuple):
     """An arena as it is printed."""
 
     path: str
@@ -133,18 +151,24 @@ class _Listed(NamedTuple):
     socket: str | None  # Where its daemons serve; None where that is not known.
     removed: bool
     kept_seconds: float | None
-    """How long it is kept for a next daemon; None where one has it, or that has no bound."""
+    """How long it is kept for a next daemon; None where a daemon has it, or without a bound."""
 
 
 def _kept_for(seconds: float | None) -> str:
     return "no bound" if seconds is None else format_duration(seconds)
 
 
-def _listed(path: Path, sockets: Iterable[str], is_pruned: bool) -> _Listed:
-    """An arena, which is removed if `is_pruned` and no daemon has it open."""
-    (size_bytes, held_bytes), left = arena_bytes(path), seconds_left(path)
+def _row_of(path: Path, sockets: Iterable[str], is_pruned: bool) -> _ArenaRow:
+    """An arena's row. The arena is removed if `is_pruned` and no daemon has it open."""
+    (size_bytes, held_bytes), left_seconds = arena_bytes(path), seconds_left(path)
     is_removed = is_pruned and remove_unused(path)
     in_use = not is_removed and is_in_use(path)
-    socket_path = next((one for one in sockets if is_arena_of(path, one)), None)
-    kept = None if in_use or is_removed else left
-    return _Listed(str(path), size_bytes, held_bytes, in_use, socket_path, is_removed, kept)
+    return _ArenaRow(
+        path=str(path),
+        size_bytes=size_bytes,
+        held_bytes=held_bytes,
+        in_use=in_use,
+        socket=next((socket for socket in sockets if is_arena_of(path, socket)), None),
+        removed=is_removed,
+        kept_seconds=None if in_use or is_removed else left_seconds,
+    )

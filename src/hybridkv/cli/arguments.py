@@ -1,4 +1,4 @@
-"""What a command is, and the arguments that several of them have."""
+"""The types of a command and its arguments, and the arguments that several commands have."""
 
 import argparse
 import contextlib
@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridkv.client.control import ControlClient, runtime_directory
 from hybridkv.core.daemon_settings import CONFIG_VARIABLE, resolve_one
@@ -15,28 +15,42 @@ from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import shm_directory
 
-Argument = tuple[str, dict[str, Any]]  # The name, and what else `argparse` is told.
-Run = Callable[[argparse.Namespace], int]  # What a command does; returns its exit status.
-Command = tuple[tuple[Argument | list[Argument], ...], Run]
-"""Arguments, of which one of each list must be given, and no more; and what is done."""
+Run = Callable[[argparse.Namespace], int]  # Runs a command and returns its exit status.
+
+
+class Argument(NamedTuple):
+    """An argument of a command, as `argparse` takes it."""
+
+    name: str
+    keywords: dict[str, Any]
+
+
+class Command(NamedTuple):
+    """A command: its arguments, and the function that runs it.
+
+    Of each list of arguments exactly one must be given.
+    """
+
+    arguments: tuple[Argument | list[Argument], ...]
+    run: Run
 
 
 def command(*arguments: Argument | list[Argument]) -> Callable[[Run], Command]:
     """Make a function the command that has these arguments."""
-    return lambda run: (arguments, run)
+    return lambda run: Command(arguments, run)
 
 
-def option(named: str, about: str | None = None, default: Any = None, **more: Any) -> Argument:
-    """An argument that has a value; what follows its name in `named` is said to be the value."""
+def option(named: str, about: str | None = None, default: Any = None, **keywords: Any) -> Argument:
+    """Returns an argument that has a value: `named` is its name, a space, and its metavar."""
     name, _, metavar = named.partition(" ")
-    # What has a default is never said to be missing.
-    said = {} if default is None else {"default": default}
-    return name, {"metavar": metavar or None, "help": about, **said, **more}
+    # argparse never says that an argument with a default is missing.
+    defaults = {} if default is None else {"default": default}
+    return Argument(name, {"metavar": metavar or None, "help": about, **defaults, **keywords})
 
 
 def switch(name: str, about: str) -> Argument:
-    """An argument that is given or not."""
-    return name, {"action": "store_true", "help": about}
+    """Returns an argument without a value."""
+    return Argument(name, {"action": "store_true", "help": about})
 
 
 JSON = switch("--json", "print one JSON object")
@@ -55,40 +69,50 @@ CONFIG = option(
 )
 
 
-def model(
+def model_arguments(
     bundled: Iterable[str],
     otherwise: str,
     what: str = "a model directory (its config.json is enough), a hub name",
     default: str | None = None,
 ) -> tuple[Argument, Argument]:
-    """The model and vLLM's arguments; `otherwise` says what is meant without a model."""
+    """Returns the arguments for a model and for vLLM.
+
+    `otherwise` says what is meant without a model.
+    """
     about = f"{what}, or a bundled tiny model: {', '.join(bundled)} (default: {otherwise})"
-    words = option("vllm_arguments -- VLLM ARGS", "passed to vLLM as they are", nargs="*")
-    return option("--model DIR_OR_NAME", about, default), words
+    passed_on = option("vllm_arguments -- VLLM ARGS", "passed to vLLM as they are", nargs="*")
+    return option("--model DIR_OR_NAME", about, default), passed_on
 
 
 def setting_of(arguments: argparse.Namespace, key: str) -> Any:
-    """A setting of the daemon that a command needs too; None where nobody gave it."""
-    file, file_name = settings_file(arguments)
-    return resolve_one(key, vars(arguments), os.environ, file, file_name)
+    """Returns a setting of the daemon that a command needs too; None = it was not given."""
+    file = settings_file(arguments)
+    return resolve_one(key, vars(arguments), os.environ, file.keys, file.path)
 
 
-def settings_file(arguments: argparse.Namespace) -> tuple[Mapping[str, object], str]:
-    """The keys of the settings file that an option or the variable names, and its path.
+class SettingsFile(NamedTuple):
+    """A settings file that was read."""
 
-    Without one there are no keys. Raises ConfigError where it cannot be read, or is no TOML.
+    keys: Mapping[str, object]
+    path: str  # "" = there is no file, and so there are no keys.
+
+
+def settings_file(arguments: argparse.Namespace) -> SettingsFile:
+    """Returns the settings file that an option or the variable names.
+
+    Raises ConfigError where it cannot be read, or is no TOML.
     """
     named = getattr(arguments, "config", None)
     where = CONFIG_VARIABLE if named is None else "config"
     path = os.path.abspath(named) if named else os.environ.get(CONFIG_VARIABLE, "")
     if not path:
-        return {}, ""
+        return SettingsFile({}, "")
     if not path.startswith("/"):
         what = f"{where}={path!r} must be the absolute path of a settings file"
         raise ConfigError(what, '"/etc/hybridkv.toml" works')
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file), path
+            return SettingsFile(tomllib.load(file), path)
     except OSError as error:
         what = f"{where}: {path} cannot be read ({error.strerror})"
         raise ConfigError(what, "a TOML file that you may read works") from error
@@ -98,7 +122,7 @@ def settings_file(arguments: argparse.Namespace) -> tuple[Mapping[str, object], 
 
 
 def socket_of(arguments: argparse.Namespace) -> str:
-    """The path of the daemon's socket; raises ConfigError where no socket can have it."""
+    """Returns the path of the daemon's socket. Raises ConfigError where no socket can have it."""
     given = setting_of(arguments, "socket")
     if given is not None:
         return str(given)
@@ -106,19 +130,19 @@ def socket_of(arguments: argparse.Namespace) -> str:
 
 
 def control_of(arguments: argparse.Namespace) -> ControlClient:
-    """A connection to the daemon of a command, which may be that of a group of this user's."""
+    """Connect to the daemon, which may be another user's that serves a group of this user."""
     socket_path, group = socket_of(arguments), setting_of(arguments, "group")
     return ControlClient(socket_path, group=group_id(group))
 
 
 def shm_dir_of(arguments: argparse.Namespace) -> Path:
-    """The directory of arenas; raises ConfigError where there is no such directory."""
+    """Returns the directory of arenas. Raises ConfigError where there is none."""
     return shm_directory(setting_of(arguments, "shm_dir"))
 
 
 @contextlib.contextmanager
 def or_refuse(what: str, works: str) -> Iterator[None]:
-    """Raise a ConfigError, that `what` is wrong, for an OSError; `works` is the remedy."""
+    """Raise a ConfigError for an OSError: `what` is wrong, and `works` is the remedy."""
     try:
         yield
     except OSError as error:

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,15 @@ _DEFAULT = "(default: %(default)s)"
     option("--device", f"path: where the engine's blocks are {_DEFAULT}", "cpu"),
 )
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure the byte path, the lookup or a directory, and print the numbers."""
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         rows = list(_rows(arguments, str(Path(directory) / "daemon.sock")))
     if arguments.json:
         print_json(rows)
     elif arguments.what == "disk":
-        for names, some in groupby(rows, key=tuple):
-            table = new_table(names)
-            for row in some:
+        for columns, table_rows in groupby(rows, key=tuple):
+            table = new_table(columns)
+            for row in table_rows:
                 table.add_row(*map(str, row.values()))
             PlainConsole(120).print(table)
     else:
@@ -100,13 +101,18 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
     except ImportError as error:
         what = f"bench path needs the engine side ({error.name})"
         raise ConfigError(what, "it works where vLLM is installed") from error
-    total, block = parse_size(arguments.bytes, "--bytes"), parse_size(arguments.block, "--block")
-    options = arguments.layers, block, arguments.checksum, arguments.device
-    yield measure_path(socket_path, total, *options)
+    yield measure_path(
+        socket_path,
+        total_bytes=parse_size(arguments.bytes, "--bytes"),
+        layers=arguments.layers,
+        block_bytes=parse_size(arguments.block, "--block"),
+        checksum=arguments.checksum,
+        device=arguments.device,
+    )
 
 
 def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a lookup on a hybrid of one full and two sliding groups, by its length."""
+    """Milliseconds of a lookup by its length, with one full and two sliding groups."""
     groups = (
         Group(0, GroupKind.FULL, _BLOCK_TOKENS, (_PART_BYTES,)),
         *(Group(gid, GroupKind.SLIDING, _BLOCK_TOKENS, (_PART_BYTES,), 1024) for gid in (1, 2)),
@@ -132,14 +138,16 @@ def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
                 assert isinstance(found, Found)
                 assert found.chunks * _BLOCK_TOKENS == tokens
                 control.tell(Release(lease))
-            half, most = (sorted(seconds)[LOOKUPS * part // 100] * 1e3 for part in (50, 99))
-            row = {"lookup tokens": tokens, "hit tokens": tokens}
-            yield row | {"p50_ms": round(half, 3), "p99_ms": round(most, 3)}
+            row: dict[str, Any] = {"lookup tokens": tokens, "hit tokens": tokens}
+            for percent in (50, 99):
+                milliseconds = sorted(seconds)[LOOKUPS * percent // 100] * 1e3
+                row[f"p{percent}_ms"] = round(milliseconds, 3)
+            yield row
             print(f"lookup {tokens} tokens done", file=sys.stderr)
 
 
 def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any]]:
-    """Rates for objects of several sizes: medians of ROUNDS rounds that measure everything."""
+    """Rates for objects of several sizes, each the median of ROUNDS rounds."""
     least, size = WRITES_MAX * OBJECT_BYTES[-1], format_size(total_bytes)
     if total_bytes < least:
         what = f"--bytes {size} is less than what {WRITES_MAX} threads write at once"
@@ -152,25 +160,25 @@ def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any
 
 
 def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]:
+    """Rates for objects of one size, in a directory at `place`."""
     samples: dict[str, list[float]] = {}
-    cut = _items(object_bytes, total_bytes)
-    writes, reads = (
-        [TierJob(kind, 0, items) for items in cut] for kind in (JobKind.WRITE, JobKind.READ)
-    )
+    batches = _batches(object_bytes, total_bytes)
+    writes = [TierJob(JobKind.WRITE, 0, items) for items in batches]
+    reads = [TierJob(JobKind.READ, 0, items) for items in batches]
     moved = sum(job.size_bytes for job in writes)
     memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
-    slots = {item.slot.offset: item.slot for items in cut for item in items if item.slot}
+    slots = {item.slot.offset: item.slot for items in batches for item in items if item.slot}
     for slot in slots.values():
         view = memory[slot.offset : slot.offset + slot.size_bytes]
         head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
         view[: len(head)] = head
         noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
         view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
-        sign(view, part_digests(view, *slot.shape), 1)
+        sign(view, part_digests(view, slot.part_bytes, slot.parts), 1)
 
-    def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
+    def measure(name: str, work: Callable[[], object]) -> None:
         started = time.perf_counter()
-        work(*arguments)
+        work()
         samples.setdefault(name, []).append(moved / (time.perf_counter() - started))
 
     raw = place / "raw"
@@ -178,36 +186,38 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
     for round_number in range(ROUNDS):
         tier = DiskTier(spec, "bench")
         tier.open()
-        timed("write", _run, tier, writes, memory, WRITES_MAX)
-        timed("read", _run, tier, reads, memory, READS_MAX)
+        measure("write", partial(_run, tier, writes, memory, WRITES_MAX))
+        measure("read", partial(_run, tier, reads, memory, READS_MAX))
         shutil.rmtree(place / "tier")
-        timed("dd_write", _dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct")
-        timed("dd_read", _dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct")
+        measure("dd_write", partial(_dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct"))
+        measure("dd_read", partial(_dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct"))
         os.unlink(raw)
         if shutil.which("fio"):
             for verb, threads in (("write", WRITES_MAX), ("read", READS_MAX)):
                 samples.setdefault(f"fio_{verb}", []).append(_fio(place, verb, moved, threads))
         print(f"{format_size(object_bytes)}: round {round_number + 1} of {ROUNDS}", file=sys.stderr)
-    rates = {name: statistics.median(each) for name, each in samples.items()}
+    rates = {name: statistics.median(rounds) for name, rounds in samples.items()}
     row: dict[str, Any] = {"object": format_size(object_bytes), "moved": format_size(moved)}
     for verb in ("write", "read"):
         row[f"{verb} GB/s"] = round(rates[verb] / 1e9, 3)
-        for other in ("dd", "fio"):
-            if f"{other}_{verb}" in rates:
-                row[f"{verb} / {other}"] = round(rates[verb] / rates[f"{other}_{verb}"], 2)
+        for program in ("dd", "fio"):
+            if f"{program}_{verb}" in rates:
+                row[f"{verb} / {program}"] = round(rates[verb] / rates[f"{program}_{verb}"], 2)
     return row
 
 
-def _items(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
-    """Objects in parts as the daemon gives them to one job."""
-    shape = object_bytes - payload_offset(1), 1
-    size = slot_bytes(*shape)
+def _batches(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
+    """Objects of `total_bytes` together, as many in each batch as the daemon gives to one job."""
+    part_bytes = object_bytes - payload_offset(1)
+    size = slot_bytes(part_bytes, 1)
     slots = ARENA_BYTES // size
     rng = random.Random(0)
     items = []
     for number in range(total_bytes // size):
         name = RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES))
-        items.append(JobItem(Record(name, *shape, 1), Slot(number % slots * size, *shape, 1)))
+        record = Record(name, part_bytes, parts=1, seed=1)
+        slot = Slot(number % slots * size, part_bytes, parts=1, generation=1)
+        items.append(JobItem(record, slot))
     step = max(1, min(JOB_ITEMS_MAX, JOB_BYTES_MAX // size))
     return [items[at : at + step] for at in range(0, len(items), step)]
 
@@ -215,8 +225,8 @@ def _items(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
 def _run(tier: DiskTier, jobs: Sequence[TierJob], memory: memoryview, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         for outcome in pool.map(lambda job: execute(tier, job, memory), jobs):
-            for wrong in filter(None, (outcome.error, *outcome.errors)):
-                raise wrong
+            for error in filter(None, (outcome.error, *outcome.errors)):
+                raise error
 
 
 def _dd(size: int, *options: str) -> None:

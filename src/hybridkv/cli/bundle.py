@@ -1,7 +1,7 @@
 """`hybridkv export`, `import` and `fsck`: the objects of a directory or a daemon.
 
-An export is a tar with a member per record, named like its file, and a last one that says that it
-is complete.  A reader proves every record, since what carried the file may have changed any byte.
+An export is a tar with a member for each record, named like the record's file. The last member says
+that the export is complete. A reader proves every record, as any byte may have changed on the way.
 """
 
 import argparse
@@ -14,8 +14,9 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
@@ -48,12 +49,25 @@ from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 TEND_SECONDS = 1.0
-LAST = "hybridkv-export"  # The last member's name; it says the version and the number of records.
+END_MEMBER = "hybridkv-export"
+"""The name of the last member, which has the version and the number of records."""
 VERSION = 1
 
 
+class LeftOut(StrEnum):
+    """Why an object is not in an export, or not in the directory of an import."""
+
+    CHANGED = "changed meanwhile"
+    UNSIGNED = "not signed"  # An engine with `checksum: "off"` wrote it: nothing proves its bytes.
+    DAMAGED = "damaged"
+    CUT = "the file ends too early"
+    THERE = "there already"
+    NO_ROOM = "no room"
+    UNWRITTEN = "not written"
+
+
 class Bundle:
-    """A bundle that is being written."""
+    """An export that is being written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._tar = tarfile.TarFile.open(fileobj=file, mode="w|", format=tarfile.GNU_FORMAT)
@@ -67,7 +81,7 @@ class Bundle:
 
     def close(self) -> None:
         """Write the last member. Raises OSError."""
-        self._add(LAST, f"{VERSION} {self.records}\n".encode())
+        self._add(END_MEMBER, f"{VERSION} {self.records}\n".encode())
         self._tar.close()
 
     def _add(self, name: str, content: memoryview | bytes) -> None:
@@ -80,16 +94,23 @@ _KEY = option("--key file:PATH", "the key of encrypted objects, as in a tier's U
 
 
 def _coding(arguments: argparse.Namespace) -> Coding:
-    """What decodes objects. Raises ConfigError where the key is none."""
+    """How objects are decoded. Raises ConfigError where --key names no key."""
     if arguments.key is None:
         return PLAIN
     return Coding(key=read_key(parse_key(arguments.key, "--key"), "--key"), takes_plain=True)
 
 
-def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[tuple[str, FileProof]]:
-    """Every member with its proof, as soon as it is read; the end, if missing, has no name.
+class _Member(NamedTuple):
+    """A member of an export that was read."""
 
-    Raises ConfigError where `file` is no bundle of this version.
+    name: str  # Empty = the member that is missing at the end of a file that was cut.
+    proof: FileProof
+
+
+def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[_Member]:
+    """Yield every member with its proof, as soon as it is read.
+
+    Raises ConfigError where `file` is no export of this version.
     """
     works = "a file of hybridkv export works"
     records, is_over = 0, False
@@ -98,8 +119,8 @@ def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[tuple[str, F
             for info in tar:
                 content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
                 if content is None:
-                    yield info.name, FileProof(FileDamage.MISNAMED)
-                elif info.name == LAST:
+                    yield _Member(info.name, FileProof(FileDamage.MISNAMED))
+                elif info.name == END_MEMBER:
                     text = content.read(64).decode("ascii", "replace")
                     version, _, count = text.strip().partition(" ")
                     if version != str(VERSION):
@@ -109,12 +130,12 @@ def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[tuple[str, F
                 else:
                     records += 1
                     name = files.parse_name(info.name)
-                    yield info.name, files.prove(content, info.size, name, coding)
+                    yield _Member(info.name, files.prove(content, info.size, name, coding))
     except (tarfile.TarError, EOFError) as error:
         if not records:
             raise ConfigError(f"{setting} is no bundle of records ({error})", works) from error
     if not is_over:
-        yield "", FileProof(FileDamage.LENGTH)
+        yield _Member("", FileProof(FileDamage.LENGTH))
 
 
 @command(
@@ -129,14 +150,14 @@ def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[tuple[str, F
     JSON,
 )
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the file and print; 1 if anything was wrong, and left out."""
+    """Write the file and print. Returns 1 if an object was left out because it is wrong."""
     prefix = arguments.identity.lower()
     if prefix.strip("0123456789abcdef") or len(prefix) > 2 * HASH_BYTES:
         raise ConfigError(
             f"identity={arguments.identity!r} is not the beginning of an identity",
             'hexadecimal digits as "hybridkv stats" tells them work',
         )
-    with _appears(Path(arguments.file), arguments.force) as file:
+    with _written_whole(Path(arguments.file), arguments.force) as file:
         bundle = Bundle(file)
         if arguments.disk is not None:
             left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix, _coding(arguments)))
@@ -145,14 +166,14 @@ def run_export(arguments: argparse.Namespace) -> int:
         bundle.close()
     sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
     _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
-    return int(bool(set(left_out) - {"changed meanwhile", "not signed"}))
+    return int(bool(set(left_out) - {LeftOut.CHANGED, LeftOut.UNSIGNED}))
 
 
 @contextlib.contextmanager
-def _appears(path: Path, replaces: bool) -> Iterator[BinaryIO]:
-    """The new file at `path`, which is there as a whole or not at all.
+def _written_whole(path: Path, replaces: bool) -> Iterator[BinaryIO]:
+    """Yield a file to write, which appears at `path` when it is whole, or never.
 
-    Raises ConfigError where there is something that is no file, or a file and not `replaces`.
+    Raises ConfigError where `path` is no regular file, or is one and not `replaces`.
     """
     with contextlib.suppress(OSError):
         # To replace a pipe or a device would write to no reader of it.
@@ -172,40 +193,51 @@ def _appears(path: Path, replaces: bool) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
+class _FoundRecord(NamedTuple):
+    """A file of a tier's directory. Files are sorted by `used_at`."""
+
+    used_at: float  # The file's mtime.
+    path: str
+    name: FileName
+
+
 def _from_disk(root: Path, bundle: Bundle, prefix: str, coding: Coding) -> Iterator[str]:
-    """Why each record was left out that was not added; `coding` proves encrypted ones."""
+    """Add the records of a directory. Yields why, for each record that was left out.
+
+    `coding` proves encrypted records.
+    """
     check_root(root, "disk")
-    found: list[tuple[float, str, FileName]] = []
+    found: list[_FoundRecord] = []
     with or_refuse(f"disk: {root} cannot be read", "a directory that you may read works"):
         for home in homes(root):
             for path, name in files.records(home):
                 if name.key[:HASH_BYTES].hex().startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
-                        found.append((os.stat(path).st_mtime, path, name))
+                        found.append(_FoundRecord(os.stat(path).st_mtime, path, name))
     # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
-    known: set[bytes] = set()
+    added_keys: set[bytes] = set()
     with progress("exporting", len(found)) as step:
         for _, path, name in found:
             # There is no proof of a file that a daemon removed.
             if (
-                name.key not in known
+                name.key not in added_keys
                 and (proof := files.prove_file(path, name, coding)) is not None
             ):
                 if proof.damage is not None or proof.record is None:
-                    yield "damaged"
+                    yield LeftOut.DAMAGED
                 elif proof.undecodable:
                     yield proof.undecodable
                 else:
                     bundle.add(proof.record, proof.memory)
-                    known.add(name.key)
+                    added_keys.add(name.key)
             step()
 
 
 def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]:
-    """Why each object was left out that was not added."""
+    """Add the objects of a daemon's memory. Yields why, for each object that was left out."""
     with ControlClient(socket_path) as control:
-        with_parents = {
+        groups_with_parents = {
             (engine.namespace, group.gid)
             for engine in control.engines()
             for group in engine.geometry.groups
@@ -218,37 +250,43 @@ def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]
             with progress("exporting", int(values["objects"])) as step:
                 for offset, header in committed_slots(memory):
                     if header.namespace.hex().startswith(prefix):
-                        has_parent = (header.namespace, header.gid) in with_parents
-                        if why := _add_slot(memory, offset, header, has_parent, bundle):
-                            yield why
+                        has_parent = (header.namespace, header.gid) in groups_with_parents
+                        reason = _add_slot(memory, offset, header, has_parent, bundle)
+                        if reason is not None:
+                            yield reason
                     step()
             memory.release()
 
 
 def _add_slot(
     memory: memoryview, offset: int, header: SlotHeader, has_parent: bool, bundle: Bundle
-) -> str:
-    """Add a slot of the memory that others change meanwhile; returns why not, or nothing."""
-    shape = header.part_bytes, header.parts
-    size = slot_bytes(*shape)
+) -> LeftOut | None:
+    """Add the object of a slot, which its daemon may change meanwhile. Returns why it did not."""
+    part_bytes, parts = header.part_bytes, header.parts
+    size = slot_bytes(part_bytes, parts)
     copy = memoryview(bytearray(memory[offset : offset + size]))
-    seen = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
-    if offset + size > len(memory) or seen != header:
-        return "changed meanwhile"
-    signed = is_signed(copy, part_digests(copy, *shape), header.generation)
+    header_now = unpack_header(bytes(memory[offset : offset + HEADER_BYTES]))
+    if offset + size > len(memory) or header_now != header:
+        return LeftOut.CHANGED
+    signed = is_signed(copy, part_digests(copy, part_bytes, parts), header.generation)
     if signed is None:
-        # An engine with `checksum: "off"` wrote it, so nobody can prove its bytes.
-        return "not signed"
+        return LeftOut.UNSIGNED
     if not signed:
-        return "damaged"
-    name = RecordName(header.namespace, header.gid, header.chunk_hash)
-    parent = (header.parent_short if has_parent else 0).to_bytes(SHORT_HASH_BYTES, "little")
-    record = Record(name, *shape, header.generation, parent, header.tenant)
-    head = memoryview(bytearray(head_bytes(header.parts)))
+        return LeftOut.DAMAGED
+    parent_short = header.parent_short if has_parent else 0
+    record = Record(
+        RecordName(header.namespace, header.gid, header.chunk_hash),
+        part_bytes,
+        parts,
+        seed=header.generation,
+        parent=parent_short.to_bytes(SHORT_HASH_BYTES, "little"),
+        tenant=header.tenant,
+    )
+    head = memoryview(bytearray(head_bytes(parts)))
     write_head(record, copy, head)
     copy[: len(head)] = head
     bundle.add(record, copy)
-    return ""
+    return None
 
 
 @command(
@@ -264,7 +302,7 @@ def _add_slot(
     JSON,
 )
 def run_import(arguments: argparse.Namespace) -> int:
-    """Write what is proven and print; 1 if anything was wrong."""
+    """Write the proven records into the directory and print. Returns 1 if any was wrong."""
     spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
     works = "a file of hybridkv export works"
     coding = _coding(arguments)
@@ -278,53 +316,57 @@ def run_import(arguments: argparse.Namespace) -> int:
             what = f"disk: {arguments.disk} cannot be used ({error})"
             raise ConfigError(what, "another directory works") from error
         try:
-            counts = Counter(_put_all(file, arguments.file, tier, coding))
+            reasons = Counter(_put_all(file, arguments.file, tier, coding))
         finally:
             tier.close()
             with contextlib.suppress(OSError):
                 tier.leave()
-    imported = counts.pop("imported", 0)
+    imported = reasons.pop(None, 0)
+    left_out = Counter({reason: count for reason, count in reasons.items() if reason is not None})
     kept, size = (int(tier.gauges()[name]) for name in ("objects", "bytes"))
     within = f"{kept} of them are within the bound, {format_size(size)}"
     sentence = f"imported {imported} objects; {within}"
-    _print(arguments, sentence, counts, objects=imported, kept=kept, bytes=size)
-    return int(bool(set(counts) - {"there already"}))
+    _print(arguments, sentence, left_out, objects=imported, kept=kept, bytes=size)
+    return int(bool(set(left_out) - {LeftOut.THERE}))
 
 
-def _put_all(file: BinaryIO, name: str, disk: DiskTier, coding: Coding) -> Iterator[str]:
-    """What became of each record, in words. With a key, plain records are encrypted."""
+def _put_all(file: BinaryIO, name: str, disk: DiskTier, coding: Coding) -> Iterator[str | None]:
+    """Write each record of an export. Yields None, or why the record was left out.
+
+    With a key, plain records are encrypted.
+    """
     tier = EncodedTier(disk, coding)
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
         for member, proof in _read(file, f"import: {name}", coding):
             if time.monotonic() >= tend_at:
-                # Without this sign of life daemons would take away what is imported already.
+                # Without this sign of life a daemon would take over the imported files.
                 tier.tend()
                 tend_at = time.monotonic() + TEND_SECONDS
             record = proof.record
             if proof.damage is not None or record is None:
-                yield "damaged" if member else "the file ends too early"
+                yield LeftOut.DAMAGED if member else LeftOut.CUT
             elif proof.undecodable:
                 yield proof.undecodable
             elif tier.peek(key := record.name.key):
-                yield "there already"
+                yield LeftOut.THERE
             else:
                 request = WriteRequest(key, [proof.memory], record.parent, record.interior)
                 (error,) = tier.put([request])
-                unwritten = "no room" if isinstance(error, FullError) else "not written"
-                yield "imported" if error is None else unwritten
+                unwritten = LeftOut.NO_ROOM if isinstance(error, FullError) else LeftOut.UNWRITTEN
+                yield None if error is None else unwritten
             step()
 
 
 def _print(
-    arguments: argparse.Namespace, sentence: str, left_out: Counter[str], **told: int
+    arguments: argparse.Namespace, sentence: str, left_out: Counter[str], **totals: int
 ) -> None:
     if arguments.json:
-        print_json({**told, **left_out})
+        print_json({**totals, **left_out})
         return
     print(sentence)
-    for why, count in sorted(left_out.items()):
-        print(f"left out {count}: {why}")
+    for reason, count in sorted(left_out.items()):
+        print(f"left out {count}: {reason}")
 
 
 @command(
@@ -338,7 +380,7 @@ def _print(
     JSON,
 )
 def run_fsck(arguments: argparse.Namespace) -> int:
-    """Prove and print; 1 if anything is damaged and stays so."""
+    """Prove every object and print. Returns 1 if anything is damaged and stays so."""
     root, coding = Path(arguments.disk), _coding(arguments)
     check_root(root, "disk")
     works = f"a directory that you may read{' and write to' if arguments.repair else ''} works"
@@ -357,24 +399,35 @@ def run_fsck(arguments: argparse.Namespace) -> int:
         counts = {name: getattr(report, name) for name in totals}
         print_json({**counts, "writers": writers, "files": found})
         return status
-    columns = (
-        "whole",
-        "bytes",
-        "undecodable",
-        "damaged",
-        "repaired",
-        "foreign",
-        "leftovers",
-        "removed",
+    left = ("writer", "lives", "damaged")
+    table = new_table(
+        (
+            "writer",
+            "lives",
+            "whole",
+            "bytes",
+            "undecodable",
+            "damaged",
+            "repaired",
+            "foreign",
+            "leftovers",
+            "removed",
+        ),
+        left,
     )
-    table = new_table(("writer", "lives", *columns), ("writer", "lives", "damaged"))
-    for one in report.writers:
-        damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(one.damaged.items()))
-        more = (one.repaired, one.foreign, one.leftovers, one.leftovers_removed)
+    for writer in report.writers:
+        damaged = ", ".join(f"{count} {kind}" for kind, count in sorted(writer.damaged.items()))
         table.add_row(
-            *(plain(one.name), "yes" if one.is_alive else "no", str(one.whole)),
-            *(format_size(one.whole_bytes), str(one.undecodable), damaged or "0"),
-            *map(str, more),
+            plain(writer.name),
+            "yes" if writer.is_alive else "no",
+            str(writer.whole),
+            format_size(writer.whole_bytes),
+            str(writer.undecodable),
+            damaged or "0",
+            str(writer.repaired),
+            str(writer.foreign),
+            str(writer.leftovers),
+            str(writer.leftovers_removed),
         )
     PlainConsole(120).print(table)
     for finding in report.findings:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 
 from hybridkv.cli.arguments import command, option
 
-Options = Mapping[str, list[str]]  # Of each command.
-Commands = Mapping[str, str]  # What each command is about.
+Options = Mapping[str, list[str]]  # The options of each command.
+Commands = Mapping[str, str]  # The description of each command.
 
 
 def bash(commands: Commands, options: Options) -> str:
-    """For `source <(hybridkv completion bash)`."""
+    """Returns the script for `source <(hybridkv completion bash)`."""
     cases = "\n".join(f"    {name}) words='{' '.join(options[name])}' ;;" for name in commands)
     return f"""_hybridkv() {{
   local words='' current="${{COMP_WORDS[COMP_CWORD]}}"
@@ -29,7 +29,7 @@ complete -o default -F _hybridkv hybridkv
 
 
 def zsh(commands: Commands, options: Options) -> str:
-    """For `source <(hybridkv completion zsh)`, after compinit."""
+    """Returns the script for `source <(hybridkv completion zsh)`, after compinit."""
     names = "\n".join(f"    '{name}:{_quoted(about)}'" for name, about in commands.items())
     cases = "\n".join(f"    {name}) words=({' '.join(options[name])}) ;;" for name in commands)
     return f"""#compdef hybridkv
@@ -56,7 +56,7 @@ compdef _hybridkv hybridkv
 
 
 def fish(commands: Commands, options: Options) -> str:
-    """For `hybridkv completion fish | source`."""
+    """Returns the script for `hybridkv completion fish | source`."""
     lines = [
         f"complete -c hybridkv -n __fish_use_subcommand -f -a {name} -d '{_quoted(about)}'"
         for name, about in commands.items()
@@ -64,7 +64,8 @@ def fish(commands: Commands, options: Options) -> str:
     for name in commands:
         condition = f"-n '__fish_seen_subcommand_from {name}'"
         lines += [
-            f"complete -c hybridkv {condition} -l {one.removeprefix('--')}" for one in options[name]
+            f"complete -c hybridkv {condition} -l {word.removeprefix('--')}"
+            for word in options[name]
         ]
     return "\n".join(lines) + "\n"
 
@@ -73,13 +74,13 @@ SHELLS: Mapping[str, Callable[[Commands, Options], str]] = {"bash": bash, "zsh":
 
 
 def _quoted(text: str) -> str:
-    """Text within single quotes of a shell; ":" would end a name in zsh."""
+    """Text for a shell's single quotes, without "'" and ":", which ends a name in zsh."""
     return text.replace("'", "").replace(":", ",")
 
 
 @command(option("shell", "the shell that reads the script", choices=list(SHELLS)))
 def run_completion(arguments: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the script of one shell."""
     commands: Commands = arguments.commands
     print(SHELLS[arguments.shell](commands, arguments.options_of()), end="")
     return 0

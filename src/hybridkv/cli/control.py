@@ -17,14 +17,14 @@ _REQUEST = option("request_id REQUEST_ID", "as the engine names it in its answer
 
 
 class UnknownRequestError(HybridKVError):
-    """The daemon was not told of this request."""
+    """No engine has told the daemon of this request."""
 
     exit_status = 1
 
 
 @command(SOCKET, JSON)
 def run_ping(arguments: argparse.Namespace) -> int:
-    """Print which daemon answers."""
+    """Print the pid of the daemon that answers."""
     socket_path = socket_of(arguments)
     with control_of(arguments) as control:
         pid, boot = control.welcome.pid, control.welcome.boot
@@ -37,7 +37,7 @@ def run_ping(arguments: argparse.Namespace) -> int:
 
 @command(SOCKET, JSON, _TIERS)
 def run_stats(arguments: argparse.Namespace) -> int:
-    """Print the counters, and what is not a number, by name."""
+    """Print the daemon's counters and other facts by name."""
     with control_of(arguments) as control:
         welcome, report, engines = control.welcome, control.stats(), control.engines()
     facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
@@ -56,32 +56,37 @@ def run_stats(arguments: argparse.Namespace) -> int:
         }
         print_json({**facts, **numbers}, sort_keys=True)
         return 0
-    rows: list[tuple[str, str]] = [(name, plain(text)) for name, text in sorted(facts.items())]
-    for name, value in sorted(report.values.items()):
-        is_size = name.startswith("bytes_") or "_bytes" in name
-        rows.append((name, format_size(round(value)) if is_size else f"{value:,.0f}"))
-    print(*pairs(rows), sep="\n")
+    texts = {name: plain(text) for name, text in sorted(facts.items())}
+    texts |= {name: _value_text(name, value) for name, value in sorted(report.values.items())}
+    print("\n".join(pairs(texts.items())))
     return 0
+
+
+def _value_text(name: str, value: float) -> str:
+    """A counter's value as people read it: ("bytes_committed", 1048576.0) -> "1MiB"."""
+    is_size = name.startswith("bytes_") or "_bytes" in name
+    return format_size(round(value)) if is_size else f"{value:,.0f}"
 
 
 @command(SOCKET, JSON, _TIERS)
 def run_clear(arguments: argparse.Namespace) -> int:
-    """Clear and print; 1 where a tier that was to be emptied is out of reach."""
+    """Drop all objects and print. Returns 1 where a tier to be emptied is out of reach."""
     tiers: dict[str, bool] = {}
     with control_of(arguments) as control:
         dropped = control.clear(arguments.tiers)
         if arguments.tiers:
             tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
-    said: dict[str, object] = {"dropped": dropped}
+    document: dict[str, object] = {"dropped": dropped}
     sentences = [f"dropped {dropped} objects"]
     if arguments.tiers:
-        said["tiers"] = {
-            name: "removing" if well else "out of reach" for name, well in tiers.items()
+        document["tiers"] = {
+            name: "removing" if is_reachable else "out of reach"
+            for name, is_reachable in tiers.items()
         }
         ends = {True: "removing its own", False: "out of reach: what it has comes back with it"}
-        told = [f"{name} is {ends[well]}" for name, well in tiers.items()]
-        sentences += told or ["there is no tier below RAM"]
-    print(json.dumps(said) if arguments.json else "; ".join(sentences))
+        results = [f"{name} is {ends[is_reachable]}" for name, is_reachable in tiers.items()]
+        sentences += results or ["there is no tier below RAM"]
+    print(json.dumps(document) if arguments.json else "; ".join(sentences))
     return int(not all(tiers.values()))
 
 
@@ -103,5 +108,6 @@ def run_explain(arguments: argparse.Namespace) -> int:
         keys = {name.replace(" ", "_").replace("'", ""): fact for name, fact in facts.items()}
         print_json({"request": request_id, **keys})
     else:
-        print(*pairs((plain(name), plain(fact)) for name, fact in facts.items()), sep="\n")
+        lines = pairs((plain(name), plain(fact)) for name, fact in facts.items())
+        print("\n".join(lines))
     return 0

@@ -16,21 +16,21 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, message, and a traceback, if any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging."""
+        """Returns the line of a record."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        said = {
+        fields = {
             "time": when,
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 def start_log(settings: DaemonSettings, log_file: str | None, socket_path: Path) -> str | None:
-    """Log from here on to a file, "auto" for one beside the socket, or None for standard error.
+    """Begin to log to a file. "auto" is a file beside the socket, and None is standard error.
 
     Returns the path of the file. Raises ConfigError where it cannot be written.
     """

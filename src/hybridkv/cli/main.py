@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hybridkv import __version__
 from hybridkv.cli.arguments import Command
@@ -17,29 +18,52 @@ from hybridkv.wire.messages import PROTOCOL_VERSION
 
 EXIT_BAD_INPUT = 2
 EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
-COMMANDS = {  # By name: the module with run_NAME, and what `hybridkv --help` says of it.
-    "serve": ("serve", "run the cache daemon of this node"),
-    "ping": ("control", "say whether a daemon answers"),
-    "stop": ("arenas", "end the daemon, and keep its memory for the next one or free it"),
-    "arenas": ("arenas", "list the memory of all your daemons, also of those that have ended"),
-    "stats": ("control", "print the daemon's counters"),
-    "top": ("top", "show what the daemon does, live"),
-    "explain": ("control", "say what became of a request, and why"),
-    "fsck": ("bundle", "prove every object in a directory, and put right what is wrong"),
-    "export": ("bundle", "write objects to one file, from a directory or a daemon's memory"),
-    "import": ("bundle", "put the objects of an exported file into a directory"),
-    "clear": ("control", "drop everything that the daemon holds"),
-    "plan": ("plan", "say what a model costs in the cache, and from which prompt on it helps"),
-    "replay": ("replay", "say what caches of several sizes would have hit on a trace of prompts"),
-    "doctor": ("plan", "check a vllm serve command line before it is served"),
-    "verify": ("verify", "prove on real engines that the cache changes no answer"),
-    "completion": ("completion", "print a script by which a shell completes commands and options"),
-    "bench": ("bench", "measure the byte path and the lookup"),
+
+
+class CommandEntry(NamedTuple):
+    """Where a command is, and what `hybridkv --help` says of it."""
+
+    module: str  # The module of hybridkv.cli with run_NAME.
+    about: str
+
+
+COMMANDS = {
+    "serve": CommandEntry("serve", "run the cache daemon of this node"),
+    "ping": CommandEntry("control", "say whether a daemon answers"),
+    "stop": CommandEntry(
+        "arenas", "end the daemon, and keep its memory for the next one or free it"
+    ),
+    "arenas": CommandEntry(
+        "arenas", "list the memory of all your daemons, also of those that have ended"
+    ),
+    "stats": CommandEntry("control", "print the daemon's counters"),
+    "top": CommandEntry("top", "show what the daemon does, live"),
+    "explain": CommandEntry("control", "say what became of a request, and why"),
+    "fsck": CommandEntry(
+        "bundle", "prove every object in a directory, and put right what is wrong"
+    ),
+    "export": CommandEntry(
+        "bundle", "write objects to one file, from a directory or a daemon's memory"
+    ),
+    "import": CommandEntry("bundle", "put the objects of an exported file into a directory"),
+    "clear": CommandEntry("control", "drop everything that the daemon holds"),
+    "plan": CommandEntry(
+        "plan", "say what a model costs in the cache, and from which prompt on it helps"
+    ),
+    "replay": CommandEntry(
+        "replay", "say what caches of several sizes would have hit on a trace of prompts"
+    ),
+    "doctor": CommandEntry("plan", "check a vllm serve command line before it is served"),
+    "verify": CommandEntry("verify", "prove on real engines that the cache changes no answer"),
+    "completion": CommandEntry(
+        "completion", "print a script by which a shell completes commands and options"
+    ),
+    "bench": CommandEntry("bench", "measure the byte path and the lookup"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 2 for bad input, with one line on what works."""
+    """Run one command. Returns its exit status: 2 for bad input, with one line on what works."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -60,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """Send what is still buffered nowhere, or it would fail again when the interpreter ends."""
+    """Drop what is still buffered, which would fail again when the interpreter ends."""
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.stdout, sys.stderr):
             # A stream without a descriptor is nobody's pipe.
@@ -75,12 +99,13 @@ def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the terminal's encoding does not have must not end a command.
         sys.stdout.reconfigure(errors="replace")
-    about = "A KV cache outside the LLM engine."
-    parser = argparse.ArgumentParser(prog="hybridkv", description=about)
+    description = "A KV cache outside the LLM engine."
+    parser = argparse.ArgumentParser(prog="hybridkv", description=description)
     parser.add_argument("--version", action="version", version=_versions())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, about) in COMMANDS.items():
-        command = subparsers.add_parser(name, help=about, description=f"{about.capitalize()}.")
+        description = f"{about.capitalize()}."
+        command = subparsers.add_parser(name, help=about, description=description)
         if words[:1] == [name]:
             add_arguments(command, name)
     # argparse refuses what follows "--" where options come before it.
@@ -93,11 +118,10 @@ def _run(words: list[str]) -> int:
         if "vllm_arguments" not in parsed:
             parser.error(f"unrecognized arguments: {' '.join(passed)}")
         parsed.vllm_arguments += passed
-    parsed.commands = {name: about for name, (_, about) in COMMANDS.items()}
+    parsed.commands = {name: entry.about for name, entry in COMMANDS.items()}
     parsed.options_of = options_of
     try:
-        _, run = _loaded(parsed.command)
-        return run(parsed)
+        return command_of(parsed.command).run(parsed)
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
@@ -110,28 +134,31 @@ def _versions() -> str:
     return f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {', '.join(PROVEN)}"
 
 
-def _loaded(name: str) -> Command:
-    module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name][0]}")
+def command_of(name: str) -> Command:
+    """Returns the command of this name. Imports its module."""
+    module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name].module}")
     loaded: Command = getattr(module, f"run_{name}")
     return loaded
 
 
 def options_of() -> dict[str, list[str]]:
-    """The names of every command's options, as its parser has them."""
-    found = {}
+    """Returns the options of each command: {"ping": ["--help", "--json", "--socket"], ...}."""
+    options = {}
     for name in COMMANDS:
         parser = argparse.ArgumentParser(prog=name)
         add_arguments(parser, name)
-        found[name] = sorted(
+        options[name] = sorted(
             word for word in parser._option_string_actions if word.startswith("--")
         )
-    return found
+    return options
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The arguments of a command, as its module has them."""
-    for one in _loaded(command)[0]:
-        several = isinstance(one, list)
-        where = parser.add_mutually_exclusive_group(required=True) if several else parser
-        for name, keywords in one if isinstance(one, list) else [one]:
-            where.add_argument(name, **keywords)
+    """Add the arguments of a command, as its module has them."""
+    for argument in command_of(command).arguments:
+        if isinstance(argument, list):
+            choice = parser.add_mutually_exclusive_group(required=True)
+            for name, keywords in argument:
+                choice.add_argument(name, **keywords)
+        else:
+            parser.add_argument(argument.name, **argument.keywords)

@@ -7,8 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
-from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, settings_file, socket_of
+from hybridkv.cli.arguments import (
+    JSON,
+    SOCKET,
+    command,
+    model_arguments,
+    option,
+    settings_file,
+    socket_of,
+)
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json, waiting
 from hybridkv.client.control import (
     ControlClient,
@@ -18,7 +27,7 @@ from hybridkv.client.control import (
 )
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings, resolve
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, Verdict, fail, failure, ok, warn
+from hybridkv.core.findings import Check, Finding, Verdict, fail, failure, ok, warn
 from hybridkv.core.geometry import length_finding
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
@@ -34,53 +43,71 @@ from hybridkv.shm.access import group_id
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
-PlannedModel = tuple[CapacityPlan, list[Finding]]
-_OF_THE_COMMAND = ("connector", "kv_role", "kv_load_failure_policy")
+_COMMAND_CHECKS = frozenset((Check.CONNECTOR, Check.KV_ROLE, Check.KV_LOAD_FAILURE_POLICY))
 """Checks of a `vllm serve` command line that a plan is not about."""
-_TOLD = ("first hit", "speculative decoding")
-"""Checks that a plan shows whatever they found."""
+_SHOWN_CHECKS = frozenset((Check.FIRST_HIT, Check.SPECULATIVE_DECODING))
+"""Checks that a plan shows even where nothing is wrong."""
 DAEMON_SECONDS = 2.0
 LINGERING = Path("/var/lib/systemd/linger")  # It has a file for each user that lingers.
-SYSTEM_UIDS_END = 1000  # systemd leaves alone what users with lower numbers have.
-_WORDS = 'a whole "vllm serve MODEL ..." command line, or its arguments'
+SYSTEM_UIDS_END = 1000  # systemd keeps what users with lower numbers have.
+_VLLM_ARGUMENTS = 'a whole "vllm serve MODEL ..." command line, or its arguments'
+
+
+class PlannedModel(NamedTuple):
+    """A model's plan, and the findings about it."""
+
+    plan: CapacityPlan
+    findings: list[Finding]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether something of the model cannot be cached."""
+        return any(finding.verdict is Verdict.FAIL for finding in self.findings)
 
 
 @command(
     SOCKET,
     option("--ram SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
     JSON,
-    *model(bundled_models(), "every engine of the running daemon"),
+    *model_arguments(bundled_models(), "every engine of the running daemon"),
 )
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print every plan; 1 = something of it cannot be cached."""
+    """Print every plan. Returns 1 where something of a model cannot be cached."""
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     if arguments.model is None and not arguments.vllm_arguments:
-        planned = list(_running(socket_of(arguments), ram_bytes))
+        models = list(_running(socket_of(arguments), ram_bytes))
     else:
-        planned = [
+        models = [
             _previewed(arguments, ram_bytes or arena.default_ram_bytes(arena.shm_directory()))
         ]
-    refused = any(one.verdict is Verdict.FAIL for _, findings in planned for one in findings)
+    is_refused = any(model.is_refused for model in models)
     if arguments.json:
-        shown = [{**asdict(plan), "findings": [*map(asdict, found)]} for plan, found in planned]
-        print_json({"ok": not refused, "plans": shown})
+        plans = [
+            {**asdict(model.plan), "findings": [*map(asdict, model.findings)]} for model in models
+        ]
+        print_json({"ok": not is_refused, "plans": plans})
     else:
         console = PlainConsole(140)
-        for plan, findings in planned:
-            _print_plan(console, plan, findings)
-    return int(refused)
+        for model in models:
+            _print_plan(console, model.plan, model.findings)
+    return int(is_refused)
 
 
 def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     """The plan of a configuration that nobody serves."""
     report = inspect_model(arguments.model, arguments.vllm_arguments, waiting)
-    about = [one for one in report.findings if one.check not in _OF_THE_COMMAND]
-    findings = [one for one in about if one.verdict is not Verdict.OK or one.check in _TOLD]
+    findings = [
+        finding
+        for finding in report.findings
+        if finding.check not in _COMMAND_CHECKS
+        and (finding.verdict is not Verdict.OK or finding.check in _SHOWN_CHECKS)
+    ]
     if report.preview is None:
         reasons = "; ".join(finding.sentence for finding in findings)
         raise HybridKVError(reasons or "vLLM gave no KV cache groups")
     plan = capacity.make_plan(report.preview, ram_bytes, slot_bytes)
-    return plan, [*findings, *([capacity.room_finding(plan.totals)] if plan.totals else [])]
+    findings += [capacity.room_finding(plan.totals)] if plan.totals else []
+    return PlannedModel(plan, findings)
 
 
 def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
@@ -98,11 +125,11 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
         findings = [length_finding(geometry, length)] if length else []
         findings += state_findings(geometry, preview.states) if engine.model else []
         findings += [capacity.room_finding(plan.totals)] if plan.totals and length else []
-        yield plan, findings
+        yield PlannedModel(plan, findings)
 
 
 def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
-    """One engine's plan as a table, its totals, and what to do."""
+    """Print a plan: a table of its groups, its totals, and the findings."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
     columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
     title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}"
@@ -110,8 +137,11 @@ def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Findin
     for group in plan.groups:
         stored = f"{group.stored_token_bytes:,.0f}" if plan.totals is not None else "-"
         table.add_row(
-            *(str(group.gid), group.kind, str(group.tokens_per_block)),
-            *(str(group.layers or "-"), str(group.window_tokens or "-")),
+            str(group.gid),
+            group.kind,
+            str(group.tokens_per_block),
+            str(group.layers or "-"),
+            str(group.window_tokens or "-"),
             format_size(group.block_bytes) if group.block_bytes else "-",
             f"{group.token_bytes:,.0f}" if group.block_bytes else "-",
             "refused" if group.refusal else stored,
@@ -128,6 +158,7 @@ def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Findin
 
 
 def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[str, str]]:
+    """The rows (name, value) below the table of groups."""
     saved = 1 - totals.stored_token_bytes / totals.token_bytes
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
     period = plan.state_period_tokens
@@ -147,16 +178,16 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
         yield "one full prompt", f"{memory} for {totals.prompt_tokens:,} tokens{ranks}"
 
 
-@command(JSON, option("vllm_arguments -- VLLM ARGS", _WORDS, nargs="*"))
+@command(JSON, option("vllm_arguments -- VLLM ARGS", _VLLM_ARGUMENTS, nargs="*"))
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Run every check and print; 1 = the engine would not start, or not use the cache."""
+    """Run every check and print. Returns 1 if the engine would not start, or not use the cache."""
     serving = configuration.serve_arguments(arguments.vllm_arguments)
     if not serving:
         raise ConfigError("doctor: what to check is missing", '"-- vllm serve MODEL ..." works')
     report = configuration.inspect_arguments(serving, waiting=waiting)
     findings = [*report.findings, *host_findings(report)]
-    count = Counter(finding.verdict for finding in findings)
-    failed = count[Verdict.FAIL]
+    counts = Counter(finding.verdict for finding in findings)
+    failed = counts[Verdict.FAIL]
     if arguments.json:
         identity = {"identity": report.identity, "identity_facts": report.facts}
         print_json({"ok": not failed, "checks": [*map(asdict, findings)], **identity})
@@ -166,8 +197,13 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     for column in table.columns:
         column.overflow = "fold"
     for finding in findings:
-        words = (finding.check, str(finding.verdict), finding.what, finding.remedy)
-        table.add_row(*words, style=STYLES.get(finding.verdict))
+        table.add_row(
+            finding.check,
+            str(finding.verdict),
+            finding.what,
+            finding.remedy,
+            style=STYLES.get(finding.verdict),
+        )
     console = PlainConsole(160)
     console.print(table)
     if report.identity:
@@ -175,12 +211,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         console.print(f"identity{without} {report.identity}", highlight=False)
         for name, value in report.facts.items():
             console.print(f"  {name}: {value}", highlight=False)
-    print(f"{failed} failed, {count[Verdict.WARN]} warnings, {count[Verdict.OK]} ok")
+    print(f"{failed} failed, {counts[Verdict.WARN]} warnings, {counts[Verdict.OK]} ok")
     return int(failed > 0)
 
 
 def host_findings(report: ConfigReport) -> Iterator[Finding]:
-    """The socket, the daemon, the memory and the room for prompts; nothing is started."""
+    """Check the socket, the daemon, the memory and the room for prompts. Nothing is started."""
     settings = report.settings
     socket_path = ""
     try:
@@ -188,7 +224,7 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
         group = group_id(settings.daemon.group)
         if group is None:
             check_private_directory(Path(socket_path).parent, "server")
-        yield _lasting(socket_path, os.geteuid()) or ok("socket", socket_path)
+        yield logout_finding(socket_path, os.geteuid()) or ok("socket", socket_path)
     except ConfigError as error:
         yield failure("socket", error)
         if not socket_path:
@@ -230,8 +266,11 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
             yield capacity.room_finding(totals)
 
 
-def _lasting(socket_path: str, uid: int, lingering: Path = LINGERING) -> Finding | None:
-    """A warning where systemd removes the socket, and the memory, at the user's last logout."""
+def logout_finding(socket_path: str, uid: int, lingering: Path = LINGERING) -> Finding | None:
+    """A warning where systemd removes the socket, and the memory, at the user's last logout.
+
+    `lingering` is the directory with a file for each user for whom it does not.
+    """
     place = f"/run/user/{uid}/"
     if uid < SYSTEM_UIDS_END or not socket_path.startswith(place):
         return None
@@ -246,7 +285,7 @@ def _lasting(socket_path: str, uid: int, lingering: Path = LINGERING) -> Finding
 
 
 def _daemon_settings(settings: Settings) -> DaemonSettings:
-    """Those of a daemon that vLLM would start: also of this environment and the settings file."""
+    """The settings of a daemon that vLLM would start, with this environment and settings file."""
     if settings.server != "auto":
         return settings.daemon
     given = {
@@ -255,7 +294,7 @@ def _daemon_settings(settings: Settings) -> DaemonSettings:
         if (value := getattr(settings.daemon, row.field)) != row.default
     }
     file = settings_file(argparse.Namespace(config=settings.config))
-    return resolve(given, os.environ, *file)
+    return resolve(given, os.environ, file.keys, file.path)
 
 
 def _mapping(settings: Settings, welcome: Welcome, group: int | None) -> Finding:
@@ -264,8 +303,8 @@ def _mapping(settings: Settings, welcome: Welcome, group: int | None) -> Finding
         path = arena.arena_seen(welcome.arena_path, settings.daemon.shm_dir)
         arena.attach_arena(path, welcome.arena_bytes, pid=welcome.pid, group=group).close()
     except HybridKVError as error:
-        one = Path(welcome.arena_path).parent
-        works = f"one {one} for engine and daemon works (docker run --ipc, or one volume)"
+        directory = Path(welcome.arena_path).parent
+        works = f"one {directory} for engine and daemon works (docker run --ipc, or one volume)"
         return fail("arena", f"nothing can be loaded or stored: {error}", works)
     return ok("arena", f"{path} can be mapped")
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hybridkv.cli.arguments import JSON, SOCKET, command, model, option, socket_of, switch
+from hybridkv.cli.arguments import JSON, SOCKET, command, model_arguments, option, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, waiting
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -82,10 +82,10 @@ INTERVALS_MAX = 6  # The number of retention intervals that are tried.
     ),
     option("--eviction", "as of `serve`", _EVICTION, choices=[*EvictionPolicy]),
     JSON,
-    *model(bundled_models(), "the engine of the running daemon"),
+    *model_arguments(bundled_models(), "the engine of the running daemon"),
 )
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Print what each size hits, next to what no cache could exceed."""
+    """Print what each size of cache hits, next to what no cache could exceed."""
     sizes = [parse_size(size, "ram") for size in arguments.ram or ()]
     block_tokens, eviction = arguments.block_tokens, EvictionPolicy(arguments.eviction)
     prompts = replay.read_trace(arguments.trace, block_tokens, plain(str(arguments.trace)))
@@ -103,38 +103,42 @@ def run_replay(arguments: argparse.Namespace) -> int:
         )
     fine = _fine_geometry(preview, arguments.prefix_match_unit)
     model = ReplayModel(preview.geometry, preview.states, block_tokens)
-    unlimited = UnlimitedCache(model)
-    ceiling = _served(unlimited, prompts, "without bound")
-    everything = unlimited.stored_bytes
-    if not everything:
+    trials = _Trials(prompts, sizes, eviction)
+    ceiling = trials.unlimited(model)
+    if not ceiling.stored_bytes:
         tokens = preview.geometry.chunk_tokens
         raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
-    whole = 1 << math.ceil(math.log2(everything))
-    sizes = sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES)))
+    whole = 1 << math.ceil(math.log2(ceiling.stored_bytes))
+    trials.sizes = sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES)))
+    report = _Report(
+        preview=preview,
+        eviction=eviction,
+        known_tokens=sum(replay.known_tokens(prompts, block_tokens)),
+        ceiling=ceiling,
+    )
     reads = replay.all_reads(model, prompts)
-    known = sum(replay.known_tokens(prompts, block_tokens))
-    told = _Told(preview, eviction, known, everything, ceiling)
-    for size in sizes:
-        hits = _hits(model, prompts, size, everything, eviction)
-        best = _served(ForesightCache(model, size, reads), prompts, "with foresight")
-        told.rows.append((size, hits, best))
+    for size in trials.sizes:
+        hits = trials.hits(model, size, ceiling.stored_bytes)
+        foresight = ForesightCache(model, size, reads)
+        best = _served(foresight, prompts, "with foresight")
+        report.sizes.append(_SizeHits(size, hits, best))
     if fine is not None:
         model = ReplayModel(fine, preview.states, block_tokens, with_tails=True)
-        told.tails = _Tails(fine.hash_tokens, *_all_hits(model, prompts, sizes, eviction))
+        report.tails = _TailHits(fine.hash_tokens, trials.all_hits(model))
     for rule in _rules(preview, prompts) if arguments.retention else ():
         model = ReplayModel(preview.geometry, rule, block_tokens)
-        told.others.append((rule, *_all_hits(model, prompts, sizes, eviction)))
+        report.rules.append(_RuleHits(rule, trials.all_hits(model)))
     if arguments.json:
-        print_json(told.document())
+        print_json(report.document())
     else:
-        told.print()
+        report.print()
     return 0
 
 
 def _fine_geometry(preview: ConfigPreview, unit: int | None) -> Geometry | None:
-    """The groups with hits inside a block, at `unit` or the engine's own unit; None = whole blocks.
+    """The geometry with hits inside a block, at multiples of `unit`, or of the engine's own unit.
 
-    Raises ConfigError where `unit` cannot be.
+    None = all hits end at whole blocks. Raises ConfigError where `unit` is not possible.
     """
     geometry = preview.geometry
     assert geometry is not None
@@ -154,123 +158,172 @@ def _fine_geometry(preview: ConfigPreview, unit: int | None) -> Geometry | None:
     return geometry
 
 
-@dataclass(frozen=True)
-class _Tails:
-    """What hits inside a block give."""
+class _UnlimitedHits(NamedTuple):
+    """The hits of a cache without bound."""
+
+    hits: ReplayHits
+    stored_bytes: int  # Bytes of all objects that it stored.
+
+
+class _AllHits(NamedTuple):
+    """The hits of a cache without bound, and of each size."""
+
+    unlimited: _UnlimitedHits
+    of_sizes: list[ReplayHits]
+
+
+class _SizeHits(NamedTuple):
+    """The hits of one size of cache."""
+
+    ram_bytes: int
+    hits: ReplayHits
+    foresight: ReplayHits  # Of a cache of this size that knows all later prompts.
+
+
+class _TailHits(NamedTuple):
+    """The hits with those that end inside a block."""
 
     unit_tokens: int
-    stored_bytes: int
-    ceiling: ReplayHits
-    hits: list[ReplayHits]  # Of each size.
+    hits: _AllHits
+
+
+class _RuleHits(NamedTuple):
+    """The hits where recurrent states are kept at other places."""
+
+    rule: StateRule
+    hits: _AllHits
 
 
 @dataclass
-class _Told:
-    """What the command found out."""
+class _Report:
+    """The results of all caches, and how they are printed."""
 
     preview: ConfigPreview
     eviction: EvictionPolicy
-    known: int
-    """Tokens that an earlier prompt had."""
-    everything: int
-    ceiling: ReplayHits
-    rows: list[tuple[int, ReplayHits, ReplayHits]] = field(default_factory=list)
-    """(bytes of RAM, hits, hits with foresight)"""
-    others: list[tuple[StateRule, int, ReplayHits, list[ReplayHits]]] = field(default_factory=list)
-    """(rule, bytes of all objects, hits without bound, hits of each size)"""
-    tails: _Tails | None = None
+    known_tokens: int  # Tokens that an earlier prompt had.
+    ceiling: _UnlimitedHits
+    sizes: list[_SizeHits] = field(default_factory=list)
+    rules: list[_RuleHits] = field(default_factory=list)
+    tails: _TailHits | None = None
 
     def document(self) -> dict[str, Any]:
-        """What --json prints."""
+        """Returns the object that --json prints."""
+        ceiling = self.ceiling.hits
         document: dict[str, Any] = {
             "eviction": self.eviction,
             "model": self.preview.model,
-            "prompts": self.ceiling.prompts,
-            "tokens": self.ceiling.tokens,
-            "known_tokens": self.known,
-            "everything_bytes": self.everything,
-            "ceiling": self._rates(self.ceiling),
+            "prompts": ceiling.prompts,
+            "tokens": ceiling.tokens,
+            "known_tokens": self.known_tokens,
+            "everything_bytes": self.ceiling.stored_bytes,
+            "ceiling": self._rates(ceiling),
             "sizes": [
                 {
-                    "ram_bytes": size,
-                    **self._rates(hits),
-                    "of_ceiling": self._share(hits),
-                    "evicted": hits.evicted,
-                    "foresight": self._rates(best),
+                    "ram_bytes": row.ram_bytes,
+                    **self._rates(row.hits),
+                    "of_ceiling": self._share(row.hits),
+                    "evicted": row.hits.evicted,
+                    "foresight": self._rates(row.foresight),
                 }
-                for size, hits, best in self.rows
+                for row in self.sizes
             ],
         }
         if self.tails is not None:
+            unlimited, of_sizes = self.tails.hits
             document["sub_block_hits"] = {
                 "unit_tokens": self.tails.unit_tokens,
-                "everything_bytes": self.tails.stored_bytes,
-                "ceiling": self._rates(self.tails.ceiling),
+                "everything_bytes": unlimited.stored_bytes,
+                "ceiling": self._rates(unlimited.hits),
                 "sizes": [
-                    {"ram_bytes": row[0], **self._rates(hits), "evicted": hits.evicted}
-                    for row, hits in zip(self.rows, self.tails.hits, strict=True)
+                    {"ram_bytes": row.ram_bytes, **self._rates(hits), "evicted": hits.evicted}
+                    for row, hits in zip(self.sizes, of_sizes, strict=True)
                 ],
             }
-        if self.others:
+        if self.rules:
             document["retention"] = [
                 {
                     "interval_tokens": rule.retention_tokens,
-                    "everything_bytes": stored,
-                    "ceiling": self._rates(most),
+                    "everything_bytes": unlimited.stored_bytes,
+                    "ceiling": self._rates(unlimited.hits),
                     "sizes": [
-                        {"ram_bytes": row[0], **self._rates(one)}
-                        for row, one in zip(self.rows, each, strict=True)
+                        {"ram_bytes": row.ram_bytes, **self._rates(hits)}
+                        for row, hits in zip(self.sizes, of_sizes, strict=True)
                     ],
                 }
-                for rule, stored, most, each in self.others
+                for rule, (unlimited, of_sizes) in self.rules
             ]
         return document
 
     def print(self) -> None:
-        """Print sentences and tables."""
-        console, ceiling = PlainConsole(120), self.ceiling
+        """Print a sentence on the trace, and a table for each question."""
+        console, ceiling = PlainConsole(120), self.ceiling.hits
         console.print(
             f"{ceiling.prompts:,} prompts, {ceiling.tokens:,} tokens, of which an earlier prompt "
-            f"had {self.known / ceiling.tokens:.1%}; all that {plain(self.preview.model)} stores "
-            f"of them takes {format_size(self.everything)}. A cache without bound hits "
-            f"{ceiling.rate:.1%} of the tokens; {self._again(ceiling):.1%} are computed again.",
+            f"had {self.known_tokens / ceiling.tokens:.1%}; all that {plain(self.preview.model)} "
+            f"stores of them takes {format_size(self.ceiling.stored_bytes)}. A cache without bound "
+            f"hits {ceiling.rate:.1%} of the tokens; {self._again(ceiling):.1%} are computed "
+            "again.",
             highlight=False,
         )
-        columns = (
-            *("RAM", "tokens hit", "computed again", "of the ceiling", "with foresight"),
-            *("prompts hit", "evicted"),
-        )
-        table = new_table(columns, title=f"--eviction {self.eviction}")
-        for size, hits, best in self.rows:
-            rates = hits.rate, self._again(hits), self._share(hits), best.rate
-            counts = (f"{count:,}" for count in (hits.prompts_hit, hits.evicted))
-            table.add_row(format_size(size), *(f"{rate:.1%}" for rate in rates), *counts)
-        console.print(table)
+        self._print_sizes(console)
         if self.tails is not None:
             self._print_tails(console, self.tails)
-        if not self.others:
-            return
-        sizes = [format_size(size) for size, _, _ in self.rows]
-        heads = ("tokens", *sizes, "without bound", "all objects")
-        table = new_table(heads, title="tokens hit by --prefix-cache-retention-interval")
-        for rule, stored, most, each in self.others:
-            name = "unset" if rule.retention_tokens is None else f"{rule.retention_tokens:,}"
-            name += " (now)" if rule == self.preview.states else ""
-            table.add_row(name, *(f"{one.rate:.1%}" for one in (*each, most)), format_size(stored))
+        if self.rules:
+            self._print_rules(console)
+
+    def _print_sizes(self, console: PlainConsole) -> None:
+        columns = (
+            "RAM",
+            "tokens hit",
+            "computed again",
+            "of the ceiling",
+            "with foresight",
+            "prompts hit",
+            "evicted",
+        )
+        table = new_table(columns, title=f"--eviction {self.eviction}")
+        for row in self.sizes:
+            table.add_row(
+                format_size(row.ram_bytes),
+                f"{row.hits.rate:.1%}",
+                f"{self._again(row.hits):.1%}",
+                f"{self._share(row.hits):.1%}",
+                f"{row.foresight.rate:.1%}",
+                f"{row.hits.prompts_hit:,}",
+                f"{row.hits.evicted:,}",
+            )
         console.print(table)
 
-    def _print_tails(self, console: PlainConsole, tails: _Tails) -> None:
-        heads = "RAM", "tokens hit", "computed again", "at whole blocks", "prompts hit", "evicted"
-        title = f"hits inside a block, --prefix-match-unit {tails.unit_tokens}"
-        table = new_table(heads, title=title)
-        bounded = [(format_size(size), whole) for size, whole, _ in self.rows]
-        every, own = [*bounded, ("without bound", self.ceiling)], [*tails.hits, tails.ceiling]
-        for (size, whole), hits in zip(every, own, strict=True):
-            rates = hits.rate, self._again(hits), self._again(whole)
-            counts = (f"{count:,}" for count in (hits.prompts_hit, hits.evicted))
-            table.add_row(size, *(f"{rate:.1%}" for rate in rates), *counts)
+    def _print_rules(self, console: PlainConsole) -> None:
+        sizes = [format_size(row.ram_bytes) for row in self.sizes]
+        columns = ("tokens", *sizes, "without bound", "all objects")
+        table = new_table(columns, title="tokens hit by --prefix-cache-retention-interval")
+        for rule, (unlimited, of_sizes) in self.rules:
+            name = "unset" if rule.retention_tokens is None else f"{rule.retention_tokens:,}"
+            name += " (now)" if rule == self.preview.states else ""
+            rates = [f"{hits.rate:.1%}" for hits in (*of_sizes, unlimited.hits)]
+            table.add_row(name, *rates, format_size(unlimited.stored_bytes))
         console.print(table)
-        size = format_size(tails.stored_bytes)
+
+    def _print_tails(self, console: PlainConsole, tails: _TailHits) -> None:
+        columns = ("RAM", "tokens hit", "computed again", "at whole blocks")
+        title = f"hits inside a block, --prefix-match-unit {tails.unit_tokens}"
+        table = new_table((*columns, "prompts hit", "evicted"), title=title)
+        unlimited, of_sizes = tails.hits
+        names = [*(format_size(row.ram_bytes) for row in self.sizes), "without bound"]
+        whole_blocks = [*(row.hits for row in self.sizes), self.ceiling.hits]
+        rows = zip(names, [*of_sizes, unlimited.hits], whole_blocks, strict=True)
+        for name, hits, whole in rows:
+            table.add_row(
+                name,
+                f"{hits.rate:.1%}",
+                f"{self._again(hits):.1%}",
+                f"{self._again(whole):.1%}",
+                f"{hits.prompts_hit:,}",
+                f"{hits.evicted:,}",
+            )
+        console.print(table)
+        size = format_size(unlimited.stored_bytes)
         console.print(f"With them all that is stored takes {size}.", highlight=False)
 
     def _rates(self, hits: ReplayHits) -> dict[str, Any]:
@@ -279,14 +332,16 @@ class _Told:
 
     def _again(self, hits: ReplayHits) -> float:
         """The share of all tokens that are computed although an earlier prompt had them."""
-        return max(0, self.known - hits.tokens_hit) / hits.tokens if hits.tokens else 0.0
+        return max(0, self.known_tokens - hits.tokens_hit) / hits.tokens if hits.tokens else 0.0
 
     def _share(self, hits: ReplayHits) -> float:
-        return hits.tokens_hit / self.ceiling.tokens_hit if self.ceiling.tokens_hit else 1.0
+        """The tokens hit as a share of those that a cache without bound hits."""
+        ceiling = self.ceiling.hits
+        return hits.tokens_hit / ceiling.tokens_hit if ceiling.tokens_hit else 1.0
 
 
 def _rules(preview: ConfigPreview, prompts: Sequence[TracePrompt]) -> list[StateRule]:
-    """The engine's rule, and others that keep states at other places, the fewest states first."""
+    """The engine's rule and others that keep states at other places, the fewest states first."""
     geometry, now = preview.geometry, preview.states
     assert geometry is not None
     longest = max(prompt.tokens for prompt in prompts)
@@ -300,44 +355,49 @@ def _rules(preview: ConfigPreview, prompts: Sequence[TracePrompt]) -> list[State
     chosen = {0: replace(now, retention_tokens=0)}
     chosen |= dict(sorted(rules.items())[:INTERVALS_MAX])
     chosen[now.period_tokens(group)] = now
+    # Period 0, only the last boundary of a prompt, has the fewest states.
     most = max(longest, *chosen)
-    return [rule for _, rule in sorted(chosen.items(), key=lambda one: -(one[0] or most + 1))]
+    periods = sorted(chosen, key=lambda period: -(period or most + 1))
+    return [chosen[period] for period in periods]
 
 
-def _all_hits(
-    model: ReplayModel,
-    prompts: Sequence[TracePrompt],
-    sizes: Sequence[int],
-    eviction: EvictionPolicy,
-) -> tuple[int, ReplayHits, list[ReplayHits]]:
-    """(bytes of all objects, hits without bound, hits of each size)"""
-    unlimited = UnlimitedCache(model)
-    most = _served(unlimited, prompts, "without bound")
-    stored = unlimited.stored_bytes
-    return stored, most, [_hits(model, prompts, size, stored, eviction) for size in sizes]
+@dataclass
+class _Trials:
+    """Runs a trace through caches of several sizes."""
 
+    prompts: Sequence[TracePrompt]
+    sizes: Sequence[int]
+    eviction: EvictionPolicy
 
-def _hits(
-    model: ReplayModel,
-    prompts: Sequence[TracePrompt],
-    size: int,
-    everything: int,
-    eviction: EvictionPolicy,
-) -> ReplayHits:
-    # A cache that is larger than everything behaves as one that is as large.
-    with TraceReplay(model, max(1, min(size, 2 * everything)), eviction) as cache:
-        return _served(cache, prompts, format_size(size))
+    def unlimited(self, model: ReplayModel) -> _UnlimitedHits:
+        """The hits of a cache without bound."""
+        cache = UnlimitedCache(model)
+        hits = _served(cache, self.prompts, "without bound")
+        return _UnlimitedHits(hits, cache.stored_bytes)
+
+    def hits(self, model: ReplayModel, size: int, everything_bytes: int) -> ReplayHits:
+        """The hits of a cache of `size` bytes, where all objects have `everything_bytes`."""
+        # A cache that is larger than everything behaves as one that is as large.
+        ram_bytes = max(1, min(size, 2 * everything_bytes))
+        with TraceReplay(model, ram_bytes, self.eviction) as cache:
+            return _served(cache, self.prompts, format_size(size))
+
+    def all_hits(self, model: ReplayModel) -> _AllHits:
+        """The hits of a cache without bound, and of each size."""
+        unlimited = self.unlimited(model)
+        of_sizes = [self.hits(model, size, unlimited.stored_bytes) for size in self.sizes]
+        return _AllHits(unlimited, of_sizes)
 
 
 def _served(
     cache: TraceReplay | UnlimitedCache | ForesightCache, prompts: Sequence[TracePrompt], what: str
 ) -> ReplayHits:
-    """All hits; from time to time standard error says how far it is."""
-    total, told = ReplayHits(), time.monotonic()
+    """The hits of all prompts. The progress is printed to standard error from time to time."""
+    total, printed_at = ReplayHits(), time.monotonic()
     for prompt in prompts:
         total += cache.serve(prompt)
-        if time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - printed_at > PROGRESS_SECONDS:
+            printed_at = time.monotonic()
             print(f"{what}: {total.prompts:,} of {len(prompts):,} prompts", file=sys.stderr)
     return total
 
@@ -347,8 +407,10 @@ def _preview(arguments: argparse.Namespace) -> ConfigPreview:
     if arguments.model is not None or arguments.vllm_arguments:
         report = inspect_model(arguments.model, arguments.vllm_arguments, waiting)
         if report.preview is None or report.preview.geometry is None:
-            failed = [one.sentence for one in report.findings if one.verdict is Verdict.FAIL]
-            raise HybridKVError("; ".join(failed) or "vLLM gave no KV cache groups")
+            failures = [
+                finding.sentence for finding in report.findings if finding.verdict is Verdict.FAIL
+            ]
+            raise HybridKVError("; ".join(failures) or "vLLM gave no KV cache groups")
         return report.preview
     socket_path = socket_of(arguments)
     with ControlClient(socket_path) as control:

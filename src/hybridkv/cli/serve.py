@@ -1,4 +1,4 @@
-"""`hybridkv serve`."""
+"""`hybridkv serve`: the daemon's process, from its options to its detachment."""
 
 import argparse
 import contextlib
@@ -23,17 +23,17 @@ from hybridkv.shm.arena import shm_directory
 
 
 def _option(setting: DaemonSetting) -> Argument:
-    """A setting of the daemon as an option; without a value it is looked for elsewhere."""
-    told: dict[str, Any] = {"dest": setting.key, "help": setting.help}
+    """A setting of the daemon as an option. It has no default, because `resolve` knows that."""
+    keywords: dict[str, Any] = {"dest": setting.key, "help": setting.help}
     if setting.is_switch:
-        told["action"] = argparse.BooleanOptionalAction
+        keywords["action"] = argparse.BooleanOptionalAction
     elif setting.choices is not None:
-        told["choices"] = setting.choices
+        keywords["choices"] = setting.choices
     else:
-        told["metavar"] = setting.metavar
+        keywords["metavar"] = setting.metavar
     if setting.is_list:
-        told["action"] = "append"
-    return setting.option, told
+        keywords["action"] = "append"
+    return Argument(setting.option, keywords)
 
 
 @command(
@@ -42,18 +42,19 @@ def _option(setting: DaemonSetting) -> Argument:
     switch("--detach", "return when it serves, and go on in the background, with no parent"),
 )
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM, which leaves the cache to the next daemon, or SIGINT, which frees it."""
+    """Serve until a signal. SIGTERM leaves the cache to the next daemon, and SIGINT frees it."""
     if arguments.disk is not None:
         arguments.disk = os.path.abspath(arguments.disk)
-    settings = resolve(vars(arguments), os.environ, *settings_file(arguments))
+    file = settings_file(arguments)
+    settings = resolve(vars(arguments), os.environ, file.keys, file.path)
     socket_path = Path(socket_of(arguments))
     log_file = start_log(
         settings, settings.log_file or ("auto" if arguments.detach else None), socket_path
     )
     options = ServeOptions(
-        socket_path,
-        settings.ram_bytes,
-        settings.metrics_port,
+        socket_path=socket_path,
+        ram_bytes=settings.ram_bytes,
+        metrics_port=settings.metrics_port,
         fresh=settings.fresh,
         eviction=settings.eviction,
         salt_quota_bytes=settings.salt_quota_bytes,
@@ -81,7 +82,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _notify() -> None:
-    """Tell the service manager that started this process, if it asked, that it serves."""
+    """Tell the service manager that this process serves, if it was started by one that asked."""
     name = os.environ.pop("NOTIFY_SOCKET", "")
     if not name:
         return
@@ -93,11 +94,12 @@ def _notify() -> None:
 
 
 def _detach(log_file: str | None) -> Callable[[], None]:
-    """Go on in a session of its own, in a process that has no parent once it serves.
+    """Fork. The child goes on in a session of its own, and this process waits until it serves.
 
-    The process of the caller ends when the function that is returned was called, or with the status
-    of the one that goes on, which has no stream of the caller then. Its standard error is the log,
-    or stays where there is no file for that.
+    Returns, in the child, the function to call once it serves. That ends this process with
+    EXIT_SERVING, and closes the caller's streams in the child. The child's standard error is then
+    the log, or stays as it was where there is no log file. If the child ends before it serves, this
+    process ends with its status.
     """
     served, serving = os.pipe()
     if child := os.fork():
@@ -109,14 +111,14 @@ def _detach(log_file: str | None) -> Callable[[], None]:
     os.setsid()
 
     def on_serving() -> None:
-        # Whoever reads what the caller says would wait until the daemon ends.
+        # A reader of the caller's streams would wait until the daemon ends.
         with open(os.devnull, "r+b") as nowhere:
             os.dup2(nowhere.fileno(), 0)
             os.dup2(nowhere.fileno(), 1)
         if log_file is not None:
             with open(log_file, "ab") as log:
                 os.dup2(log.fileno(), 2)
-        # Whoever started it may be gone.
+        # The process that started the daemon may have ended.
         with contextlib.suppress(BrokenPipeError):
             os.write(serving, b"\0")
         os.close(serving)

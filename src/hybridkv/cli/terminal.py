@@ -1,4 +1,4 @@
-"""What commands print: text of others as it is and obeyed by nobody, tables, bars, and JSON."""
+"""The output of commands: tables, bars, JSON, and foreign text that no terminal obeys."""
 
 import contextlib
 import json
@@ -15,12 +15,15 @@ STYLES = {Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
 def plain(text: str) -> str:
-    """`text` without the characters that a terminal obeys; clients may name anything so."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+    """`text`, which a client may have chosen, without characters that a terminal obeys.
+
+    "a\\x1b[2J" -> "a\\ufffd[2J"
+    """
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 class PlainConsole(Console):
-    """Standard output on which no word is markup; `width` columns wide where it is no terminal."""
+    """Standard output, on which no word is markup. Without a terminal it has `width` columns."""
 
     def __init__(self, width: int | None = None) -> None:
         super().__init__(markup=False, emoji=False)
@@ -28,40 +31,48 @@ class PlainConsole(Console):
             self.width = width
 
     def on_broken_pipe(self) -> None:
-        """Left to the command, which ends as it does without this library."""
+        """Raise BrokenPipeError, so that the command ends as it would without this library."""
         raise BrokenPipeError
 
 
 def new_table(
     columns: Iterable[str], left: Collection[str] = (), title: str | None = None
 ) -> Table:
-    """A table whose columns are flush right, but for those in `left`."""
-    made = (Column(name, justify="left" if name in left else "right") for name in columns)
-    return Table(*made, title=title, title_justify="left")
+    """Returns a table. Its columns are flush right, except for those in `left`."""
+    aligned = (Column(name, justify="left" if name in left else "right") for name in columns)
+    return Table(*aligned, title=title, title_justify="left")
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:
-    """Lines of names and values, the values below each other."""
+    """Returns lines of names and values: [("a", 1), ("bcd", 2)] -> ["a    1", "bcd  2"]."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
 def print_json(value: object, sort_keys: bool = False) -> None:
-    """What commands print with --json."""
+    """Print a value as commands do with --json."""
     print(json.dumps(value, indent=2, sort_keys=sort_keys))
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """What is to be called after each of `total` steps; nothing is left of the bar at the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    """Show a bar of `total` steps, which disappears at the end.
+
+    Yields a function to be called after each step.
+    """
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
 
 def waiting(seconds: float) -> None:
-    """Standard error says that vLLM is at work, which takes half a minute or more."""
+    """Say on standard error that vLLM is at work, which takes half a minute or more."""
     print(f"vLLM reads the configuration, since {seconds:.0f} s", file=sys.stderr)

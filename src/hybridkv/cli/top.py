@@ -10,7 +10,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -28,14 +29,15 @@ INTERVAL_SECONDS = 1.0
 INTERVAL_SECONDS_MIN = 0.25
 LOOK_SECONDS = 0.1  # A key or another size of the terminal is seen so soon.
 ANSWER_SECONDS = 5.0
-QUIT = frozenset("qQ\x03\x1b")
+QUIT_KEYS = frozenset("qQ\x03\x1b")
 _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
-"""What a terminal sends for arrows, function keys, and keys with Alt."""
+"""The sequences that a terminal sends for arrows, function keys, and keys with Alt."""
 WIDTH_MIN = 40
 BLOCKS = " ▁▂▃▄▅▆▇█"
-LABEL = 10
-METER = 24
+LABEL_COLUMNS = 10
+METER_COLUMNS = 24
 COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
+OUTCOME_COLOURS = {Outcome.LOADED: "green", Outcome.FAILED: "red"}
 
 
 @command(
@@ -45,7 +47,7 @@ COLOURS = {"bad": "bold red", "warn": "yellow", "note": "dim"}
     option("--interval SECONDS", "(default: %(default)s)", type=float, default=INTERVAL_SECONDS),
 )
 def run_top(arguments: argparse.Namespace) -> int:
-    """Show until q or Ctrl-C."""
+    """Show the status until q or Ctrl-C, or print it once."""
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
         raise ConfigError(what, "1 works")
@@ -90,7 +92,7 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
                 until = time.monotonic() + interval
                 while time.monotonic() < until and console.size == size:
                     ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
-                    if ready and heard(os.read(sys.stdin.fileno(), 64)) & QUIT:
+                    if ready and keys_in(os.read(sys.stdin.fileno(), 64)) & QUIT_KEYS:
                         return
                 if console.size != size:
                     continue
@@ -107,36 +109,44 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Read keys without Enter and without an echo; afterwards the terminal is as it was."""
-    before = termios.tcgetattr(sys.stdin)
-    numbers = signal.SIGINT, signal.SIGTERM
-    handlers = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    """Read keys without Enter and without an echo. At the end the terminal is as it was."""
+    attributes = termios.tcgetattr(sys.stdin)
+    handlers = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     tty.setcbreak(sys.stdin)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-        for number, handler in zip(numbers, handlers, strict=True):
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def heard(said: bytes) -> set[str]:
-    """The keys in what a terminal sent; Escape is one unless it begins another key's sequence."""
-    # Nothing means that the terminal has ended.
-    return set(_SEQUENCE.sub("", said.decode(errors="replace"))) if said else {"q"}
+def keys_in(sent: bytes) -> set[str]:
+    """Returns the keys in what a terminal sent: b"a\\x1b[A" -> {"a"}, without the arrow key.
+
+    Escape is a key unless it begins another key's sequence. A terminal that has ended sends b"",
+    which is the key "q".
+    """
+    return set(_SEQUENCE.sub("", sent.decode(errors="replace"))) if sent else {"q"}
 
 
 def frame(status: Status, place: str, width: int, height: int) -> Text:
-    """The page: at most `height` lines (0: as many as there are) of `width` columns."""
+    """Returns the page of the daemon at `place`, in lines of `width` columns.
+
+    It has at most `height` lines, and with 0 as many as it needs.
+    """
     width = max(width, WIDTH_MIN)
-    problems = [one for one in status.health if one.level != "note"]
+    problems = [problem for problem in status.health if problem.level != "note"]
     state = ("all is well", "green")
     if problems:
         state = f"{len(problems)} problem{'s' * (len(problems) > 1)}", COLOURS[problems[0].level]
     up = f"  up {_time(status.uptime_seconds)}  "
     head = [Text.assemble(("hybridkv", "bold"), "  ", state, up, (plain(place), "dim"))]
-    for one in status.health[: 3 if height else 100]:
-        head.append(Text(f"• {plain(one.text)}", COLOURS[one.level]))
+    for problem in status.health[: 3 if height else 100]:
+        head.append(Text(f"• {plain(problem.text)}", COLOURS[problem.level]))
     head += [Text(), *_levels(status, width), Text()]
     parts = [part(status, width) for part in (_past, _groups, _engines, _decisions)]
     lines = [*head, *_fitted(parts, height - len(head) if height else None)]
@@ -146,12 +156,15 @@ def frame(status: Status, place: str, width: int, height: int) -> Text:
 
 
 def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
-    """The parts in order; without room for all, each gets a share, and the last one the rest."""
+    """The lines of the parts in order, at most `room` of them. None = no limit.
+
+    Without room for all, each part gets a share, and the last one the rest.
+    """
     for at, part in enumerate(parts):
         if room is None:
             yield from [*part, Text()]
         elif part and room >= 2:
-            later = sum(min(4, len(other) + 1) for other in parts[at + 1 :] if other)
+            later = sum(min(4, len(following) + 1) for following in parts[at + 1 :] if following)
             lines = part[: max(2, room - later)]
             yield from lines
             room -= len(lines)
@@ -161,8 +174,9 @@ def _fitted(parts: Sequence[list[Text]], room: int | None) -> Iterable[Text]:
 
 
 def _levels(status: Status, width: int) -> Iterable[Text]:
+    """Lines on what the cache does now: its hit rate, memory, tiers and rates."""
     # A narrow terminal has room left for the figures.
-    meter = min(METER, (width - 20) * 2 // 5)
+    meter = min(METER_COLUMNS, (width - 20) * 2 // 5)
     values, rates = status.values, status.minute.per_second
     hit, ceiling = status.recent.hit, status.recent.ceiling
     yield _label("helping").append(status.help)
@@ -171,19 +185,20 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
         yield line.append("nothing was looked up in the last hour", "dim")
     else:
         line.append(_meter(hit, meter, ceiling)).append(f" {hit:.1%}")
-        more = f" of {ceiling:.1%} that a cache of unlimited size had"
-        yield line.append(more if ceiling - hit >= 0.0005 else " of as much as there was", "dim")
+        is_below = ceiling - hit >= 0.0005
+        limit = f"{ceiling:.1%} that a cache of unlimited size had" if is_below else ""
+        yield line.append(f" of {limit or 'as much as there was'}", "dim")
     used = values["bytes_committed"] + values["bytes_writing"]
     line = _held("ram", used, values["bytes_arena"], meter)
     yield line.append(f"  {values['objects']:,.0f} objects", "dim")
     for tier in status.tiers:
-        state = ("breaker open", COLOURS["bad"]) if tier.is_shut else ("well", "green")
+        state = Text("breaker open", COLOURS["bad"]) if tier.is_shut else Text("well", "green")
         if not tier.is_open or tier.is_hung:
-            state = "hangs" if tier.is_open else "not open", COLOURS["bad"]
+            state = Text("hangs" if tier.is_open else "not open", COLOURS["bad"])
         speed = tier.values.get("bytes_per_second", 0.0)
         note = f", reads {format_size(speed)}/s" if speed else ""
         line = _held(tier.name, tier.values.get("bytes"), tier.values.get("bytes_max"), meter)
-        yield line.append("  ").append(*state).append(note, "dim")
+        yield line.append("  ").append(state).append(note, "dim")
     waiting = values.get("lookups_waiting", 0.0)
     yield _label("last min").append(
         f"{rates['lookups']:.3g} lookups/s, loaded {format_size(rates['bytes_loaded'])}/s, "
@@ -192,9 +207,19 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
     )
 
 
+class _Chart(NamedTuple):
+    """A row of bars, one for each value."""
+
+    label: str
+    values: Sequence[float | None]
+    text_of: Callable[[float], str]  # Makes the text of the last value.
+    top: float | None = None  # The value of a full bar; None = the largest value.
+    colour: str = "blue"
+
+
 def _past(status: Status, width: int) -> list[Text]:
-    """Little charts of the last minutes."""
-    past, room = status.hour, width - LABEL - 14
+    """Lines with a chart each of the last minutes, as wide as there is room."""
+    past, room = status.hour, width - LABEL_COLUMNS - 14
     shown = min(room, len(past.ages))
     if shown < 2:
         return []
@@ -203,96 +228,104 @@ def _past(status: Status, width: int) -> list[Text]:
         return f"{format_size(value)}/s"
 
     lines = [Text(f"the last {_time(shown * past.step_seconds)}", "dim")]
-    for label, values, most, text, colour in (
-        ("hit rate", past.hit, 1.0, "{:.0%}".format, "blue"),
-        ("ceiling", past.ceiling, 1.0, "{:.0%}".format, "yellow"),
-        ("loaded", past.loaded, None, speed, "blue"),
-        ("stored", past.stored, None, speed, "blue"),
-        ("lookups", past.lookups, None, "{:.3g}/s".format, "blue"),
+    for chart in (
+        _Chart("hit rate", past.hit, "{:.0%}".format, top=1.0),
+        _Chart("ceiling", past.ceiling, "{:.0%}".format, top=1.0, colour="yellow"),
+        _Chart("loaded", past.loaded, speed),
+        _Chart("stored", past.stored, speed),
+        _Chart("lookups", past.lookups, "{:.3g}/s".format),
     ):
-        tail = values[-room:]
+        tail = chart.values[-room:]
         known = [value for value in tail if value is not None]
-        top = most or max(known, default=0.0)
-        line = _label(label).append("".join(_block(value, top) for value in tail), colour)
-        lines.append(line.append(f" {text(known[-1]) if known else '-'}"))
+        top = chart.top or max(known, default=0.0)
+        line = _label(chart.label)
+        line.append("".join(_block(value, top) for value in tail), chart.colour)
+        lines.append(line.append(f" {chart.text_of(known[-1]) if known else '-'}"))
     return lines
 
 
 def _groups(status: Status, width: int) -> list[Text]:
+    """Lines with the objects in RAM of each group."""
     groups = [group for group in status.groups if group.objects]
     if not groups:
         return []
-    most = max(group.held_bytes for group in groups)
+    largest_bytes = max(group.held_bytes for group in groups)
     lines = [Text("in ram, by group", "dim")]
-    meter = METER if width >= 100 else min(METER, (width - 20) * 2 // 5) // 2
+    meter = METER_COLUMNS if width >= 100 else min(METER_COLUMNS, (width - 20) * 2 // 5) // 2
     room = width - meter - 46
     for group in groups:
         owner = os.path.basename(group.model.rstrip("/")) or group.identity or "all others"
         kind = f"{group.gid} {group.kind.replace('_', ' ')}" if group.identity else ""
         line = Text(f"{_cut(owner, room):<{max(room, 0)}} {kind:<16} ")
         held = f" {format_size(group.held_bytes):>9}  {group.objects:>7,} objects"
-        lines.append(line.append(_meter(group.held_bytes / most, meter)).append(held))
+        lines.append(line.append(_meter(group.held_bytes / largest_bytes, meter)).append(held))
     return lines
 
 
 def _engines(status: Status, width: int) -> list[Text]:
+    """Lines with the engines and their loads."""
     lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
-    engine = min(24, width // 6)
-    room = max(width - engine - 45, 0)
+    name_columns = min(24, width // 6)
+    room = max(width - name_columns - 45, 0)
     for session in status.sessions:
         state = "" if session.is_connected else "  gone, its workers may still copy"
         model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
-        name = f"{_cut(session.engine_id, engine):<{engine + 1}}{model:<{room}}"
-        does = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} reserved"
-        line = Text(f"{name}{does}  since {_time(session.since)}")
+        name = f"{_cut(session.engine_id, name_columns):<{name_columns + 1}}{model:<{room}}"
+        load = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} reserved"
+        line = Text(f"{name}{load}  since {_time(session.since)}")
         lines.append(line.append(state, "yellow"))
     return lines
 
 
 def _decisions(status: Status, _: int) -> list[Text]:
+    """Lines with the last requests and what became of them."""
     lines = [Text("recent decisions", "dim")] if status.decisions else []
     for decision in status.decisions:
-        named = f"{_cut(decision.request_id, 24):<25}{_cut(decision.prompt, 13):<14}"
-        is_loaded = decision.outcome is Outcome.LOADED
-        colour = "green" if is_loaded else "red" if decision.outcome is Outcome.FAILED else "dim"
-        text = f"{decision.outcome}: {plain(decision.text)}", colour
-        lines.append(Text.assemble(f"{_time(decision.age):>7}  {named}", text))
+        name = f"{_cut(decision.request_id, 24):<25}{_cut(decision.prompt, 13):<14}"
+        colour = OUTCOME_COLOURS.get(decision.outcome, "dim")
+        text = f"{decision.outcome}: {plain(decision.text)}"
+        line = Text(f"{_time(decision.age):>7}  {name}")
+        lines.append(line.append(text, colour))
     return lines
 
 
-def _held(name: str, used: float | None, most: float | None, meter: int) -> Text:
+def _held(name: str, used: float | None, bound: float | None, meter: int) -> Text:
+    """A line with the `used` bytes of a tier, a bar of `meter` columns, and the tier's bound."""
     line = _label(name)
     if used is None:
         return line.append("not known", "dim")
-    line.append(_meter(used / most if most else 0.0, meter)).append(f" {format_size(used)}")
-    return line.append(f" of {format_size(most)}" if most else "", "dim")
+    line.append(_meter(used / bound if bound else 0.0, meter)).append(f" {format_size(used)}")
+    return line.append(f" of {format_size(bound)}" if bound else "", "dim")
 
 
 def _label(name: str) -> Text:
-    return Text(f"{_cut(name, LABEL - 1):<{LABEL}}")
+    return Text(f"{_cut(name, LABEL_COLUMNS - 1):<{LABEL_COLUMNS}}")
 
 
-def _meter(share: float, size: int, beyond: float | None = None) -> Text:
+def _meter(share: float, columns: int, ceiling: float | None = None) -> Text:
+    """A bar that is full up to `share`, and shaded from there to `ceiling`."""
     share = min(1.0, max(0.0, share))
-    full = round(share * size)
-    more = max(full, round(min(1.0, beyond or 0.0) * size))
-    return Text.assemble(
-        ("█" * full, "blue"), ("▒" * (more - full), "yellow"), ("·" * (size - more), "dim")
-    )
+    full = round(share * columns)
+    shaded = max(full, round(min(1.0, ceiling or 0.0) * columns)) - full
+    empty = columns - full - shaded
+    return Text.assemble(("█" * full, "blue"), ("▒" * shaded, "yellow"), ("·" * empty, "dim"))
 
 
-def _block(value: float | None, most: float) -> str:
+def _block(value: float | None, top: float) -> str:
+    """One bar of a chart: (4.0, 8.0) -> "▄"."""
     if value is None:
         return " "
-    return BLOCKS[max(1, min(8, round(8 * value / most))) if most else 1]
+    return BLOCKS[max(1, min(8, round(8 * value / top))) if top else 1]
 
 
 def _cut(text: str, width: int) -> str:
+    """The text in at most `width` columns: ("abcdef", 4) -> "abc…"."""
     shown = plain(text)
     return shown if len(shown) <= width else f"{shown[: max(width - 1, 0)]}…"
 
 
 def _time(seconds: float) -> str:
+    """A duration in one unit: 7200.0 -> "2 h"."""
     for unit, name in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.95 * unit:
             return f"{seconds / unit:.0f} {name}"

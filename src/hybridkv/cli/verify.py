@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hybridkv.cli.arguments import JSON, command, model, option
+from hybridkv.cli.arguments import JSON, command, model_arguments, option
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -41,7 +41,11 @@ PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 SETTLED_COUNTERS = (
-    *("tokens_loaded", "bytes_loaded", "loads_failed", "objects_stored", "bytes_stored"),
+    "tokens_loaded",
+    "bytes_loaded",
+    "loads_failed",
+    "objects_stored",
+    "bytes_stored",
 )
 FLIP_BITS = 0x41
 NO_BRANCH = "it takes recurrent layers, and no drafter that shortens the engine's own hits"
@@ -51,7 +55,7 @@ _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
 
 
 @command(
-    *model(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
+    *model_arguments(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
     JSON,
     option("--ram SIZE", "memory of the daemon under test (default: %(default)s)", default="1GiB"),
     option(
@@ -65,7 +69,7 @@ _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
     option("--flip", argparse.SUPPRESS, choices=("detect", "blind")),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Run all arms; 0 = every answer and every byte is right and every expected hit happened."""
+    """Run all arms. Returns 0 if all answers and bytes are right and all expected hits happened."""
     console = Console(stderr=True)
 
     def say(text: str) -> None:
@@ -75,17 +79,19 @@ def run_verify(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         logs = Path(tempfile.mkdtemp(prefix="hybridkv-verify-logs-"))
         try:
-            proof = Verification(
-                model,
-                arguments.vllm_arguments,
-                ram=arguments.ram,
-                repeat=arguments.repeat,
-                flip=arguments.flip,
+            verification = Verification(
+                VerifyRequest(
+                    model=model,
+                    vllm_arguments=arguments.vllm_arguments,
+                    ram=arguments.ram,
+                    repeat=arguments.repeat,
+                    flip=arguments.flip,
+                ),
                 directory=Path(directory),
                 logs=logs,
                 say=say,
             )
-            arms = proof.run()
+            arms = verification.run()
         except HybridKVError as error:
             if not any(logs.iterdir()):
                 logs.rmdir()  # No engine has started.
@@ -96,21 +102,32 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if ok:
         shutil.rmtree(logs)
     if arguments.json:
-        names = "chunk_tokens", "groups", "distinct_tokens"
-        told = {"ok": ok, "model": model, **{name: getattr(proof, name) for name in names}}
-        print_json({**told, "seconds": round(proof.seconds, 1), "arms": [*map(asdict, arms)]})
+        print_json(
+            {
+                "ok": ok,
+                "model": model,
+                "chunk_tokens": verification.chunk_tokens,
+                "groups": verification.groups,
+                "distinct_tokens": verification.distinct_tokens,
+                "seconds": round(verification.seconds, 1),
+                "arms": [*map(asdict, arms)],
+            }
+        )
     elif arms[0].not_served is not None:
-        print(f"NOT PROVEN: {NotServedError.TEXT} ({proof.seconds:.0f} s)")
+        print(f"NOT PROVEN: {NotServedError.TEXT} ({verification.seconds:.0f} s)")
     else:
-        title = f"hybridkv verify {model}: chunk {proof.chunk_tokens} tokens, groups {proof.groups}"
-        _print_table(title, arms)
+        chunk = f"chunk {verification.chunk_tokens} tokens, groups {verification.groups}"
+        _print_table(f"hybridkv verify {model}: {chunk}", arms)
         verdict = "every answer and every byte is right" if ok else "DIFFERENT: see the red rows"
-        print(f"{verdict} ({proof.seconds:.0f} s)")
+        print(f"{verdict} ({verification.seconds:.0f} s)")
     return int(not ok)
 
 
 def _without_block_drop(argument: str) -> str:
-    """vLLM's argument, or the value of --speculative-config with its own hits at full length."""
+    """An argument of vLLM. In --speculative-config, its own hits get their full length.
+
+    '--speculative-config={"method":"mtp"}' -> the same with "disable_eagle_block_drop": true
+    """
     option, text = argument, ""
     if argument.startswith("{"):
         option, text = "", argument
@@ -127,14 +144,31 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
     for arm in arms:
         table.add_row(
             arm.name,
-            *map(str, (arm.prompt_tokens, arm.external_tokens, arm.expected_external_tokens)),
-            *(f"{value:.0f}" for value in (arm.ttft_ms, arm.slowest_decode_step_ms)),
-            *map(format_size, (arm.bytes_stored, arm.bytes_loaded)),
-            *map(_SHOWN.get, (arm.same_tokens, arm.same_logprobs, arm.same_bytes, arm.same_drafts)),
+            str(arm.prompt_tokens),
+            str(arm.external_tokens),
+            str(arm.expected_external_tokens),
+            f"{arm.ttft_ms:.0f}",
+            f"{arm.slowest_decode_step_ms:.0f}",
+            format_size(arm.bytes_stored),
+            format_size(arm.bytes_loaded),
+            _SHOWN[arm.same_tokens],
+            _SHOWN[arm.same_logprobs],
+            _SHOWN[arm.same_bytes],
+            _SHOWN[arm.same_drafts],
             f"skipped: {arm.not_served}" if arm.not_served else arm.oracle,
             style=None if arm.ok else "bold red",
         )
     PlainConsole(160).print(table)
+
+
+class VerifyRequest(NamedTuple):
+    """The options of a proof."""
+
+    model: str  # A model directory, a hub name, or the name of a bundled model.
+    vllm_arguments: Sequence[str]
+    ram: str  # The size of the daemon's memory.
+    repeat: int = 0  # Further prompts, that are repeated after restarts and on another node.
+    flip: str | None = None  # "detect" or "blind": one stored byte is made wrong.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,39 +182,39 @@ class _SecondTurns:
 
 
 @dataclass(slots=True)
-class _MorePrompts:
-    """The prompts of the arms that have several."""
+class _ArmPrompts:
+    """The prompts that belong to one arm each."""
 
-    crowd: Sequence[list[int]] = ()  # They do not fit into the engine's blocks together.
-    repeated: Sequence[list[int]] = ()
+    crowd: Sequence[list[int]] = ()  # Prompts that do not fit into the engine's blocks together.
+    repeated: Sequence[list[int]] = ()  # Prompts of the arms of --repeat.
     turns: _SecondTurns = _SecondTurns()
     branch: list[int] = field(default_factory=list)
-    """It leaves the prompt of two parts where the first part's state stands; none without states,
-    or where a drafter makes the engine's own hits shorter."""
+    """A prompt that leaves the split prompt where the state of its first part stands. Empty without
+    states, or where a drafter makes the engine's own hits shorter."""
+
+
+class _StoredSlots(NamedTuple):
+    """The daemon's arena, and the header of each committed slot by its offset."""
+
+    arena: Arena
+    headers: dict[int, SlotHeader]
 
 
 class Verification:
-    """Runs the arms in order; each uses what the one before left behind."""
+    """Runs the arms in order. Each arm finds the caches as the arm before it left them."""
 
     def __init__(
-        self,
-        model: str,
-        vllm_arguments: Sequence[str],
-        *,
-        ram: str,
-        repeat: int,
-        flip: str | None,
-        directory: Path,
-        logs: Path,
-        say: Callable[[str], None],
+        self, request: VerifyRequest, *, directory: Path, logs: Path, say: Callable[[str], None]
     ) -> None:
-        """What is proven: a model and vLLM's arguments, with a daemon of `ram` (a size).
+        """Daemons have their sockets in `directory`, and engines their logs in `logs`.
 
-        Each engine has a log below `logs`.
+        `say` prints what is done next.
         """
-        self._repeat, self._flip, self._logs, self._say = repeat, flip, logs, say
+        self._repeat, self._flip = request.repeat, request.flip
+        self._logs, self._say = logs, say
         self._engines_started = 0
         self._environment: Mapping[str, str] = {}
+        model = request.model
         bundled = bundled_models().get(model)
         self._arguments = [f"--model={bundled or model}"]
         if bundled is not None:
@@ -190,13 +224,15 @@ class Verification:
             missing = f"there is no directory {model}"
             named = missing if "/" in model else f"{model!r} is not bundled"
             raise ConfigError(f"--model: {named}", f"{', '.join(bundled_models())} work")
-        self._arguments += vllm_arguments
+        self._arguments += request.vllm_arguments
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
-        shared = ["--tier", f"disk://{directory / 'shared'}"] if repeat else []
+        shared = ["--tier", f"disk://{directory / 'shared'}"] if request.repeat else []
         self._daemon, self._other_node = (
-            DaemonProcess(str(directory / f"{node}.sock"), ram, options=[*shared, "--node", node])
+            DaemonProcess(
+                str(directory / f"{node}.sock"), request.ram, options=[*shared, "--node", node]
+            )
             for node in ("daemon", "other")
         )
         self._socket_path = self._daemon.socket_path
@@ -205,9 +241,9 @@ class Verification:
         self.distinct_tokens = 0  # Of the first answer; one that repeats itself proves little.
         self.seconds = 0.0
         self._stateless_tokens = 0
-        """By so many tokens the last state of a prompt stands lower: vLLM plans its steps by the
-        block that its own hits of a drafter drop."""
-        self._more = _MorePrompts()
+        """How many tokens earlier the last state of a prompt stands. vLLM plans its steps by the
+        block that its own hits with a drafter drop."""
+        self._prompts = _ArmPrompts()
         self._judges = {
             "preempted": judging.judge_preempted,
             "second turns": judging.judge_turns,
@@ -216,7 +252,7 @@ class Verification:
         """The judge of each arm of several prompts."""
 
     def run(self) -> list[VerifyArm]:
-        """Every arm; or the first alone, where vLLM lets no engine serve it."""
+        """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
         started = time.monotonic()
         try:
             with self._daemon:
@@ -235,11 +271,11 @@ class Verification:
             )
         expected = CHUNKS * self.chunk_tokens
         arms = [judging.judge_reference(len(self._prompt), expected, reference)]
-        for one in measured:
-            arms.append(self._judges.get(one.name, judging.judge)(one, reference))
-        if self._more.turns.skipped:
-            arms.append(VerifyArm("second turns", not_served=self._more.turns.skipped, ok=True))
-        if not self._more.branch:
+        for measures in measured:
+            arms.append(self._judges.get(measures.name, judging.judge)(measures, reference))
+        if self._prompts.turns.skipped:
+            arms.append(VerifyArm("second turns", not_served=self._prompts.turns.skipped, ok=True))
+        if not self._prompts.branch:
             arms.append(VerifyArm("divergent", not_served=NO_BRANCH, ok=True))
         return arms
 
@@ -253,69 +289,82 @@ class Verification:
                 self._stateless_tokens = engine.info["dropped_tokens"]
             self._make_prompts(engine.info, geometry)
             if has_states and not self._stateless_tokens:
-                self._more.branch = [*self._first_part, *self._other[: self.chunk_tokens]]
+                self._prompts.branch = [
+                    *self._first_part,
+                    *self._warm_up_prompt[: self.chunk_tokens],
+                ]
             self._warm_up(engine)
-            others = self._stored()[1] if self._flip else ()
+            stored_before = self._stored_slots().headers if self._flip else ()
             yield self._measure(engine, "cold", [self._prompt])
             if self._flip:
-                self._flip_one_byte(others)
+                self._flip_one_byte(stored_before)
             engine.reset()
-            yield self._measure(engine, "warm", [self._prompt], CHUNKS)
+            yield self._measure(engine, "warm", [self._prompt], external_chunks=CHUNKS)
             self._compute_split(engine)
             engine.reset()
             engine.run(self._first_part, max_tokens=1)
-            chunks = CHUNKS - LOCAL_CHUNKS, LOCAL_CHUNKS
-            mixed = self._measure(engine, "mixed local and external", [self._split], *chunks)
+            mixed = self._measure(
+                engine,
+                "mixed local and external",
+                [self._split],
+                external_chunks=CHUNKS - LOCAL_CHUNKS,
+                local_chunks=LOCAL_CHUNKS,
+            )
             if engine.info["dropped_tokens"] and not self._stateless_tokens:
                 # vLLM's own hit is shorter than its oracle's, whose blocks came of other steps.
                 mixed = replace(mixed, expected=None, tolerance=judging.NOISE_MIN)
             yield mixed
-            if self._more.branch:
+            if self._prompts.branch:
                 # From outside comes the last state alone, and attention blocks from the first on.
                 engine.reset()
                 self._generate(engine, self._split)
-                yield self._measure(engine, "divergent", [self._more.branch], LOCAL_CHUNKS)
-            for prompt in (*self._more.repeated, *self._more.turns.first):
+                yield self._measure(
+                    engine, "divergent", [self._prompts.branch], external_chunks=LOCAL_CHUNKS
+                )
+            for prompt in (*self._prompts.repeated, *self._prompts.turns.first):
                 self._generate(engine, prompt)
             self._settled()
 
-    def _stored(self) -> tuple[Arena, dict[int, SlotHeader]]:
-        """The arena, and the header of every committed slot in it by offset."""
+    def _stored_slots(self) -> _StoredSlots:
         with ControlClient(self._socket_path) as control:
             arena = attach_arena(
                 arena_seen(control.welcome.arena_path), control.welcome.arena_bytes
             )
             reserved = int(control.stats().values["bytes_reserved"])
-            return arena, dict(committed_slots(arena.memory[:reserved]))
+            return _StoredSlots(arena, dict(committed_slots(arena.memory[:reserved])))
 
-    def _flip_one_byte(self, others: Collection[int]) -> None:
-        """One wrong byte, as by bad memory, in one stored object that is not at one of `others`.
+    def _flip_one_byte(self, excluded: Collection[int]) -> None:
+        """Make one byte of one stored object wrong, as bad memory would.
 
-        The object is one of a full attention group, since every hit needs all of those; without
-        such a group, one byte in every object is flipped. It stands in the middle, since a payload
-        may begin with what an answer does not depend on (an indexer's cache, while every token is
-        selected anyway), and it is the high byte of a float32 and of a bfloat16 alike.
+        The object's slot is not at one of the `excluded` offsets. It is of a full attention group,
+        because every hit needs all of those. Without such a group, a byte of every object is
+        flipped. The byte stands in the middle: a payload may begin with what an answer does not
+        depend on, such as an indexer's cache while every token is selected. It is the high byte of
+        a float32, and of a bfloat16.
         """
         with ControlClient(self._socket_path) as control:
             groups = [group for engine in control.engines() for group in engine.geometry.groups]
         full = {group.gid for group in groups if group.kind is GroupKind.FULL}
-        arena, stored = self._stored()
-        slots = {offset: slot for offset, slot in sorted(stored.items()) if offset not in others}
+        arena, headers = self._stored_slots()
+        slots = {
+            offset: header for offset, header in sorted(headers.items()) if offset not in excluded
+        }
         wanted = [offset for offset, slot in slots.items() if slot.gid in full][:1] or [*slots]
         for offset in wanted:
-            at = payload_offset(slots[offset].parts) + slots[offset].part_bytes // 16 * 8 + 3
+            header = slots[offset]
+            at = payload_offset(header.parts) + header.part_bytes // 16 * 8 + 3
             arena.memory[offset + at] ^= FLIP_BITS
         self._say(f"flipped one byte in {len(wanted)} of {len(slots)} stored objects")
 
     def _second_engine(self) -> Iterator[Measured]:
         with self._engine("second engine, started later") as engine:
             self._warm_up(engine)
-            yield self._measure(engine, "engine restarted", [self._prompt], CHUNKS)
+            yield self._measure(engine, "engine restarted", [self._prompt], external_chunks=CHUNKS)
             yield from self._measure_repeated(engine, "after the engine's restart")
-            if not self._more.turns.skipped:
-                prompts, hit = self._more.turns.second, self._more.turns.hit_tokens
-                turns = self._measure(engine, "second turns", prompts, together=False)
-                yield replace(turns, expected=hit)
+            if not self._prompts.turns.skipped:
+                turns = self._prompts.turns
+                measures = self._measure(engine, "second turns", turns.second, together=False)
+                yield replace(measures, expected=turns.hit_tokens)
             engine.reset()
             yield self._measure_killed(engine, "daemon killed midway")
             # A new daemon runs, and the engine is connected to it.
@@ -323,10 +372,10 @@ class Verification:
             engine.reset()
             deadline = time.monotonic() + DAEMON_SECONDS
             while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
-                engine.run(self._other[: self.chunk_tokens // 2], max_tokens=1)
-            yield self._measure(engine, "daemon restarted", [self._prompt], CHUNKS)
+                engine.run(self._warm_up_prompt[: self.chunk_tokens // 2], max_tokens=1)
+            yield self._measure(engine, "daemon restarted", [self._prompt], external_chunks=CHUNKS)
             yield from self._measure_repeated(engine, "after the daemon's restart")
-            yield self._measure(engine, "preempted", self._more.crowd, 1)
+            yield self._measure(engine, "preempted", self._prompts.crowd, external_chunks=1)
 
     def _another_node(self) -> Iterator[Measured]:
         """An engine whose daemon shares a directory with the one under test, and no memory."""
@@ -342,35 +391,51 @@ class Verification:
             computed, local_hit = (self._generate(engine, self._prompt)[0] for _ in range(2))
             self._compute_split(engine)
             split_hit = self._generate(engine, self._split)[0]
-            branch = [self._generate(engine, self._more.branch)[0]] if self._more.branch else []
-            alone = [self._generate(engine, prompt)[0] for prompt in self._more.crowd]
+            branch = (
+                [self._generate(engine, self._prompts.branch)[0]] if self._prompts.branch else []
+            )
+            alone = [self._generate(engine, prompt)[0] for prompt in self._prompts.crowd]
             engine.reset()
-            noise = judging.deviation(self._generate(engine, *self._more.crowd), alone)
-            for prompt in (*self._more.repeated, *self._more.turns.first):
+            noise = judging.deviation(self._generate(engine, *self._prompts.crowd), alone)
+            for prompt in (*self._prompts.repeated, *self._prompts.turns.first):
                 self._generate(engine, prompt)
             repeated, turns = (
                 [self._generate(engine, prompt)[0] for prompt in prompts]
-                for prompts in (self._more.repeated, self._more.turns.second)
+                for prompts in (self._prompts.repeated, self._prompts.turns.second)
             )
-            hits = repeated, turns, branch
-            return ReferenceAnswers(computed, local_hit, split_hit, alone, noise, *hits)
+            return ReferenceAnswers(
+                computed=computed,
+                local_hit=local_hit,
+                split_hit=split_hit,
+                alone=alone,
+                noise=noise,
+                repeated=repeated,
+                turns=turns,
+                branch=branch,
+            )
 
     def _measure_repeated(self, engine: EngineProcess, arm: str) -> Iterator[Measured]:
-        """The prompts of `--repeat`, one after the other."""
-        if self._more.repeated:
+        """Run the prompts of `--repeat` as an arm, one after the other."""
+        if self._prompts.repeated:
             self._judges[arm] = judging.judge_repeated
-            chunks = CHUNKS * len(self._more.repeated)
-            yield self._measure(engine, arm, self._more.repeated, chunks, together=False)
+            prompts = self._prompts.repeated
+            chunks = CHUNKS * len(prompts)
+            yield self._measure(engine, arm, prompts, external_chunks=chunks, together=False)
 
     def _measure(
         self,
         engine: EngineProcess,
         arm: str,
         prompts: Sequence[list[int]],
-        *chunks: int,
+        *,
+        external_chunks: int = 0,
+        local_chunks: int = 0,
         together: bool = True,
     ) -> Measured:
-        """An arm; so many chunks must come from the connector, and from the engine's own cache."""
+        """Run an arm's prompts, at once if `together`, and return what was measured.
+
+        `external_chunks` must come from the connector, and `local_chunks` from the engine's cache.
+        """
         self._say(f"arm: {arm}")
         before = self._stats()
         if together:
@@ -378,11 +443,17 @@ class Verification:
         else:
             results = [self._generate(engine, prompt)[0] for prompt in prompts]
         delta = {key: int(count - before.get(key, 0)) for key, count in self._settled().items()}
-        tokens = (count * self.chunk_tokens for count in chunks)
-        return Measured(arm, sum(map(len, prompts)), results, delta, *tokens)
+        return Measured(
+            name=arm,
+            prompt_tokens=sum(map(len, prompts)),
+            results=results,
+            delta=delta,
+            expected=external_chunks * self.chunk_tokens,
+            local=local_chunks * self.chunk_tokens,
+        )
 
     def _measure_killed(self, engine: EngineProcess, arm: str) -> Measured:
-        """The daemon gets a kill -9 as soon as it has answered the request's lookup."""
+        """Run an arm in which the daemon is killed as soon as it has answered the lookup."""
         self._say(f"arm: {arm}")
         lookups = self._stats().get("lookups", 0)
         engine.begin("run", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
@@ -399,7 +470,7 @@ class Verification:
         return Measured(arm, len(self._prompt), [result], loaded, None)
 
     def _generate(self, engine: EngineProcess, *prompts: list[int]) -> list[dict[str, Any]]:
-        """Answers of MAX_TOKENS; several prompts share a pool that runs out of blocks meanwhile."""
+        """Returns answers of MAX_TOKENS. Several prompts share a pool that runs out of blocks."""
         results = engine.run(*prompts, max_tokens=MAX_TOKENS, starve=len(prompts) > 1)
         for result in results:
             if (count := len(result.get("tokens", ()))) != MAX_TOKENS:
@@ -420,11 +491,11 @@ class Verification:
 
     @property
     def _first_part(self) -> list[int]:
-        """The beginning of the prompt that is computed in two parts."""
+        """The first part of the prompt that is computed in two parts."""
         return self._split[: LOCAL_CHUNKS * self.chunk_tokens + self._stateless_tokens + 5]
 
     def _compute_split(self, engine: EngineProcess) -> None:
-        """Compute a prompt in two parts: the blocks of the first are then the same in every engine.
+        """Compute the split prompt in two parts, so that each engine has the same blocks.
 
         A kernel may give other last bits for the same tokens in a prompt of another length.
         """
@@ -434,15 +505,16 @@ class Verification:
         self._settled()
 
     def _warm_up(self, engine: EngineProcess) -> None:
-        """Another prompt lets the engine compile what it compiles on first use, for TTFT's sake."""
+        """Run another prompt, because an engine compiles on first use, which lengthens TTFT."""
         self._say("warming up")
-        for length in (len(self._other), len(self._other) % self.chunk_tokens):
-            engine.run(self._other[:length], max_tokens=2)
+        for length in (len(self._warm_up_prompt), len(self._warm_up_prompt) % self.chunk_tokens):
+            engine.run(self._warm_up_prompt[:length], max_tokens=2)
 
     def _make_prompts(self, info: Mapping[str, Any], geometry: WireGeometry) -> None:
+        """Draw the prompts of all arms. Raises ConfigError where they do not fit the model."""
         unit = geometry.alignment_tokens  # The engine's own hits end at its multiples.
-        more_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
-        length = CHUNKS * self.chunk_tokens + more_tokens
+        tail_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
+        length = CHUNKS * self.chunk_tokens + tail_tokens
         if length + MAX_TOKENS > info["max_model_len"]:
             raise ConfigError(
                 f"max_model_len={info['max_model_len']} is too short for {CHUNKS} chunks of "
@@ -450,25 +522,30 @@ class Verification:
                 f"-- --max-model-len {length + MAX_TOKENS} works",
             )
         tokens = range(2, info["vocab_size"])
-        self._prompt, self._other, self._split, *more = (
+        self._prompt, self._warm_up_prompt, self._split, *arm_prompts = (
             random.Random(WIDEN_SEED + number).choices(tokens, k=length)
             for number in range(3 + PREEMPTED_PROMPTS + self._repeat)
         )
-        crowd, self._more.repeated = more[:PREEMPTED_PROMPTS], more[PREEMPTED_PROMPTS:]
+        crowd = arm_prompts[:PREEMPTED_PROMPTS]
+        self._prompts.repeated = arm_prompts[PREEMPTED_PROMPTS:]
         # Its last state stands at the end of a chunk, however small the blocks are.
         block = max(group.tokens_per_block for group in geometry.groups)
         crowded = self.chunk_tokens + block + self._stateless_tokens - PREEMPTED_AFTER
-        self._more.crowd = [text[:crowded] for text in crowd]
+        self._prompts.crowd = [text[:crowded] for text in crowd]
         if why := info["no_tails"]:
-            self._more.turns = _SecondTurns(skipped=why)
+            self._prompts.turns = _SecondTurns(skipped=why)
             return
-        first = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
-        room, texts = info["max_model_len"] - MAX_TOKENS - first, random.Random(WIDEN_SEED - 1)
-        second = [texts.choices(tokens, k=first + min(new, room)) for new in TURNS]
-        hit = (first - 1) // unit * unit * len(second)
-        self._more.turns = _SecondTurns([text[:first] for text in second], second, hit)
+        first_tokens = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
+        room, rng = info["max_model_len"] - MAX_TOKENS - first_tokens, random.Random(WIDEN_SEED - 1)
+        second = [rng.choices(tokens, k=first_tokens + min(new, room)) for new in TURNS]
+        self._prompts.turns = _SecondTurns(
+            first=[prompt[:first_tokens] for prompt in second],
+            second=second,
+            hit_tokens=(first_tokens - 1) // unit * unit * len(second),
+        )
 
     def _engine(self, what: str, connector: bool = True) -> EngineProcess:
+        """Start an engine: that of the proof, or without `connector` the oracle."""
         self._say(f"starting: {what}")
         arguments = list(self._arguments)
         if not connector and not self._stateless_tokens:
@@ -476,7 +553,7 @@ class Verification:
             arguments = [*map(_without_block_drop, arguments)]
         elif connector:
             checksum = "off" if self._flip == "blind" else "paranoid"
-            # A hit is right or wrong; whether computing would have been faster is not asked here.
+            # Every hit is to be loaded and judged, even where computing would be faster.
             extra = {"server": f"unix://{self._socket_path}", "checksum": checksum}
             extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
             transfer = {

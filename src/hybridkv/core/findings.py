@@ -15,11 +15,22 @@ class Verdict(StrEnum):
     FAIL = "FAIL"
 
 
+class Check(StrEnum):
+    """Checks that a command selects by name. Each value is what people read."""
+
+    CONNECTOR = "connector"
+    KV_ROLE = "kv_role"
+    KV_LOAD_FAILURE_POLICY = "kv_load_failure_policy"
+    SETTINGS = "settings"
+    SPECULATIVE_DECODING = "speculative decoding"
+    FIRST_HIT = "first hit"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One row of `hybridkv doctor`; the connector raises a FAIL, but that of `length_finding`."""
 
-    check: str
+    check: str  # What was checked, like "group 2"; a Check where a command selects it.
     verdict: Verdict
     what: str
     remedy: str = ""  # The clause that ends the sentence, like "--enable-prefix-caching works".

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hybridkv.core.errors import ConfigError, GeometryError
-from hybridkv.core.findings import Finding, Verdict, fail, judge
+from hybridkv.core.findings import Check, Finding, Verdict, fail, judge
 
 CHUNK_TOKENS_MIN = 128
 """The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
@@ -172,7 +172,7 @@ def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
 
     Where they cannot, the connector logs an error, and the engine serves without the cache.
     """
-    chunk, groups, check = geometry.chunk_tokens, geometry.groups, "first hit"
+    chunk, groups, check = geometry.chunk_tokens, geometry.groups, Check.FIRST_HIT
     largest = max(groups, key=lambda group: group.tokens_per_block)
     why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
     units = groups, geometry.alignment_tokens, geometry.hash_tokens

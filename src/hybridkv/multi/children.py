@@ -1,4 +1,4 @@
-"""The connectors inside a MultiConnector: their configuration, each one's guard, counters."""
+"""The connectors inside a MultiConnector: their configuration, their states and their counters."""
 
 import copy
 import logging
@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -21,23 +22,41 @@ from hybridkv.vllm.hook_guard import HookGuard
 
 logger = logging.getLogger("vllm.hybridkv")
 
+
+class SettingLimit(NamedTuple):
+    """The largest value of a setting, and one that works."""
+
+    maximum: float
+    example: str
+
+
 LIMITS = {
-    "grace_ms": (1000.0, "10"),
-    "patience_seconds": (PATIENCE_SECONDS_MAX, "2"),
-    "settle_seconds": (30.0, "10"),
+    "grace_ms": SettingLimit(1000.0, "10"),
+    "patience_seconds": SettingLimit(PATIENCE_SECONDS_MAX, "2"),
+    "settle_seconds": SettingLimit(30.0, "10"),
 }
-"""The largest value of each setting, and one that works."""
 OWN_KEYS = ("load_weight", "name")  # Keys of a child's extra config that the child does not see.
 HOOK_SECONDS_MAX = 1.0
-"""A child that keeps the engine's scheduler for so long pauses (hook_guard.SLOW_MAX). In workers a
-child may load and save within the step, which takes as long as it takes."""
+"""A child whose hooks keep the engine's scheduler for so long pauses (hook_guard.SLOW_MAX).
+
+In workers there is no such limit, because a child may load and save within the step."""
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
 _RANK = re.compile(r"_dp\d+$")  # What vLLM appends to the id of a data-parallel engine.
 _EXTRA = "kv_connector_extra_config"
 
 
+class CounterKey(NamedTuple):
+    """A counter: what it counts, and of which child. As a text: "child: name"."""
+
+    child: str  # The child's name; "" = MultiConnector itself.
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.child}: {self.name}" if self.child else self.name
+
+
 class ChildSpec(NamedTuple):
-    """One entry of `connectors`."""
+    """A child as it is configured: one entry of `connectors`."""
 
     name: str  # The label of its statistics, which no other child has.
     connector: type
@@ -47,23 +66,48 @@ class ChildSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MultiSettings:
-    """`kv_connector_extra_config` of MultiConnector, without `connectors`."""
+    """MultiConnector's own settings: its `kv_connector_extra_config` without `connectors`."""
 
     grace_ms: float = 10.0
     """How long a request with a hit waits for children that could have a better one.
     A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
     """
     patience_seconds: float | None = None
-    """How long a request waits for children that still look while the others have nothing; None =
-    as long as computing it takes. With 0 it waits only while all children look.
+    """How long a request waits for children that still look while the others have nothing.
+    None = as long as computing it takes. With 0 it waits only while all children look.
     """
     settle_seconds: float = 10.0
     """How long after a child's fault the engine waits for the ends of its transfers."""
 
 
+class ChildState(Enum):
+    """States of a child in one role. A pause ends with SERVING; all other changes lead downwards.
+
+    ======== ==================================== ===========================================
+    state    begins with                          hooks that are called
+    ======== ==================================== ===========================================
+    SERVING  the start, or the end of a pause     all
+    PAUSED   too many faults, or slow hooks       those that it must not miss a call of
+    OFF      a fault that left something half     in a worker, while the child owes transfers:
+             done, here or in another process     `get_transfer_results`
+    SILENT   scheduler: `settle_seconds` in OFF;  none
+             worker: a fault of
+             `get_transfer_results`
+    ======== ==================================== ===========================================
+
+    The scheduler role also calls `withdraw` once in OFF or SILENT (`is_withdrawn`). `shutdown` is
+    called in every state.
+    """
+
+    SERVING = auto()
+    PAUSED = auto()
+    OFF = auto()
+    SILENT = auto()
+
+
 @dataclass(eq=False, slots=True)
 class ChildConnector:
-    """One connector in one role."""
+    """A child in one role. Its `state` follows from its guard and from `is_silent`."""
 
     index: int
     name: str
@@ -72,27 +116,34 @@ class ChildConnector:
     weight: float = 1.0
     speed: Speed = field(default_factory=Speed)  # Tokens per second of its loads.
     breaker: Breaker = field(default_factory=Breaker)  # Open after answers that came too late.
-    dead_since: float | None = None  # When it was known to be switched off, here or in a worker.
-    withdrawn: bool = False  # Whether it was asked for its last events after it was switched off.
-    mute: bool = False  # Whether it cannot report any more what became of its transfers.
+    off_since: float | None = None  # When the scheduler role saw first that it is OFF.
+    is_silent: bool = False  # Whether nobody waits any more for what it says of its transfers.
+    is_withdrawn: bool = False  # Whether it was asked for its last events.
 
     @property
-    def alive(self) -> bool:
-        """Whether its hooks are called: all of them, or in a pause those that it must not miss."""
+    def state(self) -> ChildState:
+        """The state, which decides which hooks are called."""
+        if self.is_alive:
+            return ChildState.SERVING if self.guard.healthy else ChildState.PAUSED
+        return ChildState.SILENT if self.is_silent else ChildState.OFF
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is SERVING or PAUSED. Its guard decides then which hooks are called."""
         return not self.guard.is_over
 
     def attempt(
-        self, fault: str, says: str, otherwise: Any, work: Callable[..., Any], *args: Any
+        self, fault: str, message: str, otherwise: Any, work: Callable[..., Any], *args: Any
     ) -> Any:
-        """`work(*args)`, also of a child that is switched off, or `otherwise` where it raises.
+        """Returns `work(*args)`, in any state, or `otherwise` where it raises.
 
-        Then `fault` is counted, and the log has what it `says` of the child.
+        A fault is counted as `fault`, and logged as `message` % the child's name.
         """
         try:
             return work(*args)
         except Exception:  # the supervised boundary of a child that may be switched off already
             self.guard.counters[fault] += 1
-            logger.exception(f"hybridkv: {says}", self.name)
+            logger.exception(f"hybridkv: {message}", self.name)
             return otherwise
 
     def call(
@@ -104,7 +155,7 @@ class ChildConnector:
         pauses: bool = True,
         **kw: Any,
     ) -> Any:
-        """What the connector's own hook answers, or `otherwise` (see HookGuard.run)."""
+        """Returns what the connector's hook returns, or `otherwise` (see HookGuard.run)."""
         return self.guard.run(
             hook,
             lambda: getattr(self.connector, hook)(*args, **kw),
@@ -114,6 +165,13 @@ class ChildConnector:
         )
 
 
+class ChildReply(NamedTuple):
+    """The value that a child's hook returned."""
+
+    child: ChildConnector
+    value: Any
+
+
 class ChildConnectors:
     """All children of one role, and what the role counts."""
 
@@ -121,78 +179,91 @@ class ChildConnectors:
         slow_seconds = HOOK_SECONDS_MAX if role == "scheduler" else math.inf
         guards = [HookGuard(f"{spec.name} ({role})", slow_seconds=slow_seconds) for spec in specs]
         self.all = [
-            ChildConnector(index, spec.name, one, guards[index], spec.weight)
-            for index, (spec, one) in enumerate(zip(specs, connectors, strict=True))
+            ChildConnector(index, spec.name, connector, guard, spec.weight)
+            for index, (spec, connector, guard) in enumerate(
+                zip(specs, connectors, guards, strict=True)
+            )
         ]
-        self.counters: Counter[str] = Counter()
-        """MultiConnector's own; the others are in the children's guards."""
-        self._told: Counter[str] = Counter()
+        self._counters: Counter[CounterKey] = Counter()
+        """MultiConnector's own and those that workers reported; see `totals`."""
+        self._taken: Counter[CounterKey] = Counter()  # The totals at the last `take_counts`.
 
     @property
     def alive(self) -> list[ChildConnector]:
         """The children whose hooks are called."""
-        return [child for child in self.all if child.alive]
+        return [child for child in self.all if child.is_alive]
 
     def call(
-        self, hook: str, otherwise: Any, *args: Any, **how: bool
-    ) -> list[tuple[ChildConnector, Any]]:
-        """What each living child answers to its own hook."""
-        return [(one, one.call(hook, otherwise, *args, **how)) for one in self.alive]
+        self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, pauses: bool = True
+    ) -> list[ChildReply]:
+        """Call a hook of each living child. Returns their replies, see ChildConnector.call."""
+        return [
+            ChildReply(child, child.call(hook, otherwise, *args, fatal=fatal, pauses=pauses))
+            for child in self.alive
+        ]
 
     def step_begins(self) -> None:
-        """Children whose pause is over are asked again."""
+        """End the pauses that are over: their children are asked again."""
         for child in self.all:
             child.guard.begin_anew(lambda: None)
 
-    def totals(self) -> Counter[str]:
-        """All counts, MultiConnector's by name and each child's as "child: name"."""
-        totals = Counter(self.counters)
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to one of MultiConnector's own counters."""
+        self._counters[CounterKey("", name)] += number
+
+    def add_counts(self, counts: Mapping[CounterKey, int]) -> None:
+        """Add counts that came with a worker's report."""
+        self._counters.update(counts)
+
+    def totals(self) -> Counter[CounterKey]:
+        """All counts: MultiConnector's, those of workers, and those of each child's guard."""
+        totals = Counter(self._counters)
         for child in self.all:
-            counters = child.guard.counters
-            totals.update({f"{child.name}: {name}": many for name, many in counters.items()})
+            for name, number in child.guard.counters.items():
+                totals[CounterKey(child.name, name)] += number
         return totals
 
-    def take_counts(self) -> Counter[str]:
-        """What was added to `totals` since the last call."""
-        told, self._told = self._told, self.totals()
-        return self._told - told
+    def take_counts(self) -> Counter[CounterKey]:
+        """Returns what was added to `totals` since the last call."""
+        before, self._taken = self._taken, self.totals()
+        return self._taken - before
 
 
 def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
-    """MultiConnector's own settings; raises ConfigError."""
+    """Returns the settings of MultiConnector's extra config. Raises ConfigError."""
     values: dict[str, float] = {}
     for key, value in extra.items():
         if key == "connectors":
             continue
         if key not in LIMITS:
-            knows = f"it knows {', '.join(['connectors', *LIMITS])}"
-            raise ConfigError(f"{_EXTRA}: unknown key {key!r} of MultiConnector", knows)
-        most, works = LIMITS[key]
+            known = f"it knows {', '.join(['connectors', *LIMITS])}"
+            raise ConfigError(f"{_EXTRA}: unknown key {key!r} of MultiConnector", known)
+        limit = LIMITS[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= most:  # type: ignore[operator]  # a number
-            what = f"{_EXTRA}.{key}={value!r} must be a number from 0 to {most:g}"
-            raise ConfigError(what, f"{works} works")
+        if not is_number or not 0 <= value <= limit.maximum:  # type: ignore[operator]  # a number
+            what = f"{_EXTRA}.{key}={value!r} must be a number from 0 to {limit.maximum:g}"
+            raise ConfigError(what, f"{limit.example} works")
         values[key] = float(value)  # type: ignore[arg-type]  # a number
     return MultiSettings(**values)
 
 
 def _check_extra(extra: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for what was proven with one connector alone."""
+    """Raise ConfigError for a setting that was proven with one connector alone."""
     if extra.get("sub_block_hits", False) is not False:
         what = f"{where}.sub_block_hits is not proven with several connectors"
         raise ConfigError(what, "leaving it out works")
 
 
 def child_specs(vllm_config: Any) -> list[ChildSpec]:
-    """Every child as configured, in order; raises ConfigError.
+    """Returns every child as configured, in order. Raises ConfigError.
 
-    A child sees its own entry, with the engine's id and failure policy where it has none, and
-    without OWN_KEYS. No two of one class have the same id: whoever they talk to takes their workers
-    for those of one engine.
+    A child sees its own entry without OWN_KEYS. It has the engine's id and failure policy where its
+    entry has none. No two children of one class have the same engine id, because their servers
+    would take the workers of both for those of one engine.
     """
     transfer = vllm_config.kv_transfer_config
     entries = transfer.kv_connector_extra_config.get("connectors")
-    is_list = isinstance(entries, Sequence) and all(isinstance(one, Mapping) for one in entries)
+    is_list = isinstance(entries, Sequence) and all(isinstance(entry, Mapping) for entry in entries)
     if not is_list or not entries:
         works = (
             '[{"kv_connector":"HybridKVConnector","kv_connector_module_path":"hybridkv.connector",'
@@ -216,8 +287,8 @@ def child_specs(vllm_config: Any) -> list[ChildSpec]:
         connector = KVConnectorFactory.get_connector_class(own)
         own.kv_connector_extra_config = {**getattr(connector, "CHILD_SETTINGS", {}), **seen}
         alike = [spec.config.kv_transfer_config for spec in specs if spec.connector is connector]
-        taken = [config.engine_id for config in alike]
-        own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), taken)
+        used_ids = [config.engine_id for config in alike]
+        own.engine_id = _engine_id(transfer.engine_id, entry.get("engine_id"), used_ids)
         name = _unique(name, [spec.name for spec in specs])
         specs.append(ChildSpec(name, connector, config, weight))
     return specs
@@ -240,19 +311,22 @@ def check_hma(vllm_config: Any) -> None:
         )
 
 
-def _engine_id(engine: str, own: object, taken: Sequence[str]) -> str:
-    """A child's engine id, which data-parallel engines tell apart as vLLM does its own."""
+def _engine_id(engine: str, own: object, used_ids: Sequence[str]) -> str:
+    """A child's engine id: its `own`, or the engine's.
+
+    Data-parallel engines have ids of their own: engine "e_dp3", own "mine" -> "mine_dp3".
+    """
     if own is None:
-        return _unique(engine, taken)
+        return _unique(engine, used_ids)
     rank = _RANK.search(engine)
     engine_id = f"{own}{rank.group() if rank else ''}"
-    if engine_id in taken:
+    if engine_id in used_ids:
         what = f"engine_id={own!r} is that of another child of the same class"
         raise ConfigError(what, "leaving it out works")
     return engine_id
 
 
-def _unique(name: str, taken: Sequence[str]) -> str:
+def _unique(name: str, used_names: Sequence[str]) -> str:
     """The name, or name-2, name-3, ... where others have it."""
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(one for one in names if one not in taken)
+    candidates = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(candidate for candidate in candidates if candidate not in used_names)

@@ -1,12 +1,15 @@
-"""What MultiConnector's roles send each other: each child's own message by its index, and ours."""
+"""The messages between MultiConnector's roles. Each has the children's own by their index."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import NamedTuple
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+
+from hybridkv.multi.children import CounterKey
 
 NOBODY = -1  # The index of a load that no connector does, and which therefore fails.
 
@@ -28,41 +31,58 @@ class MultiPlan(MultiKVConnectorMetadata):
     number: int = 0  # Counts the plans from 1 on.
 
 
+class ChildMessage(NamedTuple):
+    """A child's own message from one worker."""
+
+    child: int
+    message: KVConnectorWorkerMetadata
+
+
+class ChildEvents(NamedTuple):
+    """A child's KV events from one worker."""
+
+    child: int
+    events: KVConnectorKVEvents
+
+
 @dataclass
 class MultiReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler, which merges what each child said under its supervision.
+    """Workers to scheduler, which merges the messages of each child under that child's guard.
 
     vLLM aggregates the reports of all workers where nobody supervises a child's code.
     """
 
-    messages: list[tuple[int, KVConnectorWorkerMetadata]] = field(default_factory=list)
-    """(child, message) pairs of all workers."""
-    events: list[tuple[int, KVConnectorKVEvents]] = field(default_factory=list)
-    """(child, KV events) pairs of all workers."""
-    dead: frozenset[int] = frozenset()  # Children that some worker has switched off.
-    counters: Counter[str] = field(default_factory=Counter)
+    messages: list[ChildMessage] = field(default_factory=list)  # Of all workers.
+    events: list[ChildEvents] = field(default_factory=list)  # Of all workers.
+    dead: frozenset[int] = frozenset()  # Children that at least one worker has switched off.
+    counters: Counter[CounterKey] = field(default_factory=Counter)
     number: int = 0  # The plan that every rank has carried out.
 
-    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "MultiReport":
-        """The report of both."""
-        assert isinstance(other, MultiReport)
+    def aggregate(self, report: "KVConnectorWorkerMetadata") -> "MultiReport":
+        """Returns this worker's report and another's in one, with the messages unmerged."""
+        assert isinstance(report, MultiReport)
         return MultiReport(
-            [*self.messages, *other.messages],
-            [*self.events, *other.events],
-            self.dead | other.dead,
-            self.counters + other.counters,
-            min(self.number, other.number),
+            messages=[*self.messages, *report.messages],
+            events=[*self.events, *report.events],
+            dead=self.dead | report.dead,
+            counters=self.counters + report.counters,
+            number=min(self.number, report.number),
         )
 
-    def message_of(self, index: int) -> KVConnectorWorkerMetadata | None:
-        """One child's message, merged by the child's code, whatever that raises; None = none."""
-        mine = [message for child, message in self.messages if child == index]
-        return reduce(lambda one, other: one.aggregate(other), mine) if mine else None
+    def message_of(self, child: int) -> KVConnectorWorkerMetadata | None:
+        """Returns a child's message, merged by the child's code, which may raise; None = none."""
+        messages = [entry.message for entry in self.messages if entry.child == child]
+        if not messages:
+            return None
+        return reduce(lambda merged, message: merged.aggregate(message), messages)
 
-    def events_of(self, index: int) -> KVConnectorKVEvents | None:
-        """One child's events, merged by the child's code, whatever that raises; None = none."""
-        mine = [events for child, events in self.events if child == index]
-        for more in mine[1:]:
-            mine[0].add_events(more.get_all_events())
-            mine[0].increment_workers(1)
-        return mine[0] if mine else None
+    def events_of(self, child: int) -> KVConnectorKVEvents | None:
+        """Returns a child's events, merged by the child's code, which may raise; None = none."""
+        events_of_workers = [entry.events for entry in self.events if entry.child == child]
+        if not events_of_workers:
+            return None
+        merged, *rest = events_of_workers
+        for events in rest:
+            merged.add_events(events.get_all_events())
+            merged.increment_workers(1)
+        return merged

@@ -1,4 +1,4 @@
-"""Which of several connectors a request loads from, by their answers, weights and the time.
+"""The choice of a connector to load from, by the connectors' answers, their weights and the time.
 
 A score is the matched tokens times the connector's weight. The highest score wins, and of equal
 ones the first (requirements B19, B20). A request waits (B21):
@@ -16,11 +16,20 @@ from hybridkv.core.speed import Speed
 WEIGHT_AUTO = 0.0  # Stands for `load_weight` "auto"; the weight is then measured.
 WEIGHT_MAX = 1e6
 PATIENCE_SECONDS_MAX = 30.0  # Requirements D18, B39.
-LATE_SECONDS = 0.1  # Whoever was waited for less is not held to have failed.
+LATE_SECONDS = 0.1  # A child that had less time than this to answer is not counted as failed.
+
+
+class WaitTimes(NamedTuple):
+    """How long a request may wait for connectors that still look, and how long it has waited."""
+
+    grace_seconds: float  # From the first hit on.
+    patience_seconds: float  # From the first question on, without a hit.
+    asked_seconds: float = 0.0  # Since the first question.
+    hit_seconds: float = 0.0  # Since the first hit.
 
 
 class ChildAnswer(NamedTuple):
-    """What one connector said about a request."""
+    """A connector's answer: how much of a request it has."""
 
     tokens: int | None  # The tokens of its hit beyond the local one; None = it does not know yet.
     is_async: bool = False
@@ -31,26 +40,21 @@ MISS = ChildAnswer(0)
 
 
 class LoadDecision(NamedTuple):
-    """What to tell the engine."""
+    """From which connector a request loads, as it is said to the engine."""
 
     child: int | None  # The index of the connector that loads; None = none does.
     tokens: int = 0
     is_async: bool = False
-    wait: bool = False  # Ask again in the next step.
+    is_waiting: bool = False  # Whether the engine asks again in the next step.
 
 
 def decide(
-    answers: Sequence[ChildAnswer],
-    weights: Sequence[float],
-    most_tokens: int,
-    asked_seconds: float,
-    hit_seconds: float,
-    grace_seconds: float,
-    patience_seconds: float,
+    answers: Sequence[ChildAnswer], weights: Sequence[float], most_tokens: int, times: WaitTimes
 ) -> LoadDecision:
-    """The decision `asked_seconds` after the first question and `hit_seconds` after the first hit.
+    """Returns the connector with the highest score, or the decision to wait for late answers.
 
-    A connector that could not win with `most_tokens`, the longest possible hit, is not waited for.
+    `answers` and `weights` have an entry for each connector. `most_tokens` is the longest possible
+    hit: a connector that could not win with it is not waited for.
     """
     best: int | None = None
     best_score = 0.0
@@ -60,10 +64,12 @@ def decide(
             best, best_score = index, answer.tokens * weight
     late = [weight for answer, weight in pairs if answer.tokens is None and answer.awaited]
     if best is None:
-        return LoadDecision(None, wait=bool(late) and asked_seconds < patience_seconds)
+        return LoadDecision(
+            None, is_waiting=bool(late) and times.asked_seconds < times.patience_seconds
+        )
     could_win = any(most_tokens * weight > best_score for weight in late)
-    if hit_seconds < grace_seconds and could_win:
-        return LoadDecision(None, wait=True)
+    if times.hit_seconds < times.grace_seconds and could_win:
+        return LoadDecision(None, is_waiting=True)
     chosen = answers[best]
     return LoadDecision(best, chosen.tokens or 0, chosen.is_async)
 
@@ -71,10 +77,10 @@ def decide(
 def patience(
     answers: Iterable[ChildAnswer], computing_seconds: float, patience_seconds: float | None
 ) -> float:
-    """How long a request without a hit waits for connectors that still look, in seconds.
+    """Returns how many seconds a request without a hit waits for connectors that still look.
 
-    It is no longer than computing takes (requirements D18), or `patience_seconds` where that is
-    set. With 0 the request waits only while all connectors look, which is B21 to the letter.
+    They are what computing takes (requirements D18), or `patience_seconds` where that is set. With
+    0 the request waits only while all connectors look, as B21 says literally.
     """
     seconds = min(PATIENCE_SECONDS_MAX, computing_seconds)
     if patience_seconds is None:
@@ -84,7 +90,7 @@ def patience(
 
 
 def parse_weight(value: object, where: str) -> float:
-    """`load_weight`: a number, or WEIGHT_AUTO for "auto"; raises ConfigError."""
+    """The value of `load_weight`, where "auto" is WEIGHT_AUTO. Raises ConfigError."""
     if value == "auto":
         return WEIGHT_AUTO
     weight = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
@@ -96,14 +102,21 @@ def parse_weight(value: object, where: str) -> float:
     return weight
 
 
-def effective_weights(children: Sequence[tuple[float, Speed]], now: float) -> list[float]:
-    """The weight of each (weight, speed), with measured weights in place of WEIGHT_AUTO.
+class WeightedSpeed(NamedTuple):
+    """A connector's configured weight and the measured speed of its loads."""
 
-    The fastest measured connector has 1.0, and the others their part of its speed. One that was not
-    measured has 1.0, and a speed counts for more the older it is. Otherwise a connector that was
-    slow once would never be chosen, and so never be measured again.
+    weight: float
+    speed: Speed
+
+
+def effective_weights(children: Sequence[WeightedSpeed], now: float) -> list[float]:
+    """Returns each connector's weight, with a measured one in place of WEIGHT_AUTO.
+
+    The fastest measured connector has 1.0, and each other one the ratio of its speed to that. A
+    connector that was not measured has 1.0. A measured speed counts for more the older it is:
+    otherwise a connector that was slow once would never be chosen, nor measured again.
     """
-    measured = [speed.per_second for weight, speed in children if weight == WEIGHT_AUTO]
+    measured = [child.speed.per_second for child in children if child.weight == WEIGHT_AUTO]
     fastest = max(measured, default=0.0)
     effective = []
     for weight, speed in children:

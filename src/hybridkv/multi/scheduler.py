@@ -1,4 +1,4 @@
-"""MultiConnector's scheduler role: it asks all connectors, decides, and tells those not chosen."""
+"""MultiConnector's scheduler role: it asks all children, decides, and tells each the decision."""
 
 import dataclasses
 import time
@@ -6,15 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.multi import ranking
-from hybridkv.multi.children import ChildConnector, ChildConnectors, MultiSettings
+from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState, MultiSettings
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
-from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision
+from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, WeightedSpeed
 from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.hook_guard import logger
@@ -25,21 +25,28 @@ from hybridkv.vllm.versions import CacheHitSource
 class ChildLoad:
     """An asynchronous load that has not ended."""
 
-    child: int
+    child: int  # The index of the child that loads, or NOBODY.
     tokens: int
-    started: float
-    announced: bool = False  # Whether the workers know of it.
+    started_at: float
+    is_announced: bool = False  # Whether the workers know of it.
+
+
+class EndedTransfers(NamedTuple):
+    """The transfers that the workers' report of one step has ended, by request."""
+
+    loads: dict[str, ChildLoad]
+    saves: dict[str, set[int]]  # The children that held the request's blocks.
 
 
 @dataclass(eq=False, slots=True)
 class MultiLookup:
-    """One request, which may be looked up several times."""
+    """A request, which may be looked up several times."""
 
     refused: set[int] = field(default_factory=set)  # Children of which a load for it has failed.
     asked_at: float | None = None  # When the present lookup asked first; None = there is none.
     hit_at: float | None = None  # When the present lookup had its first hit; None = it has none.
     awaited: frozenset[int] = frozenset()  # Children that the present lookup may wait for.
-    late: set[int] = field(default_factory=set)  # Children that it did wait for in vain.
+    late: set[int] = field(default_factory=set)  # Children that it waited for without an answer.
     answers: dict[int, ChildAnswer] = field(default_factory=dict)
     decision: LoadDecision | None = None
     local_tokens: int = 0
@@ -50,114 +57,115 @@ class MultiLookup:
 
 @dataclass(eq=False)
 class MultiScheduler:
-    """One engine's; its public methods are vLLM's hooks. None raises, whatever a child does."""
+    """The scheduler role of one engine. Most public methods are vLLM's hooks of the same name.
 
-    _children: ChildConnectors
-    _settings: MultiSettings
-    _group_ids: tuple[int, ...]  # The groups that a load restores by default.
-    _groups: Sequence[Retention]  # All groups of the engine.
-    _room: BlockRoom
-    _clock: Callable[[], float] = time.monotonic
-    _requests: dict[str, MultiLookup] = field(default_factory=dict)
-    _loads: dict[str, ChildLoad] = field(default_factory=dict)
-    _saves: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    No hook raises, whatever a child does.
+    """
+
+    children: ChildConnectors
+    settings: MultiSettings
+    group_ids: tuple[int, ...]  # The groups that a load restores by default.
+    groups: Sequence[Retention]  # All groups of the engine.
+    room: BlockRoom
+    clock: Callable[[], float] = time.monotonic
+    requests: dict[str, MultiLookup] = field(default_factory=dict)
+    loads: dict[str, ChildLoad] = field(default_factory=dict)
+    saves: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The children that hold the blocks of a request, until its save has ended."""
     _new_saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Those of which the workers do not know yet."""
+    """The saves that the next plan announces to the workers, as in `saves`."""
     _sync_blocks: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """The blocks that each child loads within the next step."""
     _bad_blocks: set[int] = field(default_factory=set)
+    """The blocks of the next step that nobody loads."""
     _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
-    _pending_told: Counter[str] = field(default_factory=Counter)
+    _pending_shown: Counter[str] = field(default_factory=Counter)
+    """Each child's loads that have not ended, as the statistics have them."""
     _prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plans: int = 0
 
     # Requests
 
     def on_new_request(self, request: Any) -> None:
-        """Every child begins its lookup."""
-        self._requests[request.request_id] = MultiLookup()
-        self._children.call("on_new_request", None, request, pauses=False)
+        """Let every child begin its lookup."""
+        self.requests[request.request_id] = MultiLookup()
+        self.children.call("on_new_request", None, request, pauses=False)
 
     def get_num_new_matched_tokens(
         self, request: Any, local_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask all children and decide: (tokens of the best hit, whether its load is asynchronous).
+        """Ask all children and decide. Returns the tokens of the best hit and whether it is async.
 
         (None, False) = ask again. A lookup lasts from its first question to the allocation.
         """
-        now = self._clock()
-        lookup = self._requests.setdefault(request.request_id, MultiLookup())
-        asked_seconds = self._ask_all(lookup, request, local_tokens, now)
-        hit_seconds = now - lookup.hit_at if lookup.hit_at is not None else 0.0
+        now = self.clock()
+        lookup = self.requests.setdefault(request.request_id, MultiLookup())
+        self._ask_all(lookup, request, local_tokens, now)
         most = most_tokens(request, local_tokens)
-        patience_seconds = ranking.patience(
-            lookup.answers.values(), self._prefill.seconds(most), self._settings.patience_seconds
-        )
-        children = self._children.all
+        times = self._wait_times(lookup, most, now)
+        children = self.children.all
+        weighted = [WeightedSpeed(child.weight, child.speed) for child in children]
         decision = ranking.decide(
             [lookup.answers.get(child.index, MISS) for child in children],
-            ranking.effective_weights([(one.weight, one.speed) for one in children], now),
+            ranking.effective_weights(weighted, now),
             most,
-            asked_seconds,
-            hit_seconds,
-            self._settings.grace_ms / 1e3,
-            patience_seconds,
+            times,
         )
-        if not decision.wait:
-            failed_seconds = max(patience_seconds, ranking.LATE_SECONDS)
-            self._note_late(lookup, now if asked_seconds >= failed_seconds else None)
-        if decision.is_async and not self._room.has_room(*_room_of(request)):
-            is_waiting = lookup.hit_at is not None and hit_seconds < ROOM_SECONDS
-            decision = LoadDecision(None, wait=is_waiting)
+        if not decision.is_waiting:
+            failed_seconds = max(times.patience_seconds, ranking.LATE_SECONDS)
+            self._note_late(lookup, now if times.asked_seconds >= failed_seconds else None)
+        if decision.is_async and not self._has_room(request):
+            is_waiting = lookup.hit_at is not None and times.hit_seconds < ROOM_SECONDS
+            decision = LoadDecision(None, is_waiting=is_waiting)
             if not is_waiting:
-                self._children.counters["lookups_late_room"] += 1
-        if decision.wait:
+                self.children.count("lookups_late_room")
+        if decision.is_waiting:
             return None, False
         lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
         return decision.tokens, decision.is_async and decision.tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Tell the chosen child of its blocks, and all others that they load nothing (D13)."""
-        lookup = self._requests.setdefault(request.request_id, MultiLookup())
+        lookup = self.requests.setdefault(request.request_id, MultiLookup())
         decision, lookup.decision, lookup.asked_at = lookup.decision, None, None
         chosen = decision.child if decision is not None and num_external_tokens else None
-        for child in self._children.alive:
+        for child in self.children.alive:
             tokens = num_external_tokens if child.index == chosen else 0
             child.call("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
         if decision is not None and request.num_preemptions <= 0:
-            names = [child.name for child in self._children.all]
-            self._choices.admitted(names, lookup.answers, chosen, num_external_tokens)
+            names = [child.name for child in self.children.all]
+            self._choices.count_admission(names, lookup.answers, chosen, num_external_tokens)
         if not num_external_tokens:
             return
         loaded = self._loaded_blocks(blocks, lookup.local_tokens, num_external_tokens)
         lookup.blocks = frozenset(loaded)
         if decision is not None and decision.is_async:
             load = ChildLoad(
-                NOBODY if chosen is None else chosen, num_external_tokens, self._clock()
+                NOBODY if chosen is None else chosen, num_external_tokens, self.clock()
             )
-            self._loads[request.request_id] = load
-            self._room.hold(*_room_of(request))
-        elif chosen is not None and self._children.all[chosen].alive:
+            self.loads[request.request_id] = load
+            self.room.hold(request.request_id, _tokens_to_run(request))
+        elif chosen is not None and self.children.all[chosen].is_alive:
             self._sync_blocks[chosen].update(loaded)
         else:
             self._bad_blocks.update(loaded)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """The groups that the chosen child's load restores."""
+        """Returns the groups that the chosen child's load restores."""
         child = self._loader(request)
         if child is None:
-            return self._group_ids
+            return self.group_ids
         hook = "get_loaded_kv_cache_group_ids"
-        ids: tuple[int, ...] = child.call(hook, self._group_ids, request, fatal=True)
+        ids: tuple[int, ...] = child.call(hook, self.group_ids, request, fatal=True)
         return ids
 
     def get_external_cache_hit_sources(
         self, request: Any, tokens: int
     ) -> dict[CacheHitSource, int]:
-        """The chosen child's tokens by source.
+        """Returns the chosen child's tokens by source.
 
-        What does not add up to `tokens`, or is below 0, has the source for unknown ones: vLLM's
-        counters end the server's statistics at anything below 0 (requirements B30).
+        Counts that do not add up to `tokens`, or are below 0, are replaced by `tokens` of unknown
+        source. vLLM's counters end the server's statistics at a number below 0 (requirements B30).
         """
         if tokens <= 0:
             return {}
@@ -170,7 +178,7 @@ class MultiScheduler:
             counts = child.connector.get_external_cache_hit_sources(request, tokens)
             sources = {CacheHitSource(source): int(count) for source, count in counts.items()}
             if sum(sources.values()) != tokens or min(sources.values()) < 0:
-                self._children.counters["sources_wrong"] += 1
+                self.children.count("sources_wrong")
                 return unknown
             return sources
 
@@ -179,161 +187,180 @@ class MultiScheduler:
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(whether some child holds the blocks, the children's parameters together).
+        """Returns whether a child holds the blocks, and the parameters of all children together.
 
-        The blocks are held until each of those children has reported, or is given up.
+        The blocks are held until each child that holds them has reported, or is given up.
         """
         params: dict[str, Any] = {}
-        for child in self._children.alive:
+        for child in self.children.alive:
             # Without SupportsHMA the hybrid manager is off, so there is one group.
             is_hma = isinstance(child.connector, SupportsHMA)
             hook = "request_finished_all_groups" if is_hma else "request_finished"
             blocks = block_ids if is_hma else block_ids[0]
-            holds, more = child.call(hook, (False, None), request, blocks, fatal=True)
+            holds, child_params = child.call(hook, (False, None), request, blocks, fatal=True)
             if holds:
-                self._saves[request.request_id].add(child.index)
-            params = {**(more or {}), **params}
-        self._requests.pop(request.request_id, None)
-        self._room.ran((request.request_id,))
-        if request.request_id in self._saves:
-            holders = sorted(self._saves[request.request_id])
+                self.saves[request.request_id].add(child.index)
+            params = {**(child_params or {}), **params}
+        self.requests.pop(request.request_id, None)
+        self.room.ran((request.request_id,))
+        if request.request_id in self.saves:
+            holders = sorted(self.saves[request.request_id])
             self._new_saves[request.request_id] = tuple(holders)
-        return request.request_id in self._saves, params or None
+        return request.request_id in self.saves, params or None
 
-    def register_finished_partial_tail(self, *args: Any) -> bool:
-        """Just before a request is finished: whether some child holds its last, partial blocks."""
-        said = self._children.call("register_finished_partial_tail", False, *args, fatal=True)
-        holders = [child.index for child, holds in said if holds]
+    def register_finished_partial_tail(self, request: Any, *args: Any) -> bool:
+        """Returns whether a child holds the last, partial blocks of a request about to finish."""
+        hook = "register_finished_partial_tail"
+        replies = self.children.call(hook, False, request, *args, fatal=True)
+        holders = [reply.child.index for reply in replies if reply.value]
         if holders:
-            self._saves[args[0].request_id].update(holders)
+            self.saves[request.request_id].update(holders)
         return bool(holders)
 
     # Steps
 
     def build_connector_meta(self, output: Any) -> MultiPlan:
-        """This step's message to the workers."""
-        self._children.step_begins()
+        """Returns this step's message to the workers."""
+        self.children.step_begins()
         plans: list[KVConnectorMetadata | None] = []
-        for child in self._children.all:
+        for child in self.children.all:
             plan = None
-            if child.alive:
+            if child.is_alive:
                 plan = child.call("build_connector_meta", None, output, fatal=True)
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
             plans.append(plan)
         self._plans += 1
-        settled = self._give_up(self._clock())
-        begun = {name: load for name, load in self._loads.items() if not load.announced}
-        for load in begun.values():
-            load.announced = True
+        settled = self._give_up(self.clock())
+        new_loads = {name: load for name, load in self.loads.items() if not load.is_announced}
+        for load in new_loads.values():
+            load.is_announced = True
         plan = MultiPlan(
             metadata=tuple(plans),
-            loads={name: load.child for name, load in begun.items()},
+            loads={name: load.child for name, load in new_loads.items()},
             saves=self._new_saves,
             settled=settled,
             sync_blocks={index: tuple(ids) for index, ids in self._sync_blocks.items()},
             bad_blocks=tuple(self._bad_blocks),
             number=self._plans,
         )
-        self._prefill.step_planned(self._plans, output.total_num_scheduled_tokens, self._clock())
+        self._prefill.step_planned(self._plans, output.total_num_scheduled_tokens, self.clock())
         self._new_saves = {}
         self._sync_blocks.clear()
         self._bad_blocks.clear()
-        self._room.ran(output.num_scheduled_tokens)
+        self.room.ran(output.num_scheduled_tokens)
         return plan
 
     def update_connector_output(self, output: Any) -> None:
-        """Each child hears of its own loads, saves and messages, the engine of each once."""
+        """Give each child its own loads, saves and messages, and the engine each end once."""
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
-        self._children.counters.update(report.counters)
-        self._prefill.step_ended(report.number, self._clock())
+        self.children.add_counts(report.counters)
+        self._prefill.step_ended(report.number, self.clock())
         failed = set(output.failed_recving or ())
-        loads, saves = self._end(output, failed)
-        # Whoever loaded into invalid blocks is not asked again for that request.
-        for lookup in self._requests.values() if output.invalid_block_ids else ():
+        ended = self._end(output, failed)
+        # A child that loaded into invalid blocks is not asked again for that request.
+        for lookup in self.requests.values() if output.invalid_block_ids else ():
             if lookup.loader is not None and not lookup.blocks.isdisjoint(output.invalid_block_ids):
                 lookup.refused.add(lookup.loader)
-        for child in self._children.alive:
-            if child.index in report.dead:
+        for child in self.children.alive:
+            index = child.index
+            if index in report.dead:
                 child.guard.end("its part in a worker is")
                 continue
-            index, lost = child.index, "messages of several workers of %s are lost"
+            lost = "messages of several workers of %s are lost"
             message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
             events = child.attempt("fault_kv_events", lost, None, report.events_of, index)
-            own = {name for name, load in loads.items() if load.child == index}
+            own_loads = {name for name, load in ended.loads.items() if load.child == index}
+            own_saves = {name for name, holders in ended.saves.items() if index in holders}
             view = dataclasses.replace(
                 output,
-                finished_recving=own or None,
-                failed_recving=own & failed,
-                finished_sending={name for name in saves if index in saves[name]} or None,
+                finished_recving=own_loads or None,
+                failed_recving=own_loads & failed,
+                finished_sending=own_saves or None,
                 kv_connector_worker_meta=message,
                 kv_cache_events=events,
             )
             child.call("update_connector_output", None, view, fatal=True)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """The choices and other counts since the last call, and the children's own statistics."""
-        stats = MultiKVConnectorStats.taken_from(self._children)
-        loading = Counter(load.child for load in self._loads.values())
-        for child in self._children.all:
-            if loading[child.index] != self._pending_told[child.name]:
-                self._pending_told[child.name] = loading[child.index]
+        """Returns the choices, other counts and the children's statistics since the last call."""
+        stats = MultiKVConnectorStats.collect(self.children)
+        loading = Counter(load.child for load in self.loads.values())
+        for child in self.children.all:
+            if loading[child.index] != self._pending_shown[child.name]:
+                self._pending_shown[child.name] = loading[child.index]
                 self._choices.add(child.name, PENDING, loading[child.index])
         if not self._choices.is_empty():
             stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()
-        if added := self._children.take_counts():
+        if added := self.children.take_counts():
             stats.data[EVENTS] = counts = ConnectorCounts()
             for counter, count in added.items():
-                child_name, _, name = counter.rpartition(": ")
-                counts.add(child_name, name, count)
+                counts.add(counter.child, counter.name, count)
         return stats if stats.data else None
 
     def take_events(self) -> list[Any]:
-        """Every child's KV events, and the last ones of a child that was switched off."""
-        taken: list[Any] = []
-        says = "%s failed to withdraw what it announced"
-        for child in self._children.all:
+        """Returns every child's KV events, and the last ones of a child that was switched off."""
+        kv_events: list[Any] = []
+        failure = "%s failed to withdraw what it announced"
+        for child in self.children.all:
             connector = child.connector
-            if child.alive:
-                events = partial(_listed, connector, "take_events")
-                taken += child.guard.run("take_events", events, list[Any])
-            elif not child.withdrawn:
+            if child.is_alive:
+                take = partial(_listed, connector, "take_events")
+                kv_events += child.guard.run("take_events", take, list[Any])
+            elif not child.is_withdrawn:
                 # With these it withdraws what it announced, so that routers forget it.
-                child.withdrawn = True
-                taken += child.attempt("fault_withdraw", says, [], _listed, connector, "withdraw")
-        return taken
+                child.is_withdrawn = True
+                withdraw = partial(_listed, connector, "withdraw")
+                kv_events += child.attempt("fault_withdraw", failure, [], withdraw)
+        return kv_events
 
     def _has(self, hook: str) -> bool:
-        return any(said for _, said in self._children.call(hook, False, pauses=False))
+        return any(reply.value for reply in self.children.call(hook, False, pauses=False))
 
     has_pending_block_frees = partialmethod(_has, "has_pending_block_frees")
     has_pending_push_work = partialmethod(_has, "has_pending_push_work")
 
     def reset_cache(self) -> bool:
-        """All children forget what they have, or are switched off: the weights may be others."""
-        said = self._children.call("reset_cache", True, fatal=True)
-        return all(answer is not False for _, answer in said)
+        """Let all children forget what they have, as the weights may be others.
+
+        A child that fails is switched off.
+        """
+        replies = self.children.call("reset_cache", True, fatal=True)
+        return all(reply.value is not False for reply in replies)
 
     # Parts of the hooks
 
-    def _ask_all(self, lookup: MultiLookup, request: Any, local_tokens: int, now: float) -> float:
-        """Ask each child; returns the seconds since the lookup's first question."""
+    def _ask_all(self, lookup: MultiLookup, request: Any, local_tokens: int, now: float) -> None:
+        """Ask each child, and note when the lookup had its first question and its first hit."""
         if lookup.asked_at is None:
             lookup.asked_at, lookup.hit_at = now, None
             lookup.late.clear()
-            awaited = [child for child in self._children.alive if child.breaker.allows(now)]
+            awaited = [child for child in self.children.alive if child.breaker.allows(now)]
             lookup.awaited = frozenset(child.index for child in awaited)
             for child in awaited:
                 child.breaker = child.breaker.asked(now)
         lookup.answers = {
             child.index: self._ask(child, request, local_tokens, child.index in lookup.awaited)
-            for child in self._children.alive
+            for child in self.children.alive
             if child.index not in lookup.refused
         }
         if lookup.hit_at is None and any(answer.tokens for answer in lookup.answers.values()):
             lookup.hit_at = now
-        return now - lookup.asked_at
+
+    def _wait_times(self, lookup: MultiLookup, most: int, now: float) -> WaitTimes:
+        """How long the request may wait, which would compute at most `most` tokens, and has."""
+        return WaitTimes(
+            grace_seconds=self.settings.grace_ms / 1e3,
+            patience_seconds=ranking.patience(
+                lookup.answers.values(), self._prefill.seconds(most), self.settings.patience_seconds
+            ),
+            asked_seconds=_seconds_since(lookup.asked_at, now),
+            hit_seconds=_seconds_since(lookup.hit_at, now),
+        )
+
+    def _has_room(self, request: Any) -> bool:
+        return self.room.has_room(request.request_id, _tokens_to_run(request))
 
     def _ask(
         self, child: ChildConnector, request: Any, local_tokens: int, is_awaited: bool
@@ -349,7 +376,7 @@ class MultiScheduler:
                 raise ValueError(
                     f"{tokens} tokens beyond {local_tokens} of {request.num_tokens} are too many"
                 )
-            if not is_async and len(self._groups) > 1:
+            if not is_async and len(self.groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
                 if not child.guard.counters["sync_declined"]:
                     why = "it loads within the step"
@@ -364,80 +391,88 @@ class MultiScheduler:
         return answer
 
     def _note_late(self, lookup: MultiLookup, failed_at: float | None) -> None:
-        """Count the children that did not answer; `failed_at`: when they had time enough."""
+        """Count the children that did not answer.
+
+        They failed at `failed_at`; None = they did not have time enough to answer.
+        """
         for index, answer in lookup.answers.items():
             if answer.tokens is None and answer.awaited and index not in lookup.late:
-                child = self._children.all[index]
+                child = self.children.all[index]
                 lookup.late.add(index)
                 child.guard.counters["passed_over"] += 1
                 if failed_at is not None:
                     child.breaker = child.breaker.failed(failed_at)
 
     def _loader(self, request: Any) -> ChildConnector | None:
-        lookup = self._requests.get(request.request_id)
+        lookup = self.requests.get(request.request_id)
         if lookup is None or lookup.loader is None:
             return None
-        child = self._children.all[lookup.loader]
-        return child if child.alive else None
+        child = self.children.all[lookup.loader]
+        return child if child.is_alive else None
 
     def _loaded_blocks(self, blocks: Any, local_tokens: int, external_tokens: int) -> list[int]:
-        """Block ids that an external hit is loaded into; none where there are several groups.
+        """Returns the ids of the blocks that a hit is loaded into.
 
         [0, local) local hit    [local, local + external) to load
+
+        There are none in an engine with several groups.
         """
-        if len(self._groups) != 1:
+        if len(self.groups) != 1:
             return []
-        tokens_per_block = self._groups[0].tokens_per_block
+        tokens_per_block = self.groups[0].tokens_per_block
         end = -(-(local_tokens + external_tokens) // tokens_per_block)
         table = blocks.blocks[0][local_tokens // tokens_per_block : end]
         return [block.block_id for block in table if not block.is_null]
 
-    def _end(
-        self, output: Any, failed: Container[str]
-    ) -> tuple[dict[str, ChildLoad], dict[str, set[int]]]:
+    def _end(self, output: Any, failed: Container[str]) -> EndedTransfers:
         """End what workers report, and leave in vLLM's `output` what the engine has to see.
 
-        Returns the loads, and the children that held the blocks of each save. Of a request that was
-        aborted while it loaded, the engine frees the blocks with the first report that it sees, and
-        ends with the second.
+        A request may be aborted while it loads: then the engine frees its blocks with the first
+        report that it sees, and would end with a second one.
         """
         received, sent = set(output.finished_recving or ()), set(output.finished_sending or ())
-        loads, saves = received & self._loads.keys(), sent & self._saves.keys()
-        output.finished_recving = {n for n in loads if n not in self._saves or n in saves} or None
-        output.finished_sending = saves - self._loads.keys() or None
+        loads, saves = received & self.loads.keys(), sent & self.saves.keys()
+        output.finished_recving = {n for n in loads if n not in self.saves or n in saves} or None
+        output.finished_sending = saves - self.loads.keys() or None
         if absorbed := len(received - loads) + len(sent - saves):
-            self._children.counters["reports_absorbed"] += absorbed
-        ended, now = {name: self._loads.pop(name) for name in loads}, self._clock()
-        for request_id, load in ended.items():
+            self.children.count("reports_absorbed", absorbed)
+        now = self.clock()
+        ended = EndedTransfers(
+            loads={name: self.loads.pop(name) for name in loads},
+            saves={name: self.saves.pop(name) for name in saves},
+        )
+        for request_id, load in ended.loads.items():
             if request_id in failed:
-                self._children.counters["loads_failed"] += 1
-                if request_id in self._requests:
-                    self._requests[request_id].refused.add(load.child)
+                self.children.count("loads_failed")
+                if request_id in self.requests:
+                    self.requests[request_id].refused.add(load.child)
             elif load.child != NOBODY:
-                child = self._children.all[load.child]
-                child.speed = child.speed.measured(load.tokens, now - load.started, now)
-        return ended, {name: self._saves.pop(name) for name in saves}
+                child = self.children.all[load.child]
+                child.speed = child.speed.measured(load.tokens, now - load.started_at, now)
+        return ended
 
     def _give_up(self, now: float) -> frozenset[int]:
-        """End what dead children will not end; returns those whose copies have had time to.
+        """End the loads that dead children will not end. Returns the children that are SILENT.
 
-        A load that no worker knows of fails at once. Other loads, and saves, end when the copies of
-        their connector have had time to end.
+        A load that no worker knows of fails at once. Other loads, and saves, end when the child is
+        SILENT: its copies have had `settle_seconds` to end.
         """
-        dead, settled = {NOBODY}, set()
-        for child in self._children.all:
-            if not child.alive:
-                dead.add(child.index)
-                child.dead_since = now if child.dead_since is None else child.dead_since
-                if now >= child.dead_since + self._settings.settle_seconds:
-                    settled.add(child.index)
-        for request_id, load in self._loads.items():
-            if load.child in settled or (load.child in dead and not load.announced):
+        dead, silent = {NOBODY}, set()
+        for child in self.children.all:
+            if child.is_alive:
+                continue
+            dead.add(child.index)
+            child.off_since = now if child.off_since is None else child.off_since
+            child.is_silent = now >= child.off_since + self.settings.settle_seconds
+            if child.state is ChildState.SILENT:
+                silent.add(child.index)
+        for request_id, load in self.loads.items():
+            if load.child in silent or (load.child in dead and not load.is_announced):
                 load.child = NOBODY
-                self._children.counters["loads_given_up"] += 1
-                says = "hybridkv: the load of %s is given up: its connector is switched off"
-                logger.warning(says, request_id)
-        return frozenset(settled)
+                self.children.count("loads_given_up")
+                text = "hybridkv: the load of %s is given up: its connector is switched off"
+                logger.warning(text, request_id)
+        return frozenset(silent)
 
 
 def most_tokens(request: Any, local_tokens: int) -> int:
@@ -448,10 +483,15 @@ def most_tokens(request: Any, local_tokens: int) -> int:
     return int(total) - local_tokens
 
 
-def _room_of(request: Any) -> tuple[str, int]:
-    """The arguments of BlockRoom: the request, and its tokens with the first that it computes."""
-    return request.request_id, request.num_tokens + 1
+def _seconds_since(at: float | None, now: float) -> float:
+    return 0.0 if at is None else now - at
+
+
+def _tokens_to_run(request: Any) -> int:
+    """The tokens of BlockRoom: those of the request, and the first that it computes."""
+    return int(request.num_tokens) + 1
 
 
 def _listed(connector: Any, hook: str) -> list[Any]:
+    """A list of what the connector's hook yields. It is empty where there is no such hook."""
     return list(getattr(connector, hook, list)() or ())

@@ -10,12 +10,12 @@ among its events as FAULT, and nothing raises.
 """
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -47,44 +47,46 @@ FAMILIES = {
     "events": counter(
         "What else was counted of this connector, by event. It is switched off where quarantined "
         "is larger than begun_anew.",
-        *("connector", "event"),
+        "connector",
+        "event",
     ),
 }
-"""The metrics; PREFIX stands before their names."""
+"""The metrics by name, without PREFIX."""
 
 
 class ConnectorCounts(KVConnectorStats):
-    """Counts since the last time as {connector: {name: count}}; of PENDING the later value stands.
+    """Counts of an interval as {connector: {name: count}}; "" is MultiConnector itself.
 
-    MultiConnector itself is the connector "".
+    PENDING is a level: two intervals together have the later value.
     """
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> "ConnectorCounts":
-        """The counts of a payload without those below 0: counters never go down (B30)."""
-        made = cls()
+        """Returns the counts of a payload, without those below 0: counters never go down (B30)."""
+        valid = cls()
         for connector, counts in data.items():
             for name, value in counts.items():
                 if (count := max(0, int(value))) or name == PENDING:
-                    made.add(str(connector), str(name), count)
-        return made
+                    valid.add(str(connector), str(name), count)
+        return valid
 
     def add(self, connector: str, name: str, count: int = 1) -> None:
         """Add to one count, or replace a level."""
         counts = self.data.setdefault(connector, {})
         counts[name] = count if name == PENDING else counts.get(name, 0) + count
 
-    def admitted(
+    def count_admission(
         self,
         names: Sequence[str],
         answers: Mapping[int, ChildAnswer],
         chosen: int | None,
         tokens: int,
     ) -> None:
-        """The engine admitted a request; `chosen` loads `tokens`; `answers` has those asked.
+        """Count a request that the engine admitted.
 
-        Each that was asked has a query, the one that loads a hit with its tokens, each that had
-        nothing a miss. One that had less, or did not answer in time, has a query alone.
+        `answers` has the connectors that were asked, and `chosen` loads `tokens`. Each of them gets
+        a query, the chosen one also a hit, and one that had nothing a miss. A connector that had
+        less than the chosen one, or did not answer in time, gets a query alone.
         """
         for index, answer in answers.items():
             self.add(names[index], "queries")
@@ -95,18 +97,18 @@ class ConnectorCounts(KVConnectorStats):
                 self.add(names[index], "misses")
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Begin a new interval, without counts."""
         self.data: dict[str, dict[str, int]] = {}
 
-    def aggregate(self, other: KVConnectorStats) -> "ConnectorCounts":
-        """Add `other`, which is later, to this object."""
-        for connector, counts in other.data.items():
+    def aggregate(self, later: KVConnectorStats) -> "ConnectorCounts":
+        """Add the counts of a later interval to this one. Returns this one."""
+        for connector, counts in later.data.items():
             for name, count in counts.items():
                 self.add(connector, name, count)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One interval for vLLM's log line."""
+        """Returns the counts for vLLM's log line: {"a": {"hits": 2}} -> {"a hits": 2}."""
         return {
             f"{connector} {name}".strip(): count
             for connector, counts in self.data.items()
@@ -114,7 +116,7 @@ class ConnectorCounts(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """True where nothing was counted in this interval."""
         return not self.data
 
 
@@ -126,66 +128,70 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
     """"module:class" of each child that has statistics, by name."""
 
     @classmethod
-    def taken_from(cls, children: ChildConnectors) -> "MultiKVConnectorStats":
-        """The children's own statistics since the last call."""
+    def collect(cls, children: ChildConnectors) -> "MultiKVConnectorStats":
+        """Returns the children's own statistics since the last call."""
         stats = cls()
-        for child, taken in children.call("get_kv_connector_stats", None):
-            if taken is not None:
+        for child, child_stats in children.call("get_kv_connector_stats", None):
+            if child_stats is not None:
                 connector = type(child.connector)
-                stats.data[child.name] = taken
+                stats.data[child.name] = child_stats
                 stats.classes[child.name] = f"{connector.__module__}:{connector.__qualname__}"
         return stats
 
     @classmethod
     def restored(cls, data: Mapping[str, Any] | None) -> "MultiKVConnectorStats":
-        """The statistics of a payload, each child's of its own class where that can be made."""
+        """Returns the statistics of a payload, each child's of its class where that can be made."""
         stats, payload = cls(), dict(data or {})
         classes = payload.pop(CLASSES, {})
         for name, value in payload.items():
-            work, failed = partial(_restored, name, value, classes), partial(stats.failed, name)
-            made = attempt(name, "build_kv_connector_stats", work, failed)
-            stats.aggregate(made or cls())
+            restore = partial(_restored, name, value, classes)
+            on_fault = partial(stats.count_fault, name)
+            restored = attempt(name, "build_kv_connector_stats", restore, on_fault)
+            stats.aggregate(restored or cls())
         return stats
 
-    def failed(self, name: str) -> None:
-        """Count a fault of a child's statistics."""
+    def count_fault(self, name: str) -> None:
+        """Count a fault of the statistics under this name: a child's, or our own."""
         child = "" if name in (SELECTION, EVENTS) else name
         self.data.setdefault(EVENTS, ConnectorCounts()).add(child, FAULT)
 
     def to_dict(self) -> dict[str, Any]:
-        """The payload, of plain values."""
+        """Returns the payload that travels to the API server, of plain values."""
         plain = self._call_all("to_dict")
-        if EVENTS in self.data:  # once more, because the others' faults are among them
+        if EVENTS in self.data:  # Once more, because faults of the other parts are counted here.
             plain[EVENTS] = self._call(EVENTS, "to_dict")
         plain = {name: value for name, value in plain.items() if value is not None}
         classes = {name: known for name, known in self.classes.items() if name in plain}
         return {**plain, CLASSES: classes} if classes else plain
 
-    def aggregate(self, other: KVConnectorStats) -> "MultiKVConnectorStats":
-        """Add `other`; where a child's own statistics cannot be merged, the later ones are lost."""
-        for name, stats in other.data.items():
-            both = self._call(name, "aggregate", stats) if name in self.data else stats
-            if both is not None:
-                self.data[name] = both
-        self.classes.update(getattr(other, "classes", {}))
+    def aggregate(self, later: KVConnectorStats) -> "MultiKVConnectorStats":
+        """Add the statistics of a later interval. Returns this object.
+
+        Where a child's own statistics cannot be merged, the later ones are lost.
+        """
+        for name, stats in later.data.items():
+            merged = self._call(name, "aggregate", stats) if name in self.data else stats
+            if merged is not None:
+                self.data[name] = merged
+        self.classes.update(getattr(later, "classes", {}))
         return self
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Begin a new interval in every part."""
         self._call_all("reset")
 
     def reduce(self) -> dict[str, Any]:
-        """One interval for vLLM's log line."""
+        """Returns the values of each part for vLLM's log line."""
         reduced = self._call_all("reduce")
         return {name.strip("_"): values for name, values in reduced.items() if values}
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
-        return all(said is not False for said in self._call_all("is_empty").values())
+        """True where every part is empty. A part that cannot say so counts as empty."""
+        return all(is_empty is not False for is_empty in self._call_all("is_empty").values())
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         work = partial(methodcaller(method, *arguments), self.data[name])
-        return attempt(name, method, work, partial(self.failed, name))
+        return attempt(name, method, work, partial(self.count_fault, name))
 
     def _call_all(self, method: str) -> dict[str, Any]:
         return {name: self._call(name, method) for name in list(self.data)}
@@ -205,22 +211,22 @@ class MultiPromMetrics(EngineMetrics):
                 self.cell(engine, family, (spec.name,))
             own = {engine: [*labels, spec.name] for engine, labels in values.items()}
             build: Any = spec.connector.build_prom_metrics  # type: ignore[attr-defined]
-            work = partial(build, spec.config, shared, [*labelnames, "connector"], own)
-            failed = partial(self._failed, spec.name, *values)
-            made = attempt(spec.name, "build_prom_metrics", work, failed)
-            if made is not None:
-                self._children[spec.name] = made
+            build_own = partial(build, spec.config, shared, [*labelnames, "connector"], own)
+            on_fault = partial(self._count_fault, spec.name, list(values))
+            metrics = attempt(spec.name, "build_prom_metrics", build_own, on_fault)
+            if metrics is not None:
+                self._children[spec.name] = metrics
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one engine's payload."""
+        """Add one engine's payload to the metrics."""
         for name, data in transfer_stats_data.items():
             if name in (SELECTION, EVENTS):
-                work = partial(self._add, data, engine_idx, is_event=name == EVENTS)
+                add = partial(self._add, data, engine_idx, is_event=name == EVENTS)
             elif name in self._children:
-                work = partial(self._children[name].observe, data, engine_idx)
+                add = partial(self._children[name].observe, data, engine_idx)
             else:
                 continue
-            attempt(name, "observe", work, partial(self._failed, name, engine_idx))
+            attempt(name, "observe", add, partial(self._count_fault, name, [engine_idx]))
 
     def _add(self, data: Mapping[str, Any], engine: int, is_event: bool) -> None:
         known = {*self._names, ""} if is_event else self._names
@@ -235,33 +241,41 @@ class MultiPromMetrics(EngineMetrics):
                 elif name in CHOICES:
                     self.cell(engine, name, (connector,)).inc(count)
 
-    def _failed(self, name: str, *engines: int) -> None:
+    def _count_fault(self, name: str, engines: Iterable[int]) -> None:
         child = name if name in self._names else ""
         for engine in self.per_engine_labelvalues.keys() & set(engines):
             self.cell(engine, "events", (child, FAULT)).inc()
 
 
+class _SharedFamily(NamedTuple):
+    """A metric that several children may make."""
+
+    kind: Any
+    labels: tuple[str, ...]
+    metric: Any
+
+
 def _shared_types(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Metric types that return the family of a name again instead of registering it twice."""
-    families: dict[str, tuple[Any, tuple[str, ...], Any]] = {}
+    """Returns metric types that make each name once, and return the same metric afterwards."""
+    families: dict[str, _SharedFamily] = {}
 
     def make(
-        kind: Any, name: str, documentation: str = "", labelnames: Any = (), **more: Any
+        kind: Any, name: str, documentation: str = "", labelnames: Any = (), **options: Any
     ) -> Any:
         labels = tuple(labelnames or ())
         if name not in families:
             about = {"name": name, "documentation": documentation, "labelnames": labels}
-            families[name] = kind, labels, metric_types[kind](**about, **more)
-        *known, family = families[name]
-        if known != [kind, labels]:
+            families[name] = _SharedFamily(kind, labels, metric_types[kind](**about, **options))
+        family = families[name]
+        if (family.kind, family.labels) != (kind, labels):
             raise ValueError(f"{name} is another connector's, of another kind or with other labels")
-        return family
+        return family.metric
 
     return {kind: partial(make, kind) for kind in metric_types}
 
 
 def _restored(name: str, value: Any, classes: Mapping[str, str]) -> MultiKVConnectorStats:
-    """One part of a payload; a child's own is made by its class, which knows how."""
+    """Returns one part of a payload as statistics. A child's own are made by the child's class."""
     if isinstance(value, KVConnectorStats):
         return MultiKVConnectorStats({name: value})
     if name in (SELECTION, EVENTS):
@@ -270,6 +284,7 @@ def _restored(name: str, value: Any, classes: Mapping[str, str]) -> MultiKVConne
     connector: Any = pkgutil.resolve_name(path)
     if not issubclass(connector, KVConnectorBase_V1):
         raise TypeError(f"{path} is no connector")
-    made = connector.build_kv_connector_stats(data=value)
-    is_made = isinstance(made, KVConnectorStats)
-    return MultiKVConnectorStats({name: made}, {name: path}) if is_made else MultiKVConnectorStats()
+    stats = connector.build_kv_connector_stats(data=value)
+    if not isinstance(stats, KVConnectorStats):
+        return MultiKVConnectorStats()
+    return MultiKVConnectorStats({name: stats}, {name: path})

@@ -1,37 +1,38 @@
-"""MultiConnector's worker role: each child's hooks, and each load and save reported once."""
+"""MultiConnector's worker role: it calls each child's hooks, and reports each transfer once."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partialmethod
-from typing import Any
+from functools import partial, partialmethod
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
-from hybridkv.multi.children import ChildConnector, ChildConnectors
-from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
+from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState
+from hybridkv.multi.messages import NOBODY, ChildEvents, ChildMessage, MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
 
 
 @dataclass(slots=True)
 class TransferLedger:
-    """A worker's: loads and saves that were announced, each of which is reported once."""
+    """The announced loads and saves of one worker, each of which it reports once."""
 
-    loads: dict[str, int] = field(default_factory=dict)  # The connector that loads a request.
+    loads: dict[str, int] = field(default_factory=dict)  # The child that loads a request.
     saves: dict[str, set[int]] = field(default_factory=dict)
-    """The connectors that hold a request's blocks."""
-    tainted: set[str] = field(default_factory=set)  # Loads of which some part has failed already.
+    """The children that hold a request's blocks."""
+    tainted: set[str] = field(default_factory=set)  # Loads of which a part has failed already.
     ended: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
-    absorbed: int = 0  # Reports that nobody waited for.
+    """The transfers to report with the next `take`."""
+    absorbed: int = 0  # Reports of transfers that were not announced, or had ended.
 
     def announce(self, loads: Mapping[str, int], saves: Mapping[str, Iterable[int]]) -> None:
-        """The engine waits for these from now on."""
+        """Add loads and saves, whose ends the engine waits for from now on."""
         self.loads.update(loads)
         for request_id, children in saves.items():
             self.saves.setdefault(request_id, set()).update(children)
 
-    def loaded(self, child: int, finished: Iterable[str], failed: Iterable[str]) -> None:
-        """A connector reported these; a failed load ends only when it is finished too."""
+    def on_loads_reported(self, child: int, finished: Iterable[str], failed: Iterable[str]) -> None:
+        """A child reported the ends of loads. A failed load ends only when it is finished too."""
         self.tainted.update(name for name in failed if self.loads.get(name) == child)
         for request_id in finished:
             if self.loads.get(request_id) != child:
@@ -43,8 +44,8 @@ class TransferLedger:
                 self.tainted.discard(request_id)
                 self.ended.failed_recving.add(request_id)
 
-    def sent(self, child: int, request_ids: Iterable[str]) -> None:
-        """A connector reported these saves as done."""
+    def on_saves_reported(self, child: int, request_ids: Iterable[str]) -> None:
+        """A child reported the ends of saves. A save ends with the report of its last child."""
         for request_id in request_ids:
             if child not in self.saves.get(request_id, ()):
                 self.absorbed += 1
@@ -55,37 +56,50 @@ class TransferLedger:
                 self.ended.finished_sending.add(request_id)
 
     def give_up(self, children: Iterable[int]) -> None:
-        """What these connectors owe ends now, whatever they will say, and their loads failed."""
+        """End all transfers of these children as if they had reported them, and loads as failed."""
         for child in children:
-            loads = [name for name, loading in self.loads.items() if loading == child]
-            self.loaded(child, loads, loads)
-            self.sent(child, [name for name, some in self.saves.items() if child in some])
+            loads = [name for name, loader in self.loads.items() if loader == child]
+            saves = [name for name, holders in self.saves.items() if child in holders]
+            self.on_loads_reported(child, loads, loads)
+            self.on_saves_reported(child, saves)
 
     def is_owed_by(self, child: int) -> bool:
-        """Whether a connector has transfers to report."""
-        return child in self.loads.values() or any(child in some for some in self.saves.values())
+        """Whether the child has transfers to report."""
+        holds = any(child in holders for holders in self.saves.values())
+        return holds or child in self.loads.values()
 
     def take(self) -> KVConnectorTransferResults:
-        """What ended since the last call; failed loads are among the finished ones too."""
-        taken, self.ended = self.ended, KVConnectorTransferResults()
-        return taken
+        """Returns what ended since the last call. Failed loads are among the finished ones too."""
+        results, self.ended = self.ended, KVConnectorTransferResults()
+        return results
+
+
+class ChildPlan(NamedTuple):
+    """A child, and its own part of a step's plan."""
+
+    child: ChildConnector
+    plan: Any
 
 
 @dataclass(eq=False)
 class MultiWorker:
-    """One rank; its public methods are vLLM's hooks. None raises, whatever a child does."""
+    """The worker role of one rank. Its public methods are vLLM's hooks of the same name.
 
-    _children: ChildConnectors
-    _groups: int  # How many KV cache groups the engine has.
+    No hook raises, whatever a child does.
+    """
+
+    children: ChildConnectors
+    groups: int  # The number of the engine's KV cache groups.
     _ledger: TransferLedger = field(default_factory=TransferLedger)
     _bound: set[int] = field(default_factory=set)  # Children that have their plan of this step.
     _sync_blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _bad_blocks: set[int] = field(default_factory=set)
-    _number: int = 0  # Of the last plan.
+    """Blocks that a child loads within this step."""
+    _bad_blocks: set[int] = field(default_factory=set)  # Blocks to report as not loaded.
+    _plan_number: int = 0  # Of the last plan.
 
     def bind_connector_metadata(self, metadata: Any) -> None:
-        """Take this step's plan: each child's own, and which child owes what from now on."""
-        self._children.step_begins()
+        """Take this step's plan, note which transfers it announces, and bind each child's own."""
+        self.children.step_begins()
         self._bound.clear()
         self._sync_blocks = {}
         if isinstance(metadata, MultiPlan):
@@ -93,26 +107,26 @@ class MultiWorker:
             self._ledger.give_up({NOBODY, *metadata.settled})
             self._sync_blocks = metadata.sync_blocks
             self._bad_blocks.update(metadata.bad_blocks)
-            self._number = metadata.number
+            self._plan_number = metadata.number
         for child, plan in self._plans(metadata):
             self._bound.add(child.index)
             self._carry_out(child, "bind_connector_metadata", plan, loads=True)
 
     def clear_connector_metadata(self) -> None:
-        """End the step."""
+        """End the step: let each child that has a plan forget it."""
         self._step("clear_connector_metadata")
         self._bound.clear()
 
     def handle_preemptions(self, metadata: Any) -> None:
-        """Give each child its own plan, or all whatever else older engines pass (B23, D14)."""
+        """Give each child its own plan, or all children what older engines pass (B23, D14)."""
         is_plan = isinstance(metadata, MultiKVConnectorMetadata)
-        others = [(child, metadata) for child in self._children.alive]
-        for child, plan in self._plans(metadata) if is_plan else others:
+        undivided = [ChildPlan(child, metadata) for child in self.children.alive]
+        for child, plan in self._plans(metadata) if is_plan else undivided:
             child.call("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
 
     def _step(self, hook: str, *args: Any, loads: bool = False, **kwargs: Any) -> None:
-        """Call a hook of all children that have a plan of this step."""
-        for child in self._children.all:
+        """Call a hook of all children that have a plan of this step, as `_carry_out` does."""
+        for child in self.children.all:
             if child.index in self._bound:
                 self._carry_out(child, hook, *args, loads=loads, **kwargs)
 
@@ -123,74 +137,90 @@ class MultiWorker:
     finish_forward = partialmethod(_step, "finish_forward")
 
     def reset_capture_state(self) -> None:
-        """All children; none has a plan while graphs are captured."""
-        self._children.call("reset_capture_state", None, pauses=False)
+        """Call the hook of all children, because none has a plan while graphs are captured."""
+        self.children.call("reset_capture_state", None, pauses=False)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Every load and save that ended, once, whichever children report it."""
-        fault, says = "fault_get_transfer_results", "%s cannot say what became of its transfers"
-        for child in self._children.all:
-            if child.alive or (self._ledger.is_owed_by(child.index) and not child.mute):
-                told = child.attempt(fault, says, False, self._collect, child, finished_req_ids)
-                child.mute = not told
-                if child.mute and child.alive:
-                    child.guard.end("a fault in get_transfer_results")
+        """Returns every load and save that ended, once, whichever children report it."""
+        fault, message = "fault_get_transfer_results", "%s cannot say what became of its transfers"
+        for child in self.children.all:
+            owes = child.state is ChildState.OFF and self._ledger.is_owed_by(child.index)
+            if not (child.is_alive or owes):
+                continue
+            collect = partial(self._collect, child, finished_req_ids)
+            child.is_silent = not child.attempt(fault, message, False, collect)
+            if child.is_silent and child.is_alive:
+                child.guard.end("a fault in get_transfer_results")
         if self._ledger.absorbed:
-            self._children.counters["reports_absorbed"] += self._ledger.absorbed
+            self.children.count("reports_absorbed", self._ledger.absorbed)
             self._ledger.absorbed = 0
         return self._ledger.take()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not loaded, of an engine with one group; others fail the requests."""
-        taken, self._bad_blocks = self._bad_blocks, set()
-        return taken if self._groups == 1 else set()
+        """Returns blocks that were not loaded, since the last call.
+
+        They are empty in an engine with several groups, where such loads are reported as failed.
+        """
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        return bad_blocks if self.groups == 1 else set()
 
     def build_connector_worker_meta(self) -> MultiReport:
-        """What each child says, what was counted, and which children are switched off."""
-        events = self._said("get_kv_connector_kv_cache_events")
-        messages = self._said("build_connector_worker_meta", fatal=True)
-        dead = frozenset(child.index for child in self._children.all if not child.alive)
-        counters = self._children.take_counts()
-        return MultiReport(messages, events, dead, counters, self._number)
+        """Returns each child's events and message, the counts, and which children are off."""
+        events = self.children.call("get_kv_connector_kv_cache_events", None)
+        messages = self.children.call("build_connector_worker_meta", None, fatal=True)
+        return MultiReport(
+            messages=[
+                ChildMessage(child.index, message)
+                for child, message in messages
+                if message is not None
+            ],
+            events=[
+                ChildEvents(child.index, kv_events)
+                for child, kv_events in events
+                if kv_events is not None
+            ],
+            dead=frozenset(child.index for child in self.children.all if not child.is_alive),
+            counters=self.children.take_counts(),
+            number=self._plan_number,
+        )
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """The children's own statistics since the last call."""
-        stats = MultiKVConnectorStats.taken_from(self._children)
+        """Returns the children's own statistics since the last call."""
+        stats = MultiKVConnectorStats.collect(self.children)
         return stats if stats.data else None
-
-    def _said(self, hook: str, fatal: bool = False) -> list[tuple[int, Any]]:
-        """(child, its answer) of the living children that have one."""
-        answers = self._children.call(hook, None, fatal=fatal)
-        return [(child.index, answer) for child, answer in answers if answer is not None]
 
     def _carry_out(
         self, child: ChildConnector, hook: str, *args: Any, loads: bool = False, **kwargs: Any
     ) -> None:
-        """Call a hook of a plan. A fault leaves the plan half done, so the first is the last.
+        """Call a hook of a plan. The first fault switches the child off: the plan is half done.
 
-        With `loads` it also leaves the blocks of this step unloaded.
+        With `loads` the blocks that the child loads within this step are then bad blocks.
         """
         child.call(hook, None, *args, fatal=True, **kwargs)
-        if not child.alive:
+        if not child.is_alive:
             self._bound.discard(child.index)
             if loads:
                 self._bad_blocks.update(self._sync_blocks.get(child.index, ()))
 
     def _collect(self, child: ChildConnector, finished_req_ids: set[str]) -> bool:
+        """Note in the ledger what a child reports of its transfers. Returns True."""
         results = child.connector.get_transfer_results(finished_req_ids)
         blocks = child.connector.get_block_ids_with_load_errors()
         finished, failed = results.finished_recving or (), results.failed_recving or ()
-        if blocks and self._groups > 1:
+        if blocks and self.groups > 1:
             # vLLM would end, since block ids are not unique there. All loads of this child fail.
             failed = self._ledger.loads
-            self._children.counters["block_errors_of_several_groups"] += 1
+            self.children.count("block_errors_of_several_groups")
         elif blocks:
             self._bad_blocks.update(blocks)
-        self._ledger.loaded(child.index, finished, failed)
-        self._ledger.sent(child.index, results.finished_sending or ())
+        self._ledger.on_loads_reported(child.index, finished, failed)
+        self._ledger.on_saves_reported(child.index, results.finished_sending or ())
         return True
 
-    def _plans(self, metadata: Any) -> list[tuple[ChildConnector, Any]]:
+    def _plans(self, metadata: Any) -> list[ChildPlan]:
+        """Each living child's own plan. There is none in metadata of another connector."""
         plans = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else ()
-        both = zip(self._children.all, plans, strict=False)
-        return [(child, plan) for child, plan in both if child.alive and plan is not None]
+        pairs = zip(self.children.all, plans, strict=False)
+        return [
+            ChildPlan(child, plan) for child, plan in pairs if child.is_alive and plan is not None
+        ]

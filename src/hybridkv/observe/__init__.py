@@ -1,1 +1,1 @@
-"""What people are shown of a daemon: metrics, status page, history and traces."""
+"""The view of a daemon for people: metrics, status page, history and traces."""

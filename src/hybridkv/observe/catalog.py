@@ -1,7 +1,7 @@
-"""What each of the daemon's metrics means. docs/METRICS-daemon.md is made from this table.
+"""The meaning of each of the daemon's metrics. docs/METRICS-daemon.md is made from this table.
 
 A value is a number of one metric, and of one value of the metric's label where it has one. Names
-and units follow Prometheus' conventions as far as names that exist allow.
+and units follow Prometheus' conventions, except for names that are older than this table.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ PREFIX = "hybridkv_daemon_"
 
 
 class Values(dict[tuple[str, str], float]):
-    """Numbers by (metric, label); the metric is named without PREFIX, "" is no label."""
+    """Numbers by (metric, label). The metric is named without PREFIX, and "" is no label."""
 
     def of(self, metric: str, label: str = "") -> float:
-        """The number, 0 where there is none."""
+        """Returns the number, 0 where there is none."""
         return self.get((metric, label), 0.0)
 
     def named(self) -> dict[str, float]:
-        """Every number by one name, as `hybridkv stats` prints it."""
-        return {_name_of(*key): value for key, value in self.items()}
+        """Returns every number by one name: ("tier_bytes", "disk") -> "tier_disk_bytes"."""
+        return {_name_of(metric, label): value for (metric, label), value in self.items()}
 
 
 PLAIN: Mapping[str, MetricFamily] = {
@@ -105,8 +105,8 @@ LABELLED: Mapping[str, MetricFamily] = {
     "promotions_cut": counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
     "tier_chunks_hit": counter("Chunks of hits that came up from a tier.", "tier"),
 }
-_STARTS = {"promotions_cut": "promotions", "tier_chunks_hit": "chunks_hit"}
-"""How the single names of their values begin, where it is not with the metric's name."""
+_NAME_STARTS = {"promotions_cut": "promotions", "tier_chunks_hit": "chunks_hit"}
+"""How the names of single values begin, for metrics with which they do not begin."""
 
 TIER_PREFIX = "tier_"
 _TIER = {
@@ -143,13 +143,13 @@ _TIER = {
     "failures": counter("Calls and objects that failed."),
 }
 TIER: Mapping[str, MetricFamily] = {
-    name: replace(described, labels=("tier",)) for name, described in _TIER.items()
+    name: replace(family, labels=("tier",)) for name, family in _TIER.items()
 }
-"""By the names of TierState.values; the metric's name begins with TIER_PREFIX."""
+"""By the names of TierState.values. The metric's name begins with TIER_PREFIX."""
 
-_GROUP = ("identity", "model_name", "gid", "kind")
-_ENGINE = ("engine", "model_name", "identity")
-MADE: Mapping[str, MetricFamily] = {
+_GROUP_LABELS = ("identity", "model_name", "gid", "kind")
+_ENGINE_LABELS = ("engine", "model_name", "identity")
+SNAPSHOT_METRICS: Mapping[str, MetricFamily] = {
     "answering": gauge("1 if the daemon's loop answered this scrape, else 0."),
     "info": gauge("Always 1; which release runs.", "version"),
     "uptime_seconds": gauge("Seconds since the daemon serves."),
@@ -157,25 +157,32 @@ MADE: Mapping[str, MetricFamily] = {
     "lookup_wait_seconds": MetricFamily(
         "histogram", "Seconds that answered lookups had waited for tiers."
     ),
-    "group_objects": gauge("Objects in RAM of a group; the 65th row has all others.", *_GROUP),
-    "group_bytes": gauge("Bytes in RAM of the same.", *_GROUP),
-    "session_leases": gauge("Read leases of an engine, of the first 256 sessions.", *_ENGINE),
-    "session_writing_bytes": gauge(
-        "Bytes of the write slots that an engine holds, ahead of need or written.", *_ENGINE
+    "group_objects": gauge(
+        "Objects in RAM of a group; the 65th row has all others.", *_GROUP_LABELS
     ),
-    "session_connected": gauge("Connected schedulers of an engine; 0: only workers.", *_ENGINE),
+    "group_bytes": gauge("Bytes in RAM of the same.", *_GROUP_LABELS),
+    "session_leases": gauge(
+        "Read leases of an engine, of the first 256 sessions.", *_ENGINE_LABELS
+    ),
+    "session_writing_bytes": gauge(
+        "Bytes of the write slots that an engine holds, ahead of need or written.", *_ENGINE_LABELS
+    ),
+    "session_connected": gauge(
+        "Connected schedulers of an engine; 0: only workers.", *_ENGINE_LABELS
+    ),
 }
-"""Metrics that /metrics makes of a snapshot, beside the values."""
+"""Metrics that /metrics makes of other parts of a snapshot than its values."""
 
-VALUES = {**PLAIN, **LABELLED} | {TIER_PREFIX + name: one for name, one in TIER.items()}
+VALUES = {**PLAIN, **LABELLED} | {TIER_PREFIX + name: family for name, family in TIER.items()}
 """Metrics whose numbers are in Values."""
 
-NOT_ALONE = frozenset(("lookup_wait_seconds",))  # Values that are part of a metric of another type.
+HISTOGRAM_SUMS = frozenset(("lookup_wait_seconds",))  # Values that are the sum of a histogram.
 
 
 def _name_of(metric: str, label: str) -> str:
+    """The name of a single value, as `hybridkv stats` prints it."""
     if not label:
         return metric
     if metric in LABELLED:
-        return f"{_STARTS.get(metric, metric)}_{label}"
+        return f"{_NAME_STARTS.get(metric, metric)}_{label}"
     return f"{TIER_PREFIX}{label}_{metric.removeprefix(TIER_PREFIX)}"

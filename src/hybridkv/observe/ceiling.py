@@ -1,20 +1,23 @@
-"""What a cache of unlimited size would have hit, to tell whether more memory would help.
+"""Counts what a cache of unlimited size would have hit, to say whether more memory would help.
 
 The unlimited cache has every object that was stored, or found below RAM, since the daemon began. It
 evicts nothing, and no quota keeps anything out. A lookup's *ceiling* is the hit that the rule of
-core.coverage gives over those objects, so that for every lookup, and for any sum of lookups::
+core.coverage gives over those objects. For every lookup, and for any sum of lookups::
 
     hit <= ceiling <= asked
 
-What an engine did not store for want of a write slot is in neither cache, as its hash is not known.
+An object that an engine could not store for want of a write slot is in neither cache, because its
+hash is not known.
 
-Memory is bounded by chunks: the chunk that was longest not asked for is forgotten first, and from
-then on the ceiling is that of a cache of so many chunks. Events are queued; `work` counts them.
+The number of chunks is bounded. The chunk that was not asked for longest is forgotten first, and
+from then on the ceiling is that of a cache of so many chunks. Events are queued, and `work` counts
+them.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -22,7 +25,15 @@ from hybridkv.core.keys import HASH_BYTES
 
 IDENTITIES_MAX = 4096
 NAME_BYTES = 16
-"""Bytes kept of a chunk's hash; chunks that are confused only make the statistics less exact."""
+"""Bytes kept of a chunk's hash. Chunks that are confused make the statistics less exact."""
+
+
+class QueuedEvent(NamedTuple):
+    """An event that is not counted yet."""
+
+    chunks: int
+    is_lookup: bool
+    steps: Iterator[None]  # Counts the event, step by step.
 
 
 @dataclass(eq=False)
@@ -30,9 +41,10 @@ class HitRateCeiling:
     """The chunks of an unlimited cache, and three sums of tokens over the same lookups."""
 
     remembered_max: int = 1 << 18
-    """The most chunks that are remembered, some 150 bytes each; 33 million tokens at the least."""
+    """The most chunks that are remembered. They take some 150 bytes each, and have 33 million
+    tokens or more together."""
     queued_max: int = 1 << 16
-    """Chunks of queued events; an event that would go beyond is left out and counted."""
+    """The most chunks of queued events. An event that would exceed it is left out and counted."""
     step: int = 64  # Chunks of one step, which takes some 50 us.
     asked_tokens: int = 0
     hit_tokens: int = 0
@@ -46,8 +58,7 @@ class HitRateCeiling:
     """By identity: the number that begins its chunks' keys."""
     _last_number: int = 0
     _first_number: int = 1  # Keys with an earlier number were cleared, and wait to be the oldest.
-    _queue: deque[tuple[int, bool, Iterator[None]]] = field(default_factory=deque)
-    """Each event's chunks, whether it is a lookup, and what counts it step by step."""
+    _queue: deque[QueuedEvent] = field(default_factory=deque)
     _queued: int = 0  # Chunks of all events in the queue.
 
     def __len__(self) -> int:
@@ -56,11 +67,11 @@ class HitRateCeiling:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something for `work`."""
+        """Whether `work` has an event to count."""
         return bool(self._queue)
 
     def stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
-        """Objects were written; the i-th has the group index `groups[i]` and the i-th hash."""
+        """Objects were written: the i-th has the group index `groups[i]` and the i-th hash."""
         if not self._put(len(groups), self._change(identity, groups, hashes, True)):
             self.forgotten += len(set(_cut(hashes)))
 
@@ -72,7 +83,7 @@ class HitRateCeiling:
         masks: Sequence[bytes],
         chunks: int,
     ) -> None:
-        """A lookup was answered by a hit of `chunks`; `masks` has each group's presence mask."""
+        """A lookup was answered by a hit of `chunks`. `masks` has each group's presence mask."""
         steps = self._look_up(identity, geometry, hashes, masks, chunks)
         if not self._put(len(hashes) // HASH_BYTES, steps, is_lookup=True):
             self.lookups_left_out += 1
@@ -83,32 +94,33 @@ class HitRateCeiling:
 
     def cleared(self) -> None:
         """The cache was cleared on purpose, and the unlimited cache would be empty as well."""
-        self.lookups_left_out += sum(is_lookup for _, is_lookup, _ in self._queue)
+        self.lookups_left_out += sum(event.is_lookup for event in self._queue)
         self._queue.clear()
         self._queued = 0
         self._numbers.clear()
         self._first_number = self._last_number + 1
 
     def work(self) -> bool:
-        """Do one step; whether there is more to do."""
+        """Do one step. Returns whether there is more to do."""
         if self._queue:
-            chunks, _, steps = self._queue[0]
-            if next(steps, self) is self:
+            event = self._queue[0]
+            if next(event.steps, self) is self:
                 self._queue.popleft()
-                self._queued -= chunks
+                self._queued -= event.chunks
         return self.has_work
 
     def _put(self, chunks: int, steps: Iterator[None], is_lookup: bool = False) -> bool:
+        """Queue an event. Returns False where there is no room for it."""
         if self._queued + chunks > self.queued_max:
             return False
         self._queued += chunks
-        self._queue.append((chunks, is_lookup, steps))
+        self._queue.append(QueuedEvent(chunks, is_lookup, steps))
         return True
 
     def _change(
         self, identity: bytes, groups: Sequence[int], hashes: bytes, is_there: bool
     ) -> Iterator[None]:
-        """Objects came into the unlimited cache, or left it."""
+        """Add objects to the unlimited cache, or remove them, step by step."""
         number = self._number(identity)
         for at, (group, chunk_hash) in enumerate(zip(groups, _cut(hashes), strict=True), 1):
             key = number + chunk_hash[:NAME_BYTES]
@@ -120,6 +132,7 @@ class HitRateCeiling:
                 yield
 
     def _number(self, identity: bytes) -> bytes:
+        """The number that begins the keys of an identity's chunks, a new one if need be."""
         number = self._numbers.get(identity)
         if number is None:
             self._last_number += 1
@@ -130,6 +143,7 @@ class HitRateCeiling:
         return number
 
     def _put_bits(self, key: bytes, bits: int) -> None:
+        """Remember the groups of a chunk as a bit each, as the chunk that was used last."""
         self._remembered[key] = bits
         self._remembered.move_to_end(key)
         if len(self._remembered) > self.remembered_max:
@@ -144,7 +158,7 @@ class HitRateCeiling:
         masks: Sequence[bytes],
         chunks: int,
     ) -> Iterator[None]:
-        """Add one lookup to the sums."""
+        """Add one lookup to the sums, step by step."""
         number = self._number(identity)
         groups = range(len(masks))
         prefixes = sum(
@@ -178,4 +192,5 @@ class HitRateCeiling:
 
 
 def _cut(hashes: bytes) -> Iterator[bytes]:
+    """Each hash of a run of hashes."""
     return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))

@@ -1,4 +1,4 @@
-"""What the daemon remembers for people: the last hours and requests, and a snapshot of everything.
+"""The daemon's memory for people: the last hours and requests, and a snapshot of everything.
 
 The last hours are samples of counters. A sample is taken once in a step, or later where the loop
 had no time. Counters only grow, so what happened between any two samples is their difference::
@@ -32,48 +32,55 @@ class Sample(NamedTuple):
 
 
 class Past(NamedTuple):
-    """Samples, the oldest first; `columns` has the (metric, label) of each of their values."""
+    """Samples of a span of time."""
 
-    columns: Sequence[tuple[str, str]]
-    samples: Sequence[Sample]
+    columns: Sequence[tuple[str, str]]  # The (metric, label) of each of a sample's values.
+    samples: Sequence[Sample]  # The oldest first.
 
     def levels(self, metric: str, label: str = "") -> list[float]:
-        """The value in each sample."""
+        """Returns the metric's value in each sample."""
         column = self.columns.index((metric, label))
         return [sample.values[column] for sample in self.samples]
 
     def rates(self, metric: str, label: str = "") -> list[float]:
-        """The growth of a counter per second, for each interval."""
-        points = zip((one.at for one in self.samples), self.levels(metric, label), strict=True)
+        """Returns the growth of a counter per second, for each interval."""
+        times = [sample.at for sample in self.samples]
+        points = zip(times, self.levels(metric, label), strict=True)
         return [
             max(0.0, new - old) / (end - begin) for (begin, old), (end, new) in pairwise(points)
         ]
 
     def growth(self, metric: str) -> float:
-        """How much a counter grew over all intervals."""
+        """Returns how much a counter grew over all intervals."""
         levels = self.levels(metric)
         return levels[-1] - levels[0]
 
     def share(self, part: str, whole: str) -> float | None:
-        """The growth of `part` / that of `whole`; None where the whole did not grow."""
+        """Returns the growth of `part` / that of `whole`; None where the whole did not grow."""
         return _ratio(self.growth(part), self.growth(whole))
 
     def shares(self, part: str, whole: str, window_seconds: float) -> list[float | None]:
-        """As `share`, over the window that ends with each interval, and has at least it."""
+        """Returns the `share` over a window that ends with each interval.
+
+        Each window has the whole interval with which it ends, also one longer than the window.
+        """
         parts, wholes = self.levels(part), self.levels(whole)
-        told: list[float | None] = []
+        shares: list[float | None] = []
         first = 0
         for last in range(1, len(self.samples)):
             begin = self.samples[last].at - window_seconds
             while first < last - 1 and self.samples[first + 1].at <= begin:
                 first += 1
-            told.append(_ratio(parts[last] - parts[first], wholes[last] - wholes[first]))
-        return told
+            shares.append(_ratio(parts[last] - parts[first], wholes[last] - wholes[first]))
+        return shares
 
     def since(self, at: float) -> "Past":
-        """The last sample that is not later than `at`, or else the first; and the last of all."""
-        begun = (sample for sample in reversed(self.samples) if sample.at <= at)
-        return Past(self.columns, (next(begun, self.samples[0]), self.samples[-1]))
+        """Returns the past from `at` on as two samples: that of `at`, and the last.
+
+        The first is the last sample that is not later than `at`, or the oldest of all.
+        """
+        earlier = (sample for sample in reversed(self.samples) if sample.at <= at)
+        return Past(self.columns, (next(earlier, self.samples[0]), self.samples[-1]))
 
 
 class Series:
@@ -85,32 +92,39 @@ class Series:
 
     @property
     def due_at(self) -> float:
-        """When the next sample is due; minus infinity where there is none yet."""
+        """The time of the next sample, which is minus infinity before the first."""
         return self.samples[-1].at + self.step_seconds if self.samples else -math.inf
 
     def add(self, sample: Sample) -> None:
-        """Add a sample that is later than the last one; the oldest goes where there is no room."""
+        """Add a sample if it is later than the last. A full ring drops its oldest sample."""
         if not self.samples or sample.at > self.samples[-1].at:
             self.samples.append(sample)
 
 
+class HistogramBucket(NamedTuple):
+    """A bucket of a histogram, as Prometheus has it."""
+
+    bound: float  # In seconds; the last bucket's is infinite.
+    durations: int  # The number of durations that are not above the bound.
+
+
 class Histogram:
-    """Counts of durations by upper bound in seconds, as Prometheus' histograms need them."""
+    """Counts of durations by upper bound in seconds."""
 
     def __init__(self, bounds: Sequence[float] = WAIT_BOUNDS) -> None:
         self._bounds = (*bounds, math.inf)
         self._counts = [0] * len(self._bounds)
-        self.total = 0.0
+        self.total = 0.0  # The sum of all durations.
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
+        """Add a duration to its bucket and to the total."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self.total += max(0.0, seconds)
 
     @property
-    def cumulative(self) -> list[tuple[float, int]]:
-        """(bound, count of durations not above it); the last bound is infinite."""
-        return list(zip(self._bounds, accumulate(self._counts), strict=True))
+    def cumulative(self) -> list[HistogramBucket]:
+        """All buckets, each with the counts of those before it."""
+        return [*map(HistogramBucket, self._bounds, accumulate(self._counts))]
 
 
 @dataclass
@@ -121,9 +135,9 @@ class TimeSaved:
     loading_seconds: float = 0.0  # From each lookup to the end of its load.
 
     def add(self, tokens: int, tokens_per_second: int, seconds: float) -> None:
-        """A load of `tokens` ended, `seconds` after its lookup; without a speed (0) it is left out.
+        """Add a load of `tokens` that ended `seconds` after its lookup.
 
-        A load that failed has no tokens, and took time.
+        A load that failed has no tokens. A load of an engine of unknown speed (0) is left out.
         """
         if tokens_per_second:
             self.computing_seconds += tokens / tokens_per_second
@@ -131,12 +145,12 @@ class TimeSaved:
 
 
 class RequestOutcome(NamedTuple):
-    """What became of one request, told at `told_at` seconds of the daemon's clock."""
+    """A request that ended, and why it was loaded or not."""
 
     request_id: str
     identity: bytes
     explanation: RequestExplanation
-    told_at: float
+    reported_at: float  # When the engine reported it, in seconds of the daemon's clock.
 
 
 class RequestHistory:
@@ -159,37 +173,38 @@ class RequestHistory:
     def add_identity(
         self, identity: bytes, facts: Mapping[str, str], in_use: Container[bytes] = ()
     ) -> None:
-        """Keep what an identity is made of; the oldest one that is not `in_use` goes for it."""
+        """Keep what an identity is made of. The oldest identity that is not `in_use` may go."""
         self._identities[identity] = facts
         self._identities.move_to_end(identity)
         if len(self._identities) > IDENTITIES_MAX:
-            unused = (one for one in self._identities if one not in in_use)
+            unused = (known for known in self._identities if known not in in_use)
             self._identities.pop(next(unused, b""), None)
 
     def known(self, request_id: str) -> RequestOutcome | None:
-        """A request by its id alone."""
+        """Returns the request with exactly this id."""
         return self._requests.get(request_id)
 
     def request(self, request_id: str) -> RequestOutcome | None:
-        """A request by its id, or by the id that clients know, to which vLLM may append."""
+        """Returns a request by its id, or by a client's id, to which vLLM appends "-" and more."""
         if request_id in self._requests or not request_id:
             return self._requests.get(request_id)
-        known = reversed(self._requests.items())
-        return next((told for name, told in known if name.startswith(f"{request_id}-")), None)
+        latest = reversed(self._requests.items())
+        prefix = f"{request_id}-"
+        return next((outcome for name, outcome in latest if name.startswith(prefix)), None)
 
     def latest(self, count: int) -> list[RequestOutcome]:
-        """The last requests, the latest first."""
+        """Returns the last requests, the latest first."""
         return list(islice(reversed(self._requests.values()), count))
 
-    def differences(self, one: bytes, other: bytes) -> list[IdentityDifference]:
-        """Facts in which two identities differ; empty where one of them is not known."""
-        mine, theirs = self._identities.get(one), self._identities.get(other)
-        if mine is None or theirs is None:
+    def differences(self, here: bytes, there: bytes) -> list[IdentityDifference]:
+        """Returns the facts in which two identities differ; none where one of them is unknown."""
+        facts_here, facts_there = self._identities.get(here), self._identities.get(there)
+        if facts_here is None or facts_there is None:
             return []
         return [
-            IdentityDifference(name, mine.get(name, ""), theirs.get(name, ""))
-            for name in sorted({*mine, *theirs})
-            if mine.get(name) != theirs.get(name)
+            IdentityDifference(name, facts_here.get(name, ""), facts_there.get(name, ""))
+            for name in sorted({*facts_here, *facts_there})
+            if facts_here.get(name) != facts_there.get(name)
         ]
 
 
@@ -204,8 +219,7 @@ class Snapshot:
     started_at: float
     setup: DaemonSetup
     values: Values
-    waits: tuple[tuple[float, int], ...]
-    """Lookups that waited for tiers, as Histogram.cumulative gives them."""
+    waits: tuple[HistogramBucket, ...]  # Durations that lookups waited for tiers.
     groups: tuple[GroupStatus, ...]
     sessions: tuple[SessionStatus, ...]
     tiers: tuple[TierStatus, ...]
@@ -215,7 +229,7 @@ class Snapshot:
     decisions: tuple[RequestOutcome, ...]  # The latest first.
 
     def since(self, seconds: float) -> Past:
-        """The begin and the end of the last `seconds` of the hour, or of all that is known."""
+        """Returns the begin and the end of the last `seconds`, or of all that is known."""
         samples = self.hour
         if not samples or samples[-1].at < self.now:
             values = tuple(self.values.of(*column) for column in self.columns)

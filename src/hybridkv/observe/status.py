@@ -1,16 +1,18 @@
-"""What people are shown: the status, for the page and `hybridkv top`, and requests in sentences.
+"""Makes what people are shown: the status of a daemon, and what became of a request in sentences.
 
-The status has numbers, what they mean, and what is wrong. `hybridkv explain` has the sentences too.
+The status has numbers, their meaning, and what is wrong. The page and `hybridkv top` show it.
+`hybridkv explain` shows the sentences of a request.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from hybridkv import __version__
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.sizes import format_size
-from hybridkv.observe.history import Past, Sample, Snapshot
+from hybridkv.observe.history import Past, RequestOutcome, Sample, Snapshot
 from hybridkv.wire import status as wire
 from hybridkv.wire.messages import Decline, Explained, RequestExplanation
 
@@ -31,19 +33,30 @@ TIER_NOTES = {
     "objects_shed": "were not written: too many waited, or they had to go before",
     "objects_given_up": "were not written: that failed again and again",
 }
-NEWS = {
-    "loads_failed": ("bad", "loads failed; the engines computed instead"),
-    "deadlines_missed": ("warn", "lookups waited for tiers and were answered before all had come"),
-    "reserves_failed": (
+
+
+class CountedProblem(NamedTuple):
+    """A counter whose growth is a problem."""
+
+    level: str
+    text: str  # What was counted; the number stands before it.
+
+
+RECENT_PROBLEMS = {
+    "loads_failed": CountedProblem("bad", "loads failed; the engines computed instead"),
+    "deadlines_missed": CountedProblem(
+        "warn", "lookups waited for tiers and were answered before all had come"
+    ),
+    "reserves_failed": CountedProblem(
         "warn",
         "times the cache could not grow, because its directory is full; a larger volume or a "
         "smaller --ram works",
     ),
-    "slots_short": (
-        "note",
-        "write slots were wanted and not there; what would have been in them is not stored",
+    "slots_short": CountedProblem(
+        "note", "write slots were wanted and not there; what would have been in them is not stored"
     ),
 }
+"""Counters that are shown where they grew in the last RECENT_SECONDS."""
 DECLINES: Mapping[Decline, str] = {
     Decline.UNHASHABLE: "requests with prompt embeddings are not served: the engine's hashes do "
     "not name them",
@@ -69,68 +82,80 @@ AUDITS: Mapping[AuditOutcome, str] = {
     AuditOutcome.DIFFERED: "differed: the engine computed something else",
     AuditOutcome.UNMADE: "not made: nothing could be compared",
 }
-"""What came of an audit in words."""
+"""Each outcome of a live audit in words."""
+
+
+class CachedHistory(NamedTuple):
+    """The past of a span of time, which changes with its last sample."""
+
+    last_sample_at: float
+    history: wire.StatusHistory
 
 
 class StatusReport:
-    """Makes the status of snapshots; the past is computed once for each sample."""
+    """Makes the status of snapshots. The past is computed once for each sample."""
 
     def __init__(self, is_brief: bool = False) -> None:
         """A brief status has no day, less of the hour, and fewer decisions."""
         self._is_brief = is_brief
-        self._histories: dict[str, tuple[float, wire.StatusHistory]] = {}
-        """By span: when its last sample was taken, and its history."""
+        self._histories: dict[str, CachedHistory] = {}  # By span: "hour" or "day".
 
     def make(self, snapshot: Snapshot) -> wire.Status:
-        """Everything that is shown of the snapshot."""
+        """Returns everything that is shown of the snapshot."""
         now = snapshot.now
-        decisions = [
-            wire.DecisionStatus(
-                one.request_id,
-                one.identity.hex()[:12],
-                _short(max(0.0, now - one.told_at)),
-                f"{one.explanation.prompt_tokens} tokens",
-                *outcome_of(one.explanation),
-                limit_of(one.explanation),
-                sentences_of(one.explanation),
-            )
-            for one in snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
-        ]
+        shown = snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
         hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
         return wire.Status(
-            __version__,
-            snapshot.setup,
-            _short(now - snapshot.started_at),
-            snapshot.values.named(),
-            _window(snapshot, MINUTE_SECONDS),
-            _window(snapshot, HOUR_SECONDS),
-            health(snapshot),
-            help_of(snapshot),
-            verdict(snapshot),
-            [*snapshot.tiers],
-            [*snapshot.groups],
-            [*snapshot.sessions],
-            decisions,
-            self._past("hour", snapshot, hour),
-            None if self._is_brief else self._past("day", snapshot, snapshot.day),
+            version=__version__,
+            setup=snapshot.setup,
+            uptime_seconds=_short(now - snapshot.started_at),
+            values=snapshot.values.named(),
+            minute=_window(snapshot, MINUTE_SECONDS),
+            recent=_window(snapshot, HOUR_SECONDS),
+            health=health(snapshot),
+            help=help_of(snapshot),
+            verdict=verdict(snapshot),
+            tiers=[*snapshot.tiers],
+            groups=[*snapshot.groups],
+            sessions=[*snapshot.sessions],
+            decisions=[_decision(outcome, now) for outcome in shown],
+            hour=self._past("hour", snapshot, hour),
+            day=None if self._is_brief else self._past("day", snapshot, snapshot.day),
         )
 
     def _past(self, span: str, snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
-        last = samples[-1].at if samples else 0.0
-        if span not in self._histories or self._histories[span][0] != last:
-            self._histories[span] = last, history(snapshot, samples)
-        return self._histories[span][1]
+        """The history of a span, computed anew if it has another last sample."""
+        last_at = samples[-1].at if samples else 0.0
+        cached = self._histories.get(span)
+        if cached is None or cached.last_sample_at != last_at:
+            cached = self._histories[span] = CachedHistory(last_at, history(snapshot, samples))
+        return cached.history
+
+
+def _decision(request: RequestOutcome, now: float) -> wire.DecisionStatus:
+    explanation = request.explanation
+    outcome, text = outcome_of(explanation)
+    return wire.DecisionStatus(
+        request_id=request.request_id,
+        identity=request.identity.hex()[:12],
+        age=_short(max(0.0, now - request.reported_at)),
+        prompt=f"{explanation.prompt_tokens} tokens",
+        outcome=outcome,
+        text=text,
+        limit=limit_of(explanation),
+        facts=sentences_of(explanation),
+    )
 
 
 def history(snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
-    """The past, from samples of the snapshot's columns."""
+    """Returns the past, from samples of the snapshot's columns."""
     step = min((after.at - before.at for before, after in pairwise(samples)), default=0.0)
     past = Past(snapshot.columns, samples)
     names = [tier.name for tier in snapshot.tiers]
 
     def share(part: str) -> list[float | None]:
-        told = past.shares(part, "ceiling_asked_tokens", SMOOTH_STEPS * step)
-        return [None if share is None else _short(share) for share in told]
+        shares = past.shares(part, "ceiling_asked_tokens", SMOOTH_STEPS * step)
+        return [None if share is None else _short(share) for share in shares]
 
     def rates(metric: str, label: str = "") -> list[float]:
         return [_short(rate) for rate in past.rates(metric, label)]
@@ -161,7 +186,7 @@ def history(snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory
 
 
 def health(snapshot: Snapshot) -> list[wire.Problem]:
-    """Everything that is not as it should be, the worst first."""
+    """Returns everything that is not as it should be, the worst first."""
     found: list[wire.Problem] = []
     for tier in snapshot.tiers:
         where = f"{tier.name} ({tier.location})"
@@ -180,8 +205,8 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         ]
     recent = snapshot.since(RECENT_SECONDS)
     found += [
-        wire.Problem(level, f"in the last 10 minutes {count:,.0f} {what}")
-        for name, (level, what) in NEWS.items()
+        wire.Problem(problem.level, f"in the last 10 minutes {count:,.0f} {problem.text}")
+        for name, problem in RECENT_PROBLEMS.items()
         if (count := recent.growth(name))
     ]
     if count := snapshot.values.of("workers_unmapped"):
@@ -205,7 +230,7 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
 
 
 def help_of(snapshot: Snapshot) -> str:
-    """Whether the cache helps, in a sentence or two, by the last hour and the last requests."""
+    """Returns a sentence or two on whether the cache helped in the last hour and requests."""
     window = _window(snapshot, HOUR_SECONDS)
     passed, differed = map(snapshot.values.of, ("audits_passed", "audits_differed"))
     audited = ""
@@ -225,13 +250,13 @@ def help_of(snapshot: Snapshot) -> str:
         else:
             text += f", which took {-window.saved_seconds:.3g} s longer than computing."
     text += audited
-    words = Counter(str(outcome_of(one.explanation)[0]) for one in snapshot.decisions)
-    told = ", ".join(f"{count} {word}" for word, count in words.most_common())
-    return f"{text} The last requests: {told}." if told else text
+    outcomes = Counter(outcome_of(request.explanation).outcome for request in snapshot.decisions)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    return f"{text} The last requests: {counts}." if counts else text
 
 
 def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
-    """Whether more memory would help, by the last hour."""
+    """Returns whether more memory would help, by the last hour."""
     window = _window(snapshot, HOUR_SECONDS)
     hit, ceiling, values = window.hit, window.ceiling, snapshot.values
     if hit is None or ceiling is None:
@@ -256,76 +281,94 @@ def verdict(snapshot: Snapshot) -> wire.MemoryVerdict:
     return wire.MemoryVerdict(hit, ceiling, text)
 
 
-def outcome_of(told: RequestExplanation) -> tuple[wire.Outcome, str]:
-    """The outcome, and what was loaded or why nothing was."""
-    if told.loaded_tokens:
-        return wire.Outcome.LOADED, f"{told.loaded_tokens} tokens, {format_size(told.loaded_bytes)}"
-    if told.declined is not None:
-        is_failed = told.declined in (Decline.LOAD_FAILED, Decline.PLAN_FAILED)
-        word = wire.Outcome.FAILED if is_failed else wire.Outcome.DECLINED
-        return word, told.detail or DECLINES[told.declined]
-    if told.hit_chunks is None:
-        return wire.Outcome.DECLINED, "no lookup was answered before the request ended"
-    if told.local_tokens and told.local_tokens >= told.hit_chunks * told.chunk_tokens:
-        text = f"the engine's own cache had {told.local_tokens} tokens, and the daemon no more"
-        return wire.Outcome.LOCAL, text
-    if not told.hit_chunks:
-        return wire.Outcome.MISS, "nothing was found"
-    if told.audit is not None:
-        return wire.Outcome.UNUSED, "its only chunk was computed for the live audit"
-    return wire.Outcome.UNUSED, "the request ended before the hit was loaded"
+class OutcomeText(NamedTuple):
+    """The outcome of a request, and what was loaded or why nothing was."""
+
+    outcome: wire.Outcome
+    text: str
 
 
-def limit_of(told: RequestExplanation) -> str:
-    """Why the hit was not longer; empty where it could not be."""
+def outcome_of(explanation: RequestExplanation) -> OutcomeText:
+    """Returns the outcome of a request, with its reason in words."""
+    loaded, declined = explanation.loaded_tokens, explanation.declined
+    local_tokens, hit_chunks = explanation.local_tokens, explanation.hit_chunks
+    if loaded:
+        size = format_size(explanation.loaded_bytes)
+        return OutcomeText(wire.Outcome.LOADED, f"{loaded} tokens, {size}")
+    if declined is not None:
+        is_failed = declined in (Decline.LOAD_FAILED, Decline.PLAN_FAILED)
+        outcome = wire.Outcome.FAILED if is_failed else wire.Outcome.DECLINED
+        return OutcomeText(outcome, explanation.detail or DECLINES[declined])
+    if hit_chunks is None:
+        text = "no lookup was answered before the request ended"
+        return OutcomeText(wire.Outcome.DECLINED, text)
+    if local_tokens and local_tokens >= hit_chunks * explanation.chunk_tokens:
+        text = f"the engine's own cache had {local_tokens} tokens, and the daemon no more"
+        return OutcomeText(wire.Outcome.LOCAL, text)
+    if not hit_chunks:
+        return OutcomeText(wire.Outcome.MISS, "nothing was found")
+    if explanation.audit is not None:
+        text = "its only chunk was computed for the live audit"
+        return OutcomeText(wire.Outcome.UNUSED, text)
+    return OutcomeText(wire.Outcome.UNUSED, "the request ended before the hit was loaded")
+
+
+def limit_of(explanation: RequestExplanation) -> str:
+    """Returns why the hit was not longer; "" where it could not be."""
     return ", ".join(
         f"group {group.gid} ({group.kind}) lacks chunk {group.lacks}"
-        for group in told.groups
+        for group in explanation.groups
         if group.lacks is not None
     )
 
 
-def sentences_of(told: RequestExplanation) -> dict[str, str]:
-    """Sentences by name, in the order in which things happened."""
-    facts = {"prompt": f"{told.prompt_tokens} tokens"}
-    if told.asked_chunks:
-        facts["looked up"] = f"{told.asked_chunks} chunks of {told.chunk_tokens} tokens"
-    if told.hit_chunks is not None:
-        present = ", ".join(
-            f"group {group.gid} ({group.kind}) {group.objects} of {told.looked_chunks}"
-            for group in told.groups
+def sentences_of(explanation: RequestExplanation) -> dict[str, str]:
+    """Returns what became of a request: sentences by name, in the order of the events."""
+    facts = {"prompt": f"{explanation.prompt_tokens} tokens"}
+    if explanation.asked_chunks:
+        facts["looked up"] = (
+            f"{explanation.asked_chunks} chunks of {explanation.chunk_tokens} tokens"
         )
-        facts["found"] = f"a hit of {told.hit_chunks} chunks; objects there: {present}"
-    if told.tiers:
-        given = (f"{count} chunks from {name}" for name, count in told.tiers.items())
+    if explanation.hit_chunks is not None:
+        present = ", ".join(
+            f"group {group.gid} ({group.kind}) {group.objects} of {explanation.looked_chunks}"
+            for group in explanation.groups
+        )
+        facts["found"] = f"a hit of {explanation.hit_chunks} chunks; objects there: {present}"
+    if explanation.tiers:
+        given = (f"{count} chunks from {name}" for name, count in explanation.tiers.items())
         facts["came up"] = ", ".join(given)
-    if told.not_read:
-        facts["not read from below RAM because"] = told.not_read
-    if limit := limit_of(told):
+    if explanation.not_read:
+        facts["not read from below RAM because"] = explanation.not_read
+    if limit := limit_of(explanation):
         facts["not more because"] = limit
-    if told.local_tokens is not None:
-        facts["engine's own cache"] = f"{told.local_tokens} tokens"
-    outcome, text = outcome_of(told)
+    if explanation.local_tokens is not None:
+        facts["engine's own cache"] = f"{explanation.local_tokens} tokens"
+    outcome, text = outcome_of(explanation)
     if outcome is wire.Outcome.LOADED:
         facts["loaded"] = text
-    elif told.declined is not None or told.hit_chunks is not None:
+    elif explanation.declined is not None or explanation.hit_chunks is not None:
         facts["nothing loaded because"] = text
-    if told.audit is not None:
-        detail = f": {told.audit_detail}" if told.audit_detail else ""
-        facts["live audit"] = AUDITS[told.audit] + detail
-    return facts | {"stored": f"{told.stored_objects} objects"}
+    if explanation.audit is not None:
+        detail = f": {explanation.audit_detail}" if explanation.audit_detail else ""
+        facts["live audit"] = AUDITS[explanation.audit] + detail
+    return facts | {"stored": f"{explanation.stored_objects} objects"}
 
 
-def sentences_of_reply(told: Explained) -> dict[str, str]:
-    """As `sentences_of`, with the identity and where else the prefix is; empty if not known."""
-    if told.explanation is None:
+def sentences_of_reply(reply: Explained) -> dict[str, str]:
+    """Returns `sentences_of` the request, its identity, and where else its prefix is.
+
+    Empty where the daemon does not know the request.
+    """
+    if reply.explanation is None:
         return {}
-    facts = sentences_of(told.explanation) | {"identity": told.identity.hex()}
-    for other in told.others:
+    facts = sentences_of(reply.explanation) | {"identity": reply.identity.hex()}
+    for elsewhere in reply.others:
         differences = "; ".join(
-            f"{one.name}: {one.here} here, {one.there} there" for one in other.differences
+            f"{difference.name}: {difference.here} here, {difference.there} there"
+            for difference in elsewhere.differences
         )
-        facts[f"also under {other.identity.hex()[:12]}"] = (
+        facts[f"also under {elsewhere.identity.hex()[:12]}"] = (
             differences or "in what they differ is not known, or not any more"
         )
     return facts
@@ -335,19 +378,18 @@ def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
     """How counters grew in the last `seconds`, or since the daemon began."""
     past = snapshot.since(seconds)
     length = past.samples[-1].at - past.samples[0].at
-    waited = past.growth("lookups_waited")
+    waits = past.growth("lookups_waited")
+    spared = past.growth("computing_seconds_spared")
     return wire.WindowStatus(
-        _short(length),
-        past.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
-        past.share("ceiling_tokens", "ceiling_asked_tokens"),
-        past.growth("tokens_hit"),
-        past.growth("tokens_asked"),
-        past.growth("tokens_loaded"),
-        _short(past.growth("computing_seconds_spared") - past.growth("loading_seconds"))
-        if past.growth("computing_seconds_spared")
-        else None,
-        _short(past.growth("lookup_wait_seconds") / waited) if waited else None,
-        {
+        seconds=_short(length),
+        hit=past.share("ceiling_hit_tokens", "ceiling_asked_tokens"),
+        ceiling=past.share("ceiling_tokens", "ceiling_asked_tokens"),
+        hit_tokens=past.growth("tokens_hit"),
+        asked_tokens=past.growth("tokens_asked"),
+        loaded_tokens=past.growth("tokens_loaded"),
+        saved_seconds=_short(spared - past.growth("loading_seconds")) if spared else None,
+        wait_seconds=_short(past.growth("lookup_wait_seconds") / waits) if waits else None,
+        per_second={
             name: _short(past.growth(name) / length) if length else 0.0
             for name in ("lookups", "bytes_loaded", "bytes_stored", "evicted")
         },
@@ -355,5 +397,5 @@ def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
 
 
 def _short(value: float) -> float:
-    """The value with four digits, because more of a measurement say nothing."""
+    """The value with four digits, as further digits of a measurement say nothing."""
     return float(f"{value:.4g}") if abs(value) < 1e4 else float(round(value))

@@ -17,9 +17,9 @@ from opentelemetry.trace.span import NonRecordingSpan
 
 from hybridkv import __version__
 
-DELAY_MS = 1000
-EXPORT_SECONDS = 5  # A collector that takes longer loses what it was sent.
-CLOCK_STEP_NS = 1_000_000  # A smaller difference of the clocks is that of reading them.
+DELAY_MS = 1000  # Spans are sent so long after the first of a batch.
+EXPORT_SECONDS = 5  # A batch that a collector does not take within this time is lost.
+CLOCK_STEP_NS = 1_000_000  # Reading both clocks takes less; a larger difference is a step.
 SPANS_MAX = 1 << 12  # Spans that wait to be exported; more are dropped and counted.
 
 
@@ -32,7 +32,7 @@ class _CountingExporter(OTLPSpanExporter):
 
 
 class SpanExporter:
-    """Takes spans from one thread and never blocks or raises; a library's thread sends them."""
+    """Takes spans from one thread and never blocks or raises. A library's thread sends them."""
 
     def __init__(self, url: str, node: str, spans_max: int = SPANS_MAX) -> None:
         resource = Resource.create(
@@ -40,9 +40,13 @@ class SpanExporter:
         )
         self._exporter = _CountingExporter(endpoint=url, timeout=EXPORT_SECONDS)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        batches = min(512, spans_max)
         self._provider.add_span_processor(
-            BatchSpanProcessor(self._exporter, spans_max, DELAY_MS, batches)
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=spans_max,
+                schedule_delay_millis=DELAY_MS,
+                max_export_batch_size=min(512, spans_max),
+            )
         )
         self._tracer = self._provider.get_tracer("hybridkv.daemon", __version__)
         self._spans_max = spans_max
@@ -58,9 +62,9 @@ class SpanExporter:
         parent: object = None,
         error: str = "",
     ) -> SpanContext | None:
-        """Add a span from begin to end, in monotonic seconds.
+        """Add a span. `times` are its begin and end in monotonic seconds.
 
-        Returns what its children name as parent, or None if it was dropped.
+        Returns the context that its children name as `parent`; None = the span was dropped.
         """
         if self._entered - self._exporter.left >= self._spans_max:
             # The library's queue would drop its oldest span instead, and count nothing.
@@ -77,13 +81,13 @@ class SpanExporter:
         span = self._tracer.start_span(name, context, attributes=attributes, start_time=start)
         if error:
             span.set_status(Status(StatusCode.ERROR, error))
-        made = span.get_span_context()
-        self._entered += made.trace_flags.sampled
+        span_context = span.get_span_context()
+        self._entered += span_context.trace_flags.sampled
         span.end(end_time=max(start, end))
-        return made
+        return span_context
 
     def close(self, seconds: float) -> None:
-        """Send what is left, if the collector takes it within so many seconds."""
+        """Send the remaining spans, if the collector takes them within so many seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(seconds)

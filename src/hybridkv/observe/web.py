@@ -1,8 +1,9 @@
-"""The daemon's pages: /metrics, /healthz, the status page and its JSON; read only, in threads.
+"""The daemon's pages: /metrics, /healthz, the status page and its JSON. All are read only.
 
-They are served on loopback, and the Host header must name it, so that a page of another site cannot
-read them through a browser. With a token, any address may serve them, and each request must have
-it. The page loads nothing from elsewhere and runs no script but its own.
+They are served in threads, on loopback. The Host header must name a loopback address, so that a
+page of another site cannot read them through a browser. With a token, any address may serve them,
+and each request must have the token. The status page loads nothing from elsewhere, and runs no
+script but its own.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from concurrent.futures import Future
 from importlib import resources
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import msgspec
@@ -31,7 +32,7 @@ from prometheus_client.registry import Collector
 from hybridkv import __version__
 from hybridkv.core.daemon_settings import METRICS_PORT, check_metrics
 from hybridkv.core.errors import ConfigError
-from hybridkv.observe.catalog import MADE, NOT_ALONE, PREFIX, VALUES
+from hybridkv.observe.catalog import HISTOGRAM_SUMS, PREFIX, SNAPSHOT_METRICS, VALUES
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.status import StatusReport, health
 
@@ -50,13 +51,22 @@ LOOPBACK = re.compile(
     r"(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE
 )
 LOOPBACK_ADDRESS = "127.0.0.1"
-PAGES: Mapping[str, tuple[str, str]] = {
-    "/": ("status.html", "text/html; charset=utf-8"),
-    "/status.css": ("status.css", "text/css; charset=utf-8"),
-    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
-    "/status.svg": ("status.svg", "image/svg+xml"),
+
+
+class PageFile(NamedTuple):
+    """A file of the status page, and its media type."""
+
+    name: str
+    media_type: str
+
+
+PAGES: Mapping[str, PageFile] = {
+    "/": PageFile("status.html", "text/html; charset=utf-8"),
+    "/status.css": PageFile("status.css", "text/css; charset=utf-8"),
+    "/status.js": PageFile("status.js", "text/javascript; charset=utf-8"),
+    "/status.svg": PageFile("status.svg", "image/svg+xml"),
 }
-"""The (file, type) of each path."""
+"""The file of each path."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -74,8 +84,14 @@ HEADERS = (
 
 UNAVAILABLE = "503 Service Unavailable"
 
-Start = Callable[..., Any]
-Points = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels, number).
+Start = Callable[..., Any]  # WSGI's start_response.
+
+
+class Point(NamedTuple):
+    """One number of a metric, with the values of the metric's labels."""
+
+    labels: tuple[str, ...]
+    number: float
 
 
 class WebPages(Collector):
@@ -94,26 +110,28 @@ class WebPages(Collector):
         self._metrics = make_wsgi_app(registry)
         self._room = threading.BoundedSemaphore(REQUESTS_MAX)
         folder = resources.files("hybridkv.observe") / "pages"
-        self._files = {
-            path: ((folder / name).read_bytes(), kind) for path, (name, kind) in PAGES.items()
-        }
+        self._bodies = {path: (folder / file.name).read_bytes() for path, file in PAGES.items()}
 
     def __call__(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
-        """See PEP 3333."""
+        """Answer a request. WSGI calls this, see PEP 3333."""
         if self._token:
             expected = f"Bearer {self._token}".encode("latin-1")
             given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1", "replace")
             if not hmac.compare_digest(given, expected):
                 asks = ("WWW-Authenticate", "Bearer")
-                return _say(start, "401 Unauthorized", "the daemon's metrics-token is asked", asks)
+                return _answer_text(
+                    start, "401 Unauthorized", "the daemon's metrics-token is asked", asks
+                )
         elif not LOOPBACK.fullmatch(environ.get("HTTP_HOST", "")):
-            return _say(
+            return _answer_text(
                 start, "403 Forbidden", "ask by http://127.0.0.1:PORT or http://localhost:PORT"
             )
         if environ.get("REQUEST_METHOD") != "GET":
-            return _say(start, "405 Method Not Allowed", "only GET works here", ("Allow", "GET"))
+            return _answer_text(
+                start, "405 Method Not Allowed", "only GET works here", ("Allow", "GET")
+            )
         if not self._room.acquire(blocking=False):
-            return _say(start, UNAVAILABLE, "too many ask at once", ("Retry-After", "1"))
+            return _answer_text(start, UNAVAILABLE, "too many ask at once", ("Retry-After", "1"))
         try:
             return self._page(environ, start)
         except Exception:  # the supervised boundary: a page that fails ends nothing
@@ -121,33 +139,23 @@ class WebPages(Collector):
                 self._pages_failed += 1
             logger.exception("a page failed")
             failed = "the page failed; the daemon's log says why"
-            return _say(start, "500 Internal Server Error", failed)
+            return _answer_text(start, "500 Internal Server Error", failed)
         finally:
             self._room.release()
 
     def collect(self) -> Iterator[families.Metric]:
         """Every metric of the catalog, named hybridkv_daemon_*."""
         snapshot = self._snapshot()
-        yield _made("answering", [((), float(snapshot is not None))])
+        yield _summed("answering", [Point((), float(snapshot is not None))])
         if snapshot is None:
             return
         yield from _values(snapshot)
-        yield _made("info", [((__version__,), 1.0)])
-        yield _made("uptime_seconds", [((), snapshot.now - snapshot.started_at)])
-        yield _made("pages_failed", [((), self._pages_failed)])
-        name = "lookup_wait_seconds"
-        waits = families.HistogramMetricFamily(f"{PREFIX}{name}", MADE[name].help)
-        buckets = [(str(bound).replace("inf", "+Inf"), count) for bound, count in snapshot.waits]
-        waits.add_metric((), buckets, snapshot.values.of(name))
-        yield waits
-        groups = [((g.identity, g.model, str(g.gid), g.kind), g) for g in snapshot.groups]
-        yield _made("group_objects", ((key, one.objects) for key, one in groups))
-        yield _made("group_bytes", ((key, one.held_bytes) for key, one in groups))
-        # An engine that greeted anew has two sessions while its workers copy for the first one.
-        sessions = [((s.engine_id, s.model, s.identity), s) for s in snapshot.sessions]
-        yield _made("session_leases", ((key, one.leases) for key, one in sessions))
-        yield _made("session_writing_bytes", ((key, one.writing_bytes) for key, one in sessions))
-        yield _made("session_connected", ((key, one.is_connected) for key, one in sessions))
+        yield _summed("info", [Point((__version__,), 1.0)])
+        yield _summed("uptime_seconds", [Point((), snapshot.now - snapshot.started_at)])
+        yield _summed("pages_failed", [Point((), self._pages_failed)])
+        yield _waits(snapshot)
+        yield from _groups(snapshot)
+        yield from _sessions(snapshot)
 
     def _page(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -159,16 +167,17 @@ class WebPages(Collector):
         if path in ("/status.json", "/healthz"):
             snapshot = self._snapshot()
             if snapshot is None:
-                return _say(start, UNAVAILABLE, "the daemon's loop does not answer")
+                return _answer_text(start, UNAVAILABLE, "the daemon's loop does not answer")
             if path == "/healthz":
                 # The other levels are of a daemon that does what it can.
-                bad = [one.text for one in health(snapshot) if one.level == "bad"]
-                return _say(start, UNAVAILABLE if bad else "200 OK", "\n".join(bad) or "ok")
+                problems = health(snapshot)
+                bad = [problem.text for problem in problems if problem.level == "bad"]
+                return _answer_text(start, UNAVAILABLE if bad else "200 OK", "\n".join(bad) or "ok")
             status = msgspec.json.encode(self._report.make(snapshot))
-            return _give(start, "200 OK", status, "application/json")
-        if path in self._files:
-            return _give(start, "200 OK", *self._files[path])
-        return _say(
+            return _answer(start, "200 OK", status, "application/json")
+        if path in self._bodies:
+            return _answer(start, "200 OK", self._bodies[path], PAGES[path].media_type)
+        return _answer_text(
             start, "404 Not Found", "there are / and /status.json and /metrics and /healthz"
         )
 
@@ -179,7 +188,49 @@ class WebPages(Collector):
             return None
 
 
+def _waits(snapshot: Snapshot) -> families.Metric:
+    """The histogram of the durations that lookups waited for tiers."""
+    name = "lookup_wait_seconds"
+    waits = families.HistogramMetricFamily(f"{PREFIX}{name}", SNAPSHOT_METRICS[name].help)
+    buckets = [
+        (str(bound).replace("inf", "+Inf"), durations) for bound, durations in snapshot.waits
+    ]
+    waits.add_metric((), buckets, snapshot.values.of(name))
+    return waits
+
+
+def _groups(snapshot: Snapshot) -> Iterator[families.Metric]:
+    """The metrics of groups. All that are not listed have the same labels."""
+    objects: list[Point] = []
+    held_bytes: list[Point] = []
+    for group in snapshot.groups:
+        labels = (group.identity, group.model, str(group.gid), group.kind)
+        objects.append(Point(labels, group.objects))
+        held_bytes.append(Point(labels, group.held_bytes))
+    yield _summed("group_objects", objects)
+    yield _summed("group_bytes", held_bytes)
+
+
+def _sessions(snapshot: Snapshot) -> Iterator[families.Metric]:
+    """The metrics of engines.
+
+    An engine that greeted anew has two sessions while its workers copy for the first one.
+    """
+    leases: list[Point] = []
+    writing: list[Point] = []
+    connected: list[Point] = []
+    for session in snapshot.sessions:
+        labels = (session.engine_id, session.model, session.identity)
+        leases.append(Point(labels, session.leases))
+        writing.append(Point(labels, session.writing_bytes))
+        connected.append(Point(labels, session.is_connected))
+    yield _summed("session_leases", leases)
+    yield _summed("session_writing_bytes", writing)
+    yield _summed("session_connected", connected)
+
+
 def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
+    """The metrics whose numbers are the snapshot's values."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
     for (name, label), number in snapshot.values.items():
         values[name][label] = number
@@ -188,9 +239,9 @@ def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
         # A counter that appears with its first event would hide that event from rates.
         if described.kind == "counter" and described.labels == ("tier",):
             numbers = dict.fromkeys((tier.name for tier in snapshot.tiers), 0.0) | numbers
-        points = [((label,), numbers[label]) for label in sorted(numbers)]
-        yield _family(name, points if described.labels else [((), numbers.get("", 0.0))])
-    for name in sorted(values.keys() - NOT_ALONE):
+        labelled = [Point((label,), numbers[label]) for label in sorted(numbers)]
+        yield _family(name, labelled if described.labels else [Point((), numbers.get("", 0.0))])
+    for name in sorted(values.keys() - HISTOGRAM_SUMS):
         # Only tiers have labelled values that the catalog may not know.
         labels = ("tier",) if any(values[name]) else ()
         unknown = families.UnknownMetricFamily(f"{PREFIX}{name}", "Not described.", labels=labels)
@@ -199,19 +250,20 @@ def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
         yield unknown
 
 
-def _made(name: str, points: Points) -> families.Metric:
-    """One of MADE, with the sum of the points that have the same labels."""
+def _summed(name: str, points: Iterable[Point]) -> families.Metric:
+    """One of SNAPSHOT_METRICS, with the sum of the points that have the same labels."""
     sums: dict[tuple[str, ...], float] = defaultdict(float)
     for labels, number in points:
         sums[labels] += number
-    return _family(name, sums.items())
+    return _family(name, [Point(labels, number) for labels, number in sums.items()])
 
 
-def _family(name: str, points: Points) -> families.Metric:
-    described = MADE.get(name) or VALUES[name]
+def _family(name: str, points: Iterable[Point]) -> families.Metric:
+    """The metric of this name, described as in the catalog."""
+    described = SNAPSHOT_METRICS.get(name) or VALUES[name]
     is_counter = described.kind == "counter"
-    kind = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
-    family = kind(f"{PREFIX}{name}", described.help, labels=described.labels)
+    family_class = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
+    family = family_class(f"{PREFIX}{name}", described.help, labels=described.labels)
     for labels, number in points:
         family.add_metric(labels, number)
     return family
@@ -223,7 +275,7 @@ def serve_web(
     host: str = LOOPBACK_ADDRESS,
     token_file: str | None = None,
 ) -> str:
-    """Serve at an address of this machine in a thread; the URL of /metrics.
+    """Serve at an address of this machine in a thread. Returns the URL of /metrics.
 
     With None the port is METRICS_PORT, or a free one where that is taken. Raises ConfigError where
     `port` is taken, where the address is not this machine's, and where a token cannot be read.
@@ -235,7 +287,7 @@ def serve_web(
     if server is None and port is not None:
         raise ConfigError(f"metrics-port={port} is taken by another process", "another one works")
     is_free = server is not None
-    server = server or make_server(host, 0, pages, _kind(host), _Handler)
+    server = server or make_server(host, 0, pages, _server_class(host), _Handler)
     threading.Thread(target=server.serve_forever, name="web", daemon=True).start()
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
     if not is_free:
@@ -257,19 +309,19 @@ def _token_of(path: str) -> str:
     return token
 
 
-def _kind(host: str) -> "type[_HttpServer]":
+def _server_class(host: str) -> "type[_HttpServer]":
     return _HttpServer6 if ":" in host else _HttpServer
 
 
 def _server_at(pages: WebPages, host: str, port: int) -> WSGIServer | None:
-    """A server at that port; None where it is taken, and stays so for a moment.
+    """A server at that port. None = the port was taken for PORT_SECONDS.
 
-    Raises ConfigError where it can never listen there.
+    Raises ConfigError where no server can listen at this host.
     """
     until = time.monotonic() + PORT_SECONDS
     while True:
         try:
-            return make_server(host, port, pages, _kind(host), _Handler)
+            return make_server(host, port, pages, _server_class(host), _Handler)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 what = f"metrics-host={host} is no address of this machine"
@@ -282,17 +334,17 @@ def _server_at(pages: WebPages, host: str, port: int) -> WSGIServer | None:
 class _HttpServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, *words: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._lock = threading.Lock()
         self._until: dict[socket.socket, float] = {}
         """When each client is disconnected, in monotonic seconds."""
-        super().__init__(*words)
+        super().__init__(*arguments)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            # No descriptor is left. Whoever waits stays queued, and would be offered again at once.
+            # No descriptor is left. The client stays queued, and would be offered again at once.
             time.sleep(SHORTAGE_SECONDS)
             raise
 
@@ -330,14 +382,16 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing of requests."""
+        """Log nothing, as requests come every few seconds."""
 
 
-def _say(start: Start, status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
-    return _give(start, status, f"{text}\n".encode(), "text/plain; charset=utf-8", *headers)
+def _answer_text(
+    start: Start, status: str, text: str, *headers: tuple[str, str]
+) -> Iterable[bytes]:
+    return _answer(start, status, f"{text}\n".encode(), "text/plain; charset=utf-8", *headers)
 
 
-def _give(
+def _answer(
     start: Start, status: str, body: bytes, kind: str, *headers: tuple[str, str]
 ) -> Iterable[bytes]:
     start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *headers, *HEADERS])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 
@@ -24,13 +24,20 @@ RAM = "16MiB"
 HYBRIDKV = (sys.executable, "-m", "hybridkv")
 
 
-def said_by(command: Sequence[object]) -> tuple[int, str, str]:
-    """Status, standard output and standard error of a command."""
+class CommandResult(NamedTuple):
+    """The exit status of a command, and what it has written."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run(command: Sequence[object]) -> CommandResult:
     words = [str(word) for word in command]
-    run = subprocess.run(
+    ended = subprocess.run(
         words, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
     )
-    return run.returncode, run.stdout, run.stderr
+    return CommandResult(ended.returncode, ended.stdout, ended.stderr)
 
 
 def killed(pid: int) -> None:
@@ -50,26 +57,26 @@ class Node:
         there = ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", "--", *HYBRIDKV]
         return [*there, *map(str, words)]
 
-    def say(self, *words: object) -> tuple[int, str, str]:
-        """What one command of hybridkv says."""
-        return said_by(self._command(*words))
+    def run(self, *words: object) -> CommandResult:
+        """Run one command of hybridkv."""
+        return run(self._command(*words))
 
     def json(self, *words: object) -> object:
-        """What one command that succeeds says with --json."""
-        status, out, err = self.say(*words, "--json")
+        """Run one command with --json, which must succeed. Returns its document."""
+        status, out, err = self.run(*words, "--json")
         assert status == 0, err
         return json.loads(out)
 
-    def serve(self, socket_path: Path, *more: str) -> int:
-        """The pid of a new daemon."""
-        options = ["--ram", RAM, "--metrics-port", "-1", "--detach", *more]
-        assert self.say("serve", "--socket", socket_path, *options) == (0, "", "")
+    def serve(self, socket_path: Path, *options: str) -> int:
+        """Start a daemon. Returns its pid."""
+        words = ["--ram", RAM, "--metrics-port", "-1", "--detach", *options]
+        assert self.run("serve", "--socket", socket_path, *words) == (0, "", "")
         return peer_pid(str(socket_path))
 
     def arena_of(self, pid: int) -> str:
         """The name of the arena that a daemon has open."""
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        return next(Path(one).name for one in links if one.startswith("/dev/shm/hybridkv-"))
+        return next(Path(link).name for link in links if link.startswith("/dev/shm/hybridkv-"))
 
     def wait_for(self, arena: str) -> None:
         """Wait for the end of an arena's time, as the process does that a daemon leaves."""
@@ -79,7 +86,7 @@ class Node:
 
     @property
     def shm(self) -> list[str]:
-        """The names in its /dev/shm."""
+        """The names in the node's /dev/shm."""
         return sorted(path.name for path in self.shm_path.iterdir())
 
 
@@ -112,7 +119,7 @@ def test_stop_keeps_the_memory_for_the_next_daemon(node: Node, tmp_path: Path) -
     path = tmp_path / "daemon.sock"
     pid = node.serve(path)
     arenas = node.shm
-    status, out, err = node.say("stop", "--socket", path)
+    status, out, err = node.run("stop", "--socket", path)
     assert (status, err) == (0, "")
     assert has_ended(pid), "it waits until the daemon has ended"
     assert out.startswith(f"the daemon (pid {pid}) ended; ")
@@ -122,15 +129,15 @@ def test_stop_keeps_the_memory_for_the_next_daemon(node: Node, tmp_path: Path) -
     assert node.shm == arenas
     node.serve(path)
     assert node.shm == arenas, "the next daemon has taken it over"
-    told = node.json("stop", "--socket", path)
-    assert isinstance(told, dict)
-    assert 0 < told["kept_bytes"] <= 2 * parse_size(RAM, "ram")
+    document = node.json("stop", "--socket", path)
+    assert isinstance(document, dict)
+    assert 0 < document["kept_bytes"] <= 2 * parse_size(RAM, "ram")
 
 
 def test_stop_free_leaves_nothing(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     pid = node.serve(path)
-    status, out, err = node.say("stop", "--free", "--socket", path)
+    status, out, err = node.run("stop", "--free", "--socket", path)
     assert (status, out, err) == (
         0,
         f"the daemon (pid {pid}) ended; its memory is free again\n",
@@ -146,15 +153,14 @@ def test_stop_where_there_is_no_daemon(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     nobody = f"hybridkv: no daemon answers at {path} (nothing listens there)\n"
     for words in (["stop"], ["stop", "--free"]):
-        assert node.say(*words, "--socket", path) == (2, "", nobody)
-    other = tmp_path / "other.sock"
-    node.serve(other)
+        assert node.run(*words, "--socket", path) == (2, "", nobody)
+    node.serve(tmp_path / "other.sock")
     arenas = node.shm
     killed(node.serve(path))
     left = f'{nobody[:-1]}; "hybridkv stop --free --socket {path}" frees what the last one left\n'
-    assert node.say("stop", "--socket", path) == (2, "", left)
+    assert node.run("stop", "--socket", path) == (2, "", left)
     assert len(node.shm) == 2
-    status, out, err = node.say("stop", "--free", "--socket", path)
+    status, out, err = node.run("stop", "--free", "--socket", path)
     assert (status, out, err) == (0, "no daemon was there; its memory is free again\n", "")
     assert node.shm == arenas, "another socket's are not touched"
     assert not path.exists()
@@ -163,7 +169,7 @@ def test_stop_where_there_is_no_daemon(node: Node, tmp_path: Path) -> None:
 def test_stop_ends_a_daemon_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     with others(path, 1, 1):
-        status, out, err = said_by([*HYBRIDKV, "stop", "--free", "--socket", path])
+        status, out, err = run([*HYBRIDKV, "stop", "--free", "--socket", path])
     assert (status, err) == (0, ""), out
     assert not path.exists()
 
@@ -173,18 +179,18 @@ def test_a_daemon_that_hangs_is_named(node: Node, tmp_path: Path) -> None:
     pid = node.serve(path)
     os.kill(pid, signal.SIGSTOP)
     until(lambda: is_stopped(pid), "it is stopped")
-    status, out, err = node.say("stop", "--socket", path)
+    status, out, err = node.run("stop", "--socket", path)
     assert (status, out) == (2, "")
     assert err.startswith(f"hybridkv: no daemon answers at {path} (the daemon does not greet); ")
     assert err.endswith(f'"kill -9 {pid}" ends it and keeps its memory for the next one\n')
     os.kill(pid, signal.SIGCONT)
-    assert node.say("ping", "--socket", path)[0] == 0, "it was not told to end"
+    assert node.run("ping", "--socket", path)[0] == 0, "it was not told to end"
 
 
 def test_another_users_daemon_goes_on(other_users_socket: str) -> None:
     pid = peer_pid(other_users_socket)
     for words in (["stop"], ["stop", "--free"]):
-        status, out, err = said_by([*HYBRIDKV, *words, "--socket", other_users_socket])
+        status, out, err = run([*HYBRIDKV, *words, "--socket", other_users_socket])
         assert (status, out) == (2, "")
         assert err == f"hybridkv: {other_users_socket} is served by another user\n"
     assert peer_pid(other_users_socket) == pid
@@ -194,38 +200,46 @@ def test_a_daemon_of_another_pid_namespace_is_not_ended(node: Node, tmp_path: Pa
     path = tmp_path / "daemon.sock"
     pid = node.serve(path)
     apart = ["unshare", "--pid", "--fork", "--kill-child"]
-    status, out, err = said_by([*apart, *HYBRIDKV, "stop", "--socket", path])
+    status, out, err = run([*apart, *HYBRIDKV, "stop", "--socket", path])
     assert (status, out) == (2, "")
     assert err.startswith(f"hybridkv: the daemon at {path} is in another pid namespace; ")
     assert not has_ended(pid)
 
 
+class ListedArena(NamedTuple):
+    in_use: bool
+    socket: str | None = None
+    removed: bool = False
+
+
 def test_arenas_are_listed_and_those_that_no_daemon_has_are_removed(
     node: Node, tmp_path: Path
 ) -> None:
-    assert node.say("arenas") == (0, "there is no arena of yours in /dev/shm\n", "")
+    assert node.run("arenas") == (0, "there is no arena of yours in /dev/shm\n", "")
     left, used = tmp_path / "left.sock", tmp_path / "used.sock"
     killed(node.serve(left))
     pid = node.serve(used)
     notes = node.shm_path / f"hybridkv-{os.geteuid()}-notes"
     notes.write_text("mine")
 
-    def listed(*words: str) -> list[tuple[bool, str | None, bool]]:
-        told = node.json("arenas", *words)
-        assert isinstance(told, list)
-        assert all(0 < one["held_bytes"] <= one["size_bytes"] for one in told)
-        return [(one["in_use"], one["socket"], one["removed"]) for one in told]
+    def listed(*words: str) -> list[ListedArena]:
+        rows = node.json("arenas", *words)
+        assert isinstance(rows, list)
+        assert all(0 < row["held_bytes"] <= row["size_bytes"] for row in rows)
+        return [ListedArena(row["in_use"], row["socket"], row["removed"]) for row in rows]
 
-    assert sorted(listed()) == [(False, None, False), (True, str(used), False)]
-    assert (False, str(left), False) in listed("--socket", str(left)), "one that it is told of"
-    status, out, err = node.say("arenas")
+    running = ListedArena(in_use=True, socket=str(used))
+    assert sorted(listed()) == [ListedArena(in_use=False), running]
+    named = ListedArena(in_use=False, socket=str(left))
+    assert named in listed("--socket", str(left)), "one that it is told of"
+    status, out, err = node.run("arenas")
     assert (status, err) == (0, "")
     assert len(node.shm) == 3, "nothing was asked to be removed"
     shown = " ".join(out.split())
     assert all(name in shown for name in ("in use", "yes", "no"))
-    assert sorted(listed("--prune")) == [(False, None, True), (True, str(used), False)]
-    assert listed("--prune") == [(True, str(used), False)]
-    assert node.say("ping", "--socket", used)[0] == 0
+    assert sorted(listed("--prune")) == [ListedArena(in_use=False, removed=True), running]
+    assert listed("--prune") == [running]
+    assert node.run("ping", "--socket", used)[0] == 0
     assert not has_ended(pid)
     assert notes.exists(), "it is no arena"
 
@@ -244,25 +258,25 @@ def waiters(arena: str) -> list[int]:
 def test_an_arena_that_nobody_takes_over_goes(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     node.serve(path, "--arena-ttl", "1s")
-    assert node.say("stop", "--socket", path)[0] == 0
+    assert node.run("stop", "--socket", path)[0] == 0
     until(lambda: node.shm == [], "the arena is removed")
 
 
 def test_a_daemon_that_comes_in_time_has_it(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     node.serve(path, "--arena-ttl", "30min")
-    assert node.say("stop", "--socket", path)[0] == 0
+    assert node.run("stop", "--socket", path)[0] == 0
     [arena] = node.shm
     [waiter] = waiters(f"/dev/shm/{arena}")
     [listed] = cast(list[dict[str, object]], node.json("arenas"))
     assert 0 < cast(float, listed["kept_seconds"]) <= 1800
-    assert "min" in node.say("arenas")[1]
+    assert "min" in node.run("arenas")[1]
     node.serve(path, "--arena-ttl", "never")
     until(lambda: has_ended(waiter), "nobody waits any more")
     assert node.shm == [arena]
-    assert node.say("stop", "--socket", path)[0] == 0
+    assert node.run("stop", "--socket", path)[0] == 0
     assert waiters(f"/dev/shm/{arena}") == []
-    assert "no bound" in node.say("arenas")[1]
+    assert "no bound" in node.run("arenas")[1]
 
 
 def test_after_a_crash_the_next_daemon_removes_what_is_over(node: Node, tmp_path: Path) -> None:

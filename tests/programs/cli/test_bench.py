@@ -13,14 +13,14 @@ from hybridkv.lab.daemon_process import DaemonProcess
 
 
 def bench(*arguments: str) -> Any:
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hybridkv", "bench", *arguments, "--json"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 HOOKS = """
@@ -35,14 +35,14 @@ print(json.dumps(measure_hooks(sys.argv[1], Geometry(groups, 128, 128, 128), 102
 @pytest.mark.engine
 @pytest.mark.soak
 def test_every_hook_is_measured(daemon: DaemonProcess) -> None:
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", HOOKS, daemon.socket_path],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
-    rows = json.loads(said.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])
     hooks = {row["hook"] for row in rows}
     assert {"on_new_request (hit)", "build_connector_meta (prefill)", "request_finished"} <= hooks
     assert all(row["calls"] and row["p50_us"] > 0 for row in rows)
@@ -59,14 +59,14 @@ def test_the_byte_path_is_measured() -> None:
 @pytest.mark.engine
 @pytest.mark.soak
 def test_loads_beside_a_busy_interpreter_are_measured() -> None:
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks.copies", "--bytes", "64MiB", "--json"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
-    rows = json.loads(said.stdout)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
     assert [row["object"] for row in rows] == ["1 MiB", "5 MiB", "16 MiB", "32 MiB"]
     rates = [value for row in rows for name, value in row.items() if name != "object"]
     assert all(0 < rate < 60 for rate in rates)
@@ -84,15 +84,15 @@ def test_a_lookup_of_every_length_hits_and_is_measured() -> None:
 def test_prompts_that_ram_cannot_hold_are_measured() -> None:
     """An eighth of what four prompts need is half of what one needs."""
     options = "--tokens", "2048", "--ram-share", "0.125", "--load-policy", "always"
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks.large_hits", *options],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert said.returncode == 0, said.stderr
-    *rows, total = [json.loads(line) for line in said.stdout.splitlines()]
+    assert result.returncode == 0, result.stderr
+    *rows, total = [json.loads(line) for line in result.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == [0, 1, 2, 3]
     assert all(row["computed"] > 0 and row["from the cache"] > 0 for row in rows)
     assert all(0 <= row["hit tokens"] < 1920 for row in rows), "RAM cannot hold a whole one"
@@ -110,14 +110,14 @@ def test_the_directory_is_measured(tmp_path: Path) -> None:
 
 
 def test_too_few_bytes_for_the_largest_objects() -> None:
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hybridkv", "bench", "disk", "--bytes", "8MiB"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 2
+    assert result.returncode == 2
     assert (
-        said.stderr
+        result.stderr
         == "hybridkv: --bytes 8MiB is less than what 4 threads write at once; 64MiB works\n"
     )

@@ -17,7 +17,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command prints."""
+    """The script that the command prints."""
     assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 
@@ -54,7 +54,7 @@ def test_every_shell_is_told_of_every_option(
     prefix = "-l " if shell == "fish" else "--"
     for name, options in options_of().items():
         assert name in text
-        assert all(f"{prefix}{one[2:]}" in text for one in options)
+        assert all(f"{prefix}{option[2:]}" in text for option in options)
     if shutil.which(shell):
         run = subprocess.run(
             [shell, "-n"],

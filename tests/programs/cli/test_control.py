@@ -12,14 +12,9 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
-    Hello,
-    ReportRequest,
-    RequestExplanation,
-    geometry_to_wire,
-)
+from hybridkv.wire.messages import ReportRequest, RequestExplanation
 from tests.layouts import LAYOUTS
+from tests.programs.cli.greetings import engine_hello
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.tierclient import stats
 from tests.waiting import DEADLINE_SECONDS, until
@@ -31,9 +26,7 @@ SHOWN = "x\ufffd]0;pwned\ufffd\ufffd[31m\ufffd\ufffd\ufffd[bold]"
 def test_what_clients_named_is_obeyed_by_no_terminal(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hello = Hello(
-        1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(LAYOUTS["qwen3"])
-    )
+    hello = engine_hello(LAYOUTS["qwen3"], HOSTILE)
     where = ["--socket", daemon.socket_path]
     explanation = RequestExplanation(9, 0, tiers={HOSTILE: 1}, not_read=HOSTILE)
     with ControlClient(daemon.socket_path, hello=hello) as engine:
@@ -52,9 +45,9 @@ def test_what_clients_named_is_obeyed_by_no_terminal(
         assert main(["explain", "another", *where]) == 1
         assert capsys.readouterr().err.endswith(f"the latest are: {SHOWN}\n")
         assert main(["stats", *where]) == 0
-        said = capsys.readouterr().out
-    assert SHOWN in said
-    assert all(line.isprintable() for line in said.split("\n"))
+        output = capsys.readouterr().out
+    assert SHOWN in output
+    assert all(line.isprintable() for line in output.split("\n"))
 
 
 def test_ping_says_which_daemon_answers(
@@ -67,8 +60,9 @@ def test_ping_says_which_daemon_answers(
     assert capsys.readouterr().out == f"a daemon answers at {daemon.socket_path} (pid {pid})\n"
     assert main(["ping", *where, "--json"]) == 0
     with ControlClient(daemon.socket_path) as control:
-        told = {"socket": daemon.socket_path, "pid": pid, "boot": control.welcome.boot}
-    assert json.loads(capsys.readouterr().out) == told
+        boot = control.welcome.boot
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"socket": daemon.socket_path, "pid": pid, "boot": boot}
 
 
 @pytest.mark.parametrize("asked", ["stats", "ping"])
@@ -86,19 +80,20 @@ def test_that_no_daemon_is_there_is_said_at_once(
 
 def test_that_a_socket_is_another_users_is_said(other_users_socket: str) -> None:
     """Also to somebody who is not root and may not even look into the directory."""
+    # The help makes argparse import what the other user may not read.
     code = (
         "import os, sys; from hybridkv.cli import control; from hybridkv.cli.main import main;"
-        " os.setuid(65533); sys.exit(main(['stats', '--socket', sys.argv[1]]))"
+        " main([]); os.setuid(65533); sys.exit(main(['stats', '--socket', sys.argv[1]]))"
     )
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, other_users_socket],
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
         check=False,
     )
-    assert said.returncode == 2
-    assert "belongs to user id 65534, and you are user id 65533" in said.stderr, said.stderr
+    assert result.returncode == 2
+    assert "belongs to user id 65534, and you are user id 65533" in result.stderr, result.stderr
 
 
 def test_clear_tells_which_tiers_it_did_not_reach(
@@ -119,9 +114,9 @@ def test_clear_tells_which_tiers_it_did_not_reach(
         assert main(["clear", *where]) == 0
         assert capsys.readouterr().out == "dropped 0 objects\n"
         assert main(["clear", "--tiers", *where]) == 1
-        said = capsys.readouterr().out
-        assert "disk is removing its own" in said
-        assert "valkey is out of reach" in said
+        output = capsys.readouterr().out
+        assert "disk is removing its own" in output
+        assert "valkey is out of reach" in output
         assert main(["clear", "--tiers", "--json", *where]) == 1
         assert json.loads(capsys.readouterr().out)["tiers"] == {
             "disk": "removing",

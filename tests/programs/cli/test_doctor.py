@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli import main
-from hybridkv.cli.plan import _lasting, host_findings
+from hybridkv.cli.plan import host_findings, logout_finding
 from hybridkv.core.daemon_settings import DaemonSettings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
@@ -99,10 +99,10 @@ def test_the_exit_status_says_whether_anything_failed(
         lambda *_, **__: ConfigReport(list(findings), identity="ab" * 32),
     )
     assert main.main(["doctor", "--json", "--", "vllm", "serve", "m"]) == failed
-    said = json.loads(capsys.readouterr().out)
-    assert said["ok"] is not failed
-    assert said["identity"] == "ab" * 32
-    assert [check["check"] for check in said["checks"]][:1] == ["vllm"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is not failed
+    assert document["identity"] == "ab" * 32
+    assert [check["check"] for check in document["checks"]][:1] == ["vllm"]
     assert main.main(["doctor", "--", "vllm", "serve", "m"]) == failed
     table = capsys.readouterr().out
     assert ("it is [odd]" in table) is failed
@@ -111,11 +111,11 @@ def test_the_exit_status_says_whether_anything_failed(
 
 def test_a_socket_that_goes_with_the_last_logout(tmp_path: Path) -> None:
     """Unless the user lingers, or is a service's."""
-    warned = _lasting("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path)
+    warned = logout_finding("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path)
     assert warned is not None
     assert (warned.verdict, warned.check) == (Verdict.WARN, "socket")
     assert warned.remedy == '"loginctl enable-linger 54301" keeps them'
-    assert _lasting("/run/user/999/hybridkv/daemon.sock", 999, tmp_path) is None
-    assert _lasting("/tmp/hybridkv-54301/daemon.sock", 54301, tmp_path) is None
+    assert logout_finding("/run/user/999/hybridkv/daemon.sock", 999, tmp_path) is None
+    assert logout_finding("/tmp/hybridkv-54301/daemon.sock", 54301, tmp_path) is None
     (tmp_path / "54301").touch()
-    assert _lasting("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path) is None
+    assert logout_finding("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path) is None

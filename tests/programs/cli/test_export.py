@@ -6,12 +6,12 @@ import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from hybridkv.cli import bundle
-from hybridkv.cli.bundle import LAST
+from hybridkv.cli.bundle import END_MEMBER
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
@@ -51,16 +51,23 @@ def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
 def filled(root: Path, objects: int = OBJECTS) -> DiskTier:
     tier = opened(root)
     for number in range(objects):
-        one = sample(number, namespace=(IDENTITY, OTHER)[number % 2])
-        assert tier.put([one.putting()]) == [None]
-        os.utime(root / "objects/here" / FileName(one.key).path, (number, number))
+        record = sample(number, namespace=(IDENTITY, OTHER)[number % 2])
+        assert tier.put([record.putting()]) == [None]
+        os.utime(root / "objects/here" / FileName(record.key).path, (number, number))
     return tier
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+class CommandResult(NamedTuple):
+    """The exit status of a command, and what it prints with --json."""
+
+    status: int
+    document: dict[str, Any]
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> CommandResult:
     capsys.readouterr()
     status = main([*map(str, words), "--json"])
-    return status, json.loads(capsys.readouterr().out)
+    return CommandResult(status, json.loads(capsys.readouterr().out))
 
 
 def members(file: Path) -> list[tarfile.TarInfo]:
@@ -82,18 +89,20 @@ def test_what_was_exported_can_be_imported(
 ) -> None:
     filled(tmp_path / "from")
     file = tmp_path / "all.tar"
-    status, told = command(capsys, "export", file, "--disk", tmp_path / "from")
-    assert (status, told["objects"]) == (0, OBJECTS)
-    assert told["bytes"] == sum(path.stat().st_size for path in object_files(tmp_path / "from"))
+    status, document = command(capsys, "export", file, "--disk", tmp_path / "from")
+    assert (status, document["objects"]) == (0, OBJECTS)
+    assert document["bytes"] == sum(path.stat().st_size for path in object_files(tmp_path / "from"))
     by_age = [
         FileName(sample(n, namespace=(IDENTITY, OTHER)[n % 2]).key).text for n in range(OBJECTS)
     ]
-    assert [member.name for member in members(file)] == [*by_age, LAST]
-    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
-    assert (status, told["objects"], told["kept"]) == (0, OBJECTS, OBJECTS)
+    assert [member.name for member in members(file)] == [*by_age, END_MEMBER]
+    status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (status, document["objects"], document["kept"]) == (0, OBJECTS, OBJECTS)
     assert all(has(tmp_path / "to", range(OBJECTS)))
-    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
-    assert (status, told["objects"], told["there already"]) == (0, 0, OBJECTS), "once is enough"
+    status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (status, document["objects"], document["there already"]) == (0, 0, OBJECTS), (
+        "once is enough"
+    )
 
 
 def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,23 +112,23 @@ def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     coding = Coding(Codec.ZPLANES, read_key(str(key), "key"))
     tier = EncodedTier(opened(tmp_path / "from"), coding)
     samples = [sample(number) for number in range(OBJECTS)]
-    assert tier.put([one.putting() for one in samples]) == [None] * OBJECTS
+    assert tier.put([record.putting() for record in samples]) == [None] * OBJECTS
     file, disk, with_key = tmp_path / "all.tar", tmp_path / "from", ("--key", f"file:{key}")
     why = "it is encrypted, and there is no key="
-    status, told = command(capsys, "export", file, "--disk", disk)
-    assert (status, told["objects"], told[why]) == (1, 0, OBJECTS)
-    status, told = command(capsys, "fsck", "--disk", disk)
-    assert (status, told["writers"][0]["undecodable"]) == (0, OBJECTS)
-    status, told = command(capsys, "fsck", "--disk", disk, *with_key)
-    assert (status, told["writers"][0]["whole"]) == (0, OBJECTS)
-    status, told = command(capsys, "export", file, "--disk", disk, "--force", *with_key)
-    assert (status, told["objects"]) == (0, OBJECTS)
+    status, document = command(capsys, "export", file, "--disk", disk)
+    assert (status, document["objects"], document[why]) == (1, 0, OBJECTS)
+    status, document = command(capsys, "fsck", "--disk", disk)
+    assert (status, document["writers"][0]["undecodable"]) == (0, OBJECTS)
+    status, document = command(capsys, "fsck", "--disk", disk, *with_key)
+    assert (status, document["writers"][0]["whole"]) == (0, OBJECTS)
+    status, document = command(capsys, "export", file, "--disk", disk, "--force", *with_key)
+    assert (status, document["objects"]) == (0, OBJECTS)
     # What is exported is as encrypted as it was.
-    assert command(capsys, "import", file, "--disk", tmp_path / "to")[1][why] == OBJECTS
-    status, told = command(capsys, "import", file, "--disk", tmp_path / "to", *with_key)
-    assert (status, told["objects"]) == (0, OBJECTS)
+    assert command(capsys, "import", file, "--disk", tmp_path / "to").document[why] == OBJECTS
+    status, document = command(capsys, "import", file, "--disk", tmp_path / "to", *with_key)
+    assert (status, document["objects"]) == (0, OBJECTS)
     reader = EncodedTier(opened(tmp_path / "to", "reader"), coding)
-    assert [read(reader, one) for one in samples] == [None] * OBJECTS
+    assert [read(reader, record) for record in samples] == [None] * OBJECTS
     assert main(["fsck", "--disk", str(disk), "--key", str(key)]) == 2
     assert "key=file:/etc/hybridkv/tier.key works" in capsys.readouterr().err
 
@@ -133,7 +142,7 @@ def test_an_import_with_a_key_encrypts_what_is_plain(
     key.chmod(0o600)
     command(capsys, "export", file, "--disk", tmp_path / "from")
     words = ("import", file, "--disk", tmp_path / "to", "--key", f"file:{key}")
-    assert command(capsys, *words)[1]["objects"] == OBJECTS
+    assert command(capsys, *words).document["objects"] == OBJECTS
     assert all(is_encoded(path.read_bytes()) for path in object_files(tmp_path / "to"))
     reader = EncodedTier(opened(tmp_path / "to", "r"), Coding(key=read_key(str(key), "key")))
     assert read(reader, sample(0, namespace=IDENTITY)) is None
@@ -142,10 +151,10 @@ def test_an_import_with_a_key_encrypts_what_is_plain(
 def test_only_one_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path / "from")
     file = tmp_path / "some.tar"
-    told = command(
+    document = command(
         capsys, "export", file, "--disk", tmp_path / "from", "--identity", OTHER.hex()[:12]
-    )[1]
-    assert told["objects"] == OBJECTS // 2
+    ).document
+    assert document["objects"] == OBJECTS // 2
     command(capsys, "import", file, "--disk", tmp_path / "to")
     assert has(tmp_path / "to", range(OBJECTS)) == [number % 2 == 1 for number in range(OBJECTS)]
     assert main(["export", str(file), "--disk", str(tmp_path / "from"), "--identity", "gemma"]) == 2
@@ -162,9 +171,12 @@ def test_a_damaged_object_is_left_out_of_an_export(
     paths[0].write_bytes(raw)
     paths[1].write_bytes(paths[2].read_bytes())
     file = tmp_path / "all.tar"
-    status, told = command(capsys, "export", file, "--disk", tmp_path / "from")
-    assert (status, told["objects"], told["damaged"]) == (1, OBJECTS - 2, 2)
-    assert command(capsys, "import", file, "--disk", tmp_path / "to")[1]["objects"] == OBJECTS - 2
+    status, document = command(capsys, "export", file, "--disk", tmp_path / "from")
+    assert (status, document["objects"], document["damaged"]) == (1, OBJECTS - 2, 2)
+    assert (
+        command(capsys, "import", file, "--disk", tmp_path / "to").document["objects"]
+        == OBJECTS - 2
+    )
 
 
 def test_any_damaged_byte_of_the_file_is_noticed(
@@ -196,11 +208,11 @@ def test_a_file_that_was_cut_is_noticed(
     file = tmp_path / "all.tar"
     command(capsys, "export", file, "--disk", tmp_path / "from")
     os.truncate(file, int(file.stat().st_size * part))
-    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
+    status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
     assert status == 1
-    assert 0 < told["objects"] < OBJECTS
-    assert told["the file ends too early"] == 1
-    assert sum(has(tmp_path / "to", range(OBJECTS))) == told["objects"]
+    assert 0 < document["objects"] < OBJECTS
+    assert document["the file ends too early"] == 1
+    assert sum(has(tmp_path / "to", range(OBJECTS))) == document["objects"]
 
 
 def test_members_that_are_no_records_are_left_out(
@@ -224,13 +236,13 @@ def test_members_that_are_no_records_are_left_out(
         link = tarfile.TarInfo(FileName(sample(6).key).text)
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    status, told = command(capsys, "import", file, "--disk", tmp_path / "to")
-    assert (status, told["objects"], told["damaged"], told["the file ends too early"]) == (
-        1,
-        1,
-        5,
-        1,
-    )
+    status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
+    assert (
+        status,
+        document["objects"],
+        document["damaged"],
+        document["the file ends too early"],
+    ) == (1, 1, 5, 1)
     assert len(object_files(tmp_path / "to")) == 1
     assert not list(tmp_path.glob("**/evil"))
     check_disk(tier)
@@ -268,17 +280,17 @@ def test_an_import_keeps_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture
     filled(tmp_path / "from", 40)
     file = tmp_path / "all.tar"
     command(capsys, "export", file, "--disk", tmp_path / "from")
-    status, told = command(
+    status, document = command(
         capsys, "import", file, "--disk", tmp_path / "to", "--disk-bytes", "256KiB"
     )
-    assert (status, told["objects"]) == (0, 40)
-    assert 0 < told["kept"] < 40
+    assert (status, document["objects"]) == (0, 40)
+    assert 0 < document["kept"] < 40
     assert real_bytes(tmp_path / "to") <= 256 << 10
-    assert sum(has(tmp_path / "to", range(40))) == told["kept"]
-    status, told = command(
+    assert sum(has(tmp_path / "to", range(40))) == document["kept"]
+    status, document = command(
         capsys, "import", file, "--disk", tmp_path / "too", "--disk-bytes", "8KiB"
     )
-    assert (status, told["no room"]) == (1, 40)
+    assert (status, document["no room"]) == (1, 40)
 
 
 def test_nobody_takes_away_what_is_being_imported(
@@ -300,8 +312,8 @@ def test_nobody_takes_away_what_is_being_imported(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DiskTier, "_write", write)
-        told = command(capsys, "import", file, "--disk", tmp_path / "to")[1]
-    assert told["kept"] == 20
+        document = command(capsys, "import", file, "--disk", tmp_path / "to").document
+    assert document["kept"] == 20
     assert all(names == ["here", "import-"] for names in during[1:])
     tier._writers._look_at = 0
     tier.tend()
@@ -330,7 +342,7 @@ def test_an_import_shows_that_it_lives(
         return real(self, *args)
 
     monkeypatch.setattr(DiskTier, "_write", write)
-    assert command(capsys, "import", file, "--disk", tmp_path / "to")[0] == 0
+    assert command(capsys, "import", file, "--disk", tmp_path / "to").status == 0
     assert silent == [False] * 4, "it says so before each of them, when it is time"
 
 
@@ -344,17 +356,20 @@ def test_a_living_daemons_memory(
         DaemonProcess(str(tmp_path / "a.sock"), "16MiB") as first,
         Client(first.socket_path, geometry) as client,
     ):
-        with Client(first.socket_path, geometry, "other", OTHER) as other:
-            other.store(1, 1)
+        with Client(first.socket_path, geometry, "other", OTHER) as second_engine:
+            second_engine.store(1, 1)
         client.store(1, CHUNKS)
         client.values()
-        status, told = command(
+        status, document = command(
             capsys, "export", file, "--socket", first.socket_path, "--identity", IDENTITY.hex()
         )
-        assert (status, told["objects"]) == (0, CHUNKS * len(geometry.groups))
+        assert (status, document["objects"]) == (0, CHUNKS * len(geometry.groups))
     disk = tmp_path / "disk"
     with DaemonProcess(str(tmp_path / "b.sock"), "16MiB", options=["--disk", str(disk)]) as second:
-        assert command(capsys, "import", file, "--disk", disk)[1]["objects"] == told["objects"]
+        assert (
+            command(capsys, "import", file, "--disk", disk).document["objects"]
+            == document["objects"]
+        )
         with Client(second.socket_path, geometry) as client:
             until(
                 lambda: client.look_up(1, CHUNKS, wait_ms=2000).found.chunks == CHUNKS,
@@ -368,7 +383,7 @@ def test_a_living_daemons_memory(
         with Client(second.socket_path, geometry, identity=OTHER) as client:
             assert client.look_up(1, 1, wait_ms=1000).found.chunks == 0
     names = {path.name for path in object_files(disk)}
-    assert {member.name for member in members(file)} - {LAST} == names
+    assert {member.name for member in members(file)} - {END_MEMBER} == names
 
 
 def test_the_names_from_memory_are_those_that_the_daemon_gives(
@@ -377,9 +392,9 @@ def test_the_names_from_memory_are_those_that_the_daemon_gives(
     options = ["--disk", str(tmp_path / "disk")]
     with (
         DaemonProcess(str(tmp_path / "a.sock"), "16MiB", options=options) as daemon,
-        Client(daemon.socket_path) as one,
+        Client(daemon.socket_path) as client,
     ):
-        one.store(1, CHUNKS)
+        client.store(1, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         assert stats(daemon.socket_path)["tier_disk_objects_written"] == CHUNKS * 3
         command(capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path)
@@ -420,10 +435,10 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
                     memory[offset : offset + 4096] = before
 
             monkeypatch.setattr(bundle, "committed_slots", changing)
-            status, told = command(
+            status, document = command(
                 capsys, "export", tmp_path / "a.tar", "--socket", daemon.socket_path, "--force"
             )
-            assert (status, told["objects"], told[why]) == (
+            assert (status, document["objects"], document[why]) == (
                 int(why == "damaged"),
                 CHUNKS * 3 - 1,
                 1,
@@ -471,8 +486,8 @@ def test_an_export_takes_no_memory_of_the_arena(
         with ControlClient(daemon.socket_path) as control:
             arena = Path(control.welcome.arena_path)
         before = arena.stat().st_blocks
-        status, told = command(
+        status, document = command(
             capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path
         )
-        assert (status, told["objects"]) == (0, CHUNKS * 3)
+        assert (status, document["objects"]) == (0, CHUNKS * 3)
         assert arena.stat().st_blocks == before

@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,19 +40,24 @@ def filled(root: Path, writer: str = "here") -> DiskTier:
     return tier
 
 
-def dead(root: Path, writer: str = "here") -> None:
-    """The writer is silent for long enough."""
+def silence(root: Path, writer: str = "here") -> None:
+    """Make the writer's sign of life so old that the writer is taken for dead."""
     alive = root / "objects" / writer / "alive"
     time = alive.stat().st_mtime - 2 * QUIET_SECONDS
     os.utime(alive, (time, time))
 
 
-def fsck(
-    root: Path, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[int, dict[str, Any]]:
+class FsckResult(NamedTuple):
+    """The exit status of fsck, and what it prints with --json."""
+
+    status: int
+    report: dict[str, Any]
+
+
+def fsck(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> FsckResult:
     capsys.readouterr()
     status = main(["fsck", "--disk", str(root), "--json", *options])
-    return status, json.loads(capsys.readouterr().out)
+    return FsckResult(status, json.loads(capsys.readouterr().out))
 
 
 def path_of(root: Path, number: int, writer: str = "here") -> Path:
@@ -66,18 +71,24 @@ def flip(at: int) -> Callable[[bytearray], None]:
     return damage
 
 
-DAMAGES: dict[str, tuple[str, Callable[[bytearray], None]]] = {
-    "header": ("header", flip(20)),
-    "checksum": ("header", flip(130)),
-    "payload": ("bytes", flip(5000)),
-    "tail": ("bytes", flip(-1)),
-    "empty": ("zero length", lambda raw: raw.clear()),
-    "cut": ("length", lambda raw: raw.__delitem__(slice(512, None))),
-    "a page short": ("length", lambda raw: raw.__delitem__(slice(-SLOT_ALIGN, None))),
-    "a page more": ("length", lambda raw: raw.extend(bytes(SLOT_ALIGN))),
-    "random": (
-        "header",
-        lambda raw: raw.__setitem__(slice(None), random.Random(1).randbytes(len(raw))),
+class Damage(NamedTuple):
+    """A way to damage a file, and the reason that fsck gives then."""
+
+    reason: str
+    change: Callable[[bytearray], None]
+
+
+DAMAGES: dict[str, Damage] = {
+    "header": Damage("header", flip(20)),
+    "checksum": Damage("header", flip(130)),
+    "payload": Damage("bytes", flip(5000)),
+    "tail": Damage("bytes", flip(-1)),
+    "empty": Damage("zero length", lambda raw: raw.clear()),
+    "cut": Damage("length", lambda raw: raw.__delitem__(slice(512, None))),
+    "a page short": Damage("length", lambda raw: raw.__delitem__(slice(-SLOT_ALIGN, None))),
+    "a page more": Damage("length", lambda raw: raw.extend(bytes(SLOT_ALIGN))),
+    "random": Damage(
+        "header", lambda raw: raw.__setitem__(slice(None), random.Random(1).randbytes(len(raw)))
     ),
 }
 
@@ -92,8 +103,8 @@ def test_whole_records_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("here", OBJECTS),
         ("there", 0),
     ]
-    taken = sum(path.stat().st_blocks * 512 for path in object_files(tmp_path))
-    assert report["writers"][0]["whole_bytes"] == taken
+    disk_bytes = sum(path.stat().st_blocks * 512 for path in object_files(tmp_path))
+    assert report["writers"][0]["whole_bytes"] == disk_bytes
     assert main(["fsck", "--disk", str(tmp_path)]) == 0
     assert "here" in capsys.readouterr().out
 
@@ -123,25 +134,24 @@ def test_a_damaged_file_is_told_and_put_aside(
     check_disk(tier)
 
 
-def swap(one: Path, other: Path) -> None:
-    aside = one.with_name("aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+def swap(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
 
 
 def test_swapped_files_get_their_own_names_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(tmp_path)
-    one, other = path_of(tmp_path, 1), path_of(tmp_path, 2)
-    swap(one, other)
-    dead(tmp_path)
+    swap(path_of(tmp_path, 1), path_of(tmp_path, 2))
+    silence(tmp_path)
     status, report = fsck(tmp_path, capsys)
     assert (status, report["writers"][0]["damaged"]) == (1, {"misnamed": 2})
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["repaired"]) == (0, 2)
-    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
+    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
     assert [read(tier, sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
     check_disk(tier)
@@ -151,11 +161,11 @@ def test_a_misnamed_file_whose_name_is_taken_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(tmp_path)
-    dead(tmp_path)
+    silence(tmp_path)
     path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 1).read_bytes())
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["files"][0]["done"]) == (0, "removed, for it is there already")
-    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS - 1
+    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS - 1
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
 
 
@@ -170,7 +180,7 @@ def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     filled(tmp_path)
-    dead(tmp_path)
+    silence(tmp_path)
     path = path_of(tmp_path, 1)
     wrong = path.with_name(FileName(sample(50).key).text)
     path.rename(wrong)
@@ -183,7 +193,7 @@ def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
         "removed," if is_taken else "renamed",
     )
     assert not wrong.exists()
-    assert fsck(tmp_path, capsys)[1]["writers"][0]["whole"] == OBJECTS
+    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
     assert read(tier, sample(1)) is None
     check_disk(tier)
@@ -193,7 +203,7 @@ def test_a_misnamed_record_that_finds_no_place_is_put_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(tmp_path)
-    dead(tmp_path)
+    silence(tmp_path)
     path = path_of(tmp_path, 1)
     path.rename(path_of(tmp_path, 2))
     for left in path.parent.iterdir():
@@ -210,13 +220,13 @@ def test_a_file_in_another_files_place_is_misnamed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled(tmp_path)
-    dead(tmp_path)
+    silence(tmp_path)
     path = path_of(tmp_path, 1)
     elsewhere = path.parent.parent / ("00" if path.parent.name != "00" else "01")
     elsewhere.mkdir()
     path.rename(elsewhere / path.name)
-    assert fsck(tmp_path, capsys)[1]["writers"][0]["damaged"] == {"misnamed": 1}
-    assert fsck(tmp_path, capsys, "--repair")[0] == 0
+    assert fsck(tmp_path, capsys).report["writers"][0]["damaged"] == {"misnamed": 1}
+    assert fsck(tmp_path, capsys, "--repair").status == 0
     assert path.exists()
 
 
@@ -237,8 +247,8 @@ def test_in_a_living_writers_directory_nothing_appears(
         assert isinstance(read(tier, sample(number)), MissingError)
     check_disk(tier)
     leftover.write_bytes(b"was being written")
-    dead(tmp_path)
-    report = fsck(tmp_path, capsys, "--repair")[1]
+    silence(tmp_path)
+    report = fsck(tmp_path, capsys, "--repair").report
     assert report["writers"][0]["leftovers_removed"] == 1
     assert not leftover.exists()
 
@@ -286,16 +296,16 @@ def test_beside_a_living_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[st
     options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "1MiB", "--node", "here"]
     with (
         DaemonProcess(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon,
-        Client(daemon.socket_path) as one,
+        Client(daemon.socket_path) as client,
     ):
         for prompt in range(20):
-            one.store(prompt, 3)
+            client.store(prompt, 3)
             status, report = fsck(tmp_path / "disk", capsys, "--repair")
             assert (status, report["damaged"]) == (0, 0)
             assert report["writers"][0]["is_alive"]
-            one.look_up(prompt, 3)
+            client.look_up(prompt, 3)
         until(lambda: is_written(daemon.socket_path), "everything is written")
-        values = one.values()
+        values = client.values()
         assert not values["tier_disk_failures"]
         assert values["tier_disk_objects_written"] == values["objects_stored"]
 
@@ -333,6 +343,6 @@ def test_a_writers_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(sample(3).key).path).write_bytes(b"damaged")
     capsys.readouterr()
     assert main(["fsck", "--disk", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert said.count("gpu[bold]7[\ufffd[2J") == 2, "in the table and below"
-    assert "\x1b" not in said
+    output = capsys.readouterr().out
+    assert output.count("gpu[bold]7[\ufffd[2J") == 2, "in the table and below"
+    assert "\x1b" not in output

@@ -1,6 +1,5 @@
 """The command itself: whoever reads it may go at any time, and bad words are one sentence."""
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybridkv import __version__
-from hybridkv.cli.main import COMMANDS, add_arguments, main
+from hybridkv.cli.main import COMMANDS, command_of, main
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.proven import PROVEN
 from hybridkv.wire.messages import PROTOCOL_VERSION
@@ -41,12 +40,12 @@ def test_a_reader_that_is_gone_is_a_quiet_end(
 def test_a_disk_that_is_full_is_one_sentence(daemon: DaemonProcess) -> None:
     command = [sys.executable, "-m", "hybridkv", "stats", "--socket", daemon.socket_path]
     with open("/dev/full", "w") as full:
-        said = subprocess.run(
+        result = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
         )
     where = "standard output or a file that the command writes"
     what = f"hybridkv: {where} has no room (No space left on device)\n"
-    assert (said.returncode, said.stderr) == (2, what)
+    assert (result.returncode, result.stderr) == (2, what)
 
 
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,9 +70,9 @@ def test_a_variable_names_the_socket(
 ) -> None:
     monkeypatch.setenv("HYBRIDKV_SOCKET", daemon.socket_path)
     assert main(["stats", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["arena"].startswith("/dev/shm/")
-    assert type(said["objects"]) is int
+    document = json.loads(capsys.readouterr().out)
+    assert document["arena"].startswith("/dev/shm/")
+    assert type(document["objects"]) is int
     assert main(["stats", "--socket", "/nowhere/daemon.sock"]) == 2, "the option wins"
     monkeypatch.setenv("HYBRIDKV_SOCKET", "relative")
     assert main(["stats"]) == 2
@@ -107,8 +106,8 @@ def test_what_the_terminal_cannot_show_ends_nothing(daemon: DaemonProcess) -> No
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as file, contextlib.redirect_stdout(file):
         assert main(["top", "--once", "--socket", daemon.socket_path]) == 0
-        said = raw.getvalue().decode()
-    assert re.search(r"^ram +\?{24} 0B of 64MiB", said, re.MULTILINE)
+        output = raw.getvalue().decode()
+    assert re.search(r"^ram +\?{24} 0B of 64MiB", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("layers", ["0", "-1"])
@@ -122,7 +121,8 @@ def test_a_group_has_layers(layers: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_is(command: str) -> None:
     """Also --socket, whose default depends on the machine."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, command)
-    silent = {action.dest for action in parser._actions if not action.help}
+    silent = set()
+    for argument in command_of(command).arguments:
+        choices = argument if isinstance(argument, list) else [argument]
+        silent |= {choice.name for choice in choices if not choice.keywords.get("help")}
     assert silent <= {"what"}

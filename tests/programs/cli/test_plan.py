@@ -9,8 +9,8 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.findings import fail, ok
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, WireModel, geometry_to_wire
 from tests.layouts import LAYOUTS
+from tests.programs.cli.greetings import engine_hello, wire_model
 from tests.unit.core.test_capacity import preview
 
 LLAMA4 = LAYOUTS["llama4"]
@@ -19,8 +19,8 @@ LLAMA4 = LAYOUTS["llama4"]
 def test_the_engines_of_a_daemon_are_planned_for_its_memory(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = WireModel("llama", 8192, "auto (bfloat16)", [36, 12], 0, 2048)
-    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(LLAMA4), model)
+    model = wire_model("llama", kv_dtype="auto (bfloat16)", layers=[36, 12], step_tokens=2048)
+    hello = engine_hello(LLAMA4, model=model)
     with ControlClient(daemon.socket_path, hello=hello):
         assert main.main(["plan", "--socket", daemon.socket_path, "--json"]) == 0
         (planned,) = json.loads(capsys.readouterr().out)["plans"]
@@ -51,16 +51,16 @@ def test_a_daemon_without_engines_is_one_clear_line(
 def test_a_refused_group_is_shown_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refusal = (
-        "KV cache group 2 (SinkFullAttentionSpec) is not restored yet; serve without the connector"
-    )
+    what = "KV cache group 2 (SinkFullAttentionSpec) is not restored yet"
+    remedy = "serve without the connector"
+    refusal = f"{what}; {remedy}"
     seen = preview(LLAMA4, 4096, refused=refusal)
-    answer = ConfigReport([ok("vllm", "0.32.0"), fail("group 2", *refusal.split("; "))], seen)
+    answer = ConfigReport([ok("vllm", "0.32.0"), fail("group 2", what, remedy)], seen)
     monkeypatch.setattr("hybridkv.lab.configuration.inspect_arguments", lambda *_: answer)
     assert main.main(["plan", "--model", "some/model"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "SinkFullAttentionSpec" in said
-    assert f"FAIL group 2: {refusal}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "SinkFullAttentionSpec" in output
+    assert f"FAIL group 2: {refusal}" in output
     assert main.main(["plan", "--model", "some/model", "--json"]) == 1
     (planned,) = json.loads(capsys.readouterr().out)["plans"]
     assert planned["totals"] is None
@@ -82,15 +82,15 @@ def test_a_models_name_is_no_markup(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "/models/llama[/v2][bold]:smile:\x1b[2J"
-    model = WireModel(name, 8192, "auto[/red]", [36, 12], 0, 2048)
-    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(LLAMA4), model)
+    model = wire_model(name, kv_dtype="auto[/red]", layers=[36, 12], step_tokens=2048)
+    hello = engine_hello(LLAMA4, model=model)
     with ControlClient(daemon.socket_path, hello=hello):
         assert main.main(["plan", "--socket", daemon.socket_path]) == 0
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         assert main.main(["plan", "--socket", daemon.socket_path, "--json"]) == 0
         (planned,) = json.loads(capsys.readouterr().out)["plans"]
-    assert "/models/llama[/v2][bold]:smile:\ufffd[2J" in said
-    assert "auto[/red]" in said
+    assert "/models/llama[/v2][bold]:smile:\ufffd[2J" in output
+    assert "auto[/red]" in output
     assert planned["model"] == name
 
 

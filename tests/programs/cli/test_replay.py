@@ -1,8 +1,10 @@
 """`hybridkv replay`: a trace, the engine of a running daemon, and files that are no trace."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from msgspec import structs
@@ -13,20 +15,29 @@ from hybridkv.core.findings import fail
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, WireModel, geometry_to_wire
+from hybridkv.wire.messages import geometry_to_wire
 from tests.layouts import LAYOUTS
+from tests.programs.cli.greetings import engine_hello, wire_model
 
 QWEN3 = LAYOUTS["qwen3"]
 OBJECT = slot_bytes(QWEN3.groups[0].block_bytes, 1)
-HELLO = Hello(1, PROTOCOL_VERSION, "engine", "the engine", b"n" * 32, geometry_to_wire(QWEN3))
+HELLO = engine_hello(QWEN3, "the engine")
 BLOCK = QWEN3.chunk_tokens
 
 
-def trace(directory: Path, *prompts: tuple[int, list[int]]) -> str:
+class TracedPrompt(NamedTuple):
+    """A line of a trace."""
+
+    tokens: int
+    hash_ids: list[int]
+
+
+def trace(directory: Path, prompts: Iterable[TracedPrompt]) -> str:
+    """The path of a new trace of these prompts."""
     path = directory / "trace.jsonl"
     lines = [
-        json.dumps({"timestamp": 1, "input_length": tokens, "hash_ids": ids})
-        for tokens, ids in prompts
+        json.dumps({"timestamp": 1, "input_length": prompt.tokens, "hash_ids": prompt.hash_ids})
+        for prompt in prompts
     ]
     path.write_text("\n".join([*lines, ""]))
     return str(path)
@@ -43,7 +54,7 @@ def test_vllms_arguments_may_come_after_options(
         return ConfigReport([fail("a", "not today")])
 
     monkeypatch.setattr("hybridkv.cli.replay.inspect_model", inspect)
-    path = trace(tmp_path, (600, [1, 2]))
+    path = trace(tmp_path, [TracedPrompt(600, [1, 2])])
     words = ["replay", path, "--model", "m", "--ram", "1GiB", "--", "--tensor-parallel-size", "2"]
     assert main.main(words) == 2
     assert "not today" in capsys.readouterr().err
@@ -57,8 +68,8 @@ def test_what_each_size_hits_next_to_the_ceiling(
     daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two prompts in turns: both fit, or none is there any more when it comes again."""
-    one, other = list(range(5)), list(range(10, 15))
-    path = trace(tmp_path, *[(4 * BLOCK + 1, ids) for _ in range(3) for ids in (one, other)])
+    prompts = [TracedPrompt(4 * BLOCK + 1, [*range(first, first + 5)]) for first in (0, 10)]
+    path = trace(tmp_path, 3 * prompts)
     words = [
         "replay",
         path,
@@ -72,23 +83,23 @@ def test_what_each_size_hits_next_to_the_ceiling(
     sizes = ["--ram", str(8 * OBJECT), "--ram", str(2 * OBJECT)]
     with ControlClient(daemon.socket_path, hello=HELLO):
         assert main.main([*words, *sizes, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
+        document = json.loads(capsys.readouterr().out)
         assert main.main(words) == 0
         table = capsys.readouterr().out
     tokens, hits = 6 * (4 * BLOCK + 1), 4 * 4 * BLOCK
-    assert (said["model"], said["prompts"], said["tokens"]) == ("the engine", 6, tokens)
-    assert (said["everything_bytes"], said["eviction"]) == (8 * OBJECT, "lru")
-    assert said["known_tokens"] == hits
+    assert (document["model"], document["prompts"], document["tokens"]) == ("the engine", 6, tokens)
+    assert (document["everything_bytes"], document["eviction"]) == (8 * OBJECT, "lru")
+    assert document["known_tokens"] == hits
     rates = {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
-    assert said["ceiling"] == {**rates, "computed_again": 0.0}
-    small, large = said["sizes"]
+    assert document["ceiling"] == {**rates, "computed_again": 0.0}
+    small, large = document["sizes"]
     assert (small["ram_bytes"], large["ram_bytes"]) == (2 * OBJECT, 8 * OBJECT)
     assert (large["tokens_hit"], large["of_ceiling"], large["evicted"]) == (hits, 1.0, 0)
     assert small["tokens_hit"] < hits
     assert small["computed_again"] == (hits - small["tokens_hit"]) / tokens
     # Two of the eight objects are kept: half of one prompt, each time it comes again.
     assert small["foresight"]["tokens_hit"] == 2 * 2 * BLOCK
-    assert large["foresight"] == said["ceiling"]
+    assert large["foresight"] == document["ceiling"]
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table
@@ -100,25 +111,25 @@ def test_what_another_retention_interval_would_hit(
     """Prompts that part in the middle hit where a state stands there."""
     geometry = LAYOUTS["qwen3next"]
     size = geometry.chunk_tokens
-    path = trace(
-        tmp_path, *[(8 * size + 1, [*range(4), *[at] * 5]) for at in range(90, 94)], (5, [99])
-    )
+    parting = [TracedPrompt(8 * size + 1, [*range(4), *[at] * 5]) for at in range(90, 94)]
+    path = trace(tmp_path, [*parting, TracedPrompt(5, [99])])
     words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
     words += ["--ram", "64MiB", "--retention"]
-    model = WireModel("m", 8192, "auto", [1] * len(geometry.groups), 0, size)
+    model = wire_model("m", layers=[1] * len(geometry.groups), step_tokens=size)
     recurrent = structs.replace(HELLO, geometry=geometry_to_wire(geometry), model=model)
     with ControlClient(daemon.socket_path, hello=recurrent):
         assert main.main([*words, "--json"]) == 0
-        said = json.loads(capsys.readouterr().out)
+        document = json.loads(capsys.readouterr().out)
         assert main.main(words) == 0
         assert "--prefix-cache-retention-interval" in capsys.readouterr().out
         assert main.main([*words, "--sessions", "6"]) == 2
         assert "--sessions 6: the trace has 5 requests; 1 works" in capsys.readouterr().err
-    assert said["ceiling"]["tokens_hit"] == 0
-    assert said["known_tokens"] == 3 * 4 * size
-    hits = {one["interval_tokens"]: one["ceiling"]["tokens_hit"] for one in said["retention"]}
+    assert document["ceiling"]["tokens_hit"] == 0
+    assert document["known_tokens"] == 3 * 4 * size
+    rows = document["retention"]
+    hits = {row["interval_tokens"]: row["ceiling"]["tokens_hit"] for row in rows}
     assert hits == {0: 0, 8 * size: 0, 4 * size: 12 * size, 2 * size: 12 * size, size: 12 * size}
-    assert [one["sizes"][0]["tokens_hit"] for one in said["retention"]] == [*hits.values()]
+    assert [row["sizes"][0]["tokens_hit"] for row in rows] == [*hits.values()]
     full = structs.replace(HELLO, namespace=b"o" * 32)
     with ControlClient(daemon.socket_path, hello=full):
         assert main.main(words) == 2
@@ -132,7 +143,7 @@ def test_what_hits_inside_a_block_give(
     geometry = LAYOUTS["qwen3next"]
     size, unit = geometry.chunk_tokens, geometry.chunk_tokens // 8
     lengths = [size // 2 + 5, size + size // 2 + 5, 2 * size + size // 2 + 5]
-    path = trace(tmp_path, *[(length, [1, 2, 3]) for length in lengths])
+    path = trace(tmp_path, [TracedPrompt(length, [1, 2, 3]) for length in lengths])
     words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
     words += ["--ram", "64MiB", "--json"]
     units = ["--prefix-match-unit", str(unit)]
@@ -141,7 +152,7 @@ def test_what_hits_inside_a_block_give(
         assert main.main(words) == 0
         assert json.loads(capsys.readouterr().out).get("sub_block_hits") is None
         assert main.main([*words, *units]) == 0
-        said = json.loads(capsys.readouterr().out)
+        document = json.loads(capsys.readouterr().out)
         assert main.main([*words[:-1], *units]) == 0
         assert f"--prefix-match-unit {unit}" in capsys.readouterr().out
         assert main.main([*words, "--prefix-match-unit", "7"]) == 2
@@ -150,14 +161,14 @@ def test_what_hits_inside_a_block_give(
     engine = structs.replace(HELLO, geometry=geometry_to_wire(fine), namespace=b"t" * 32)
     with ControlClient(daemon.socket_path, hello=engine):
         assert main.main(words) == 0
-        assert json.loads(capsys.readouterr().out)["sub_block_hits"] == said["sub_block_hits"]
+        assert json.loads(capsys.readouterr().out)["sub_block_hits"] == document["sub_block_hits"]
     hits = sum((length - 1) // unit * unit for length in lengths[:2])
-    (of_size,) = said["sub_block_hits"]["sizes"]
-    assert said["sub_block_hits"]["unit_tokens"] == unit
-    assert said["sizes"][0]["tokens_hit"] == size
-    assert of_size["tokens_hit"] == said["sub_block_hits"]["ceiling"]["tokens_hit"] == hits
-    assert of_size["computed_again"] == (said["known_tokens"] - hits) / sum(lengths)
-    assert said["sub_block_hits"]["everything_bytes"] > said["everything_bytes"]
+    (of_size,) = document["sub_block_hits"]["sizes"]
+    assert document["sub_block_hits"]["unit_tokens"] == unit
+    assert document["sizes"][0]["tokens_hit"] == size
+    assert of_size["tokens_hit"] == document["sub_block_hits"]["ceiling"]["tokens_hit"] == hits
+    assert of_size["computed_again"] == (document["known_tokens"] - hits) / sum(lengths)
+    assert document["sub_block_hits"]["everything_bytes"] > document["everything_bytes"]
     full = structs.replace(HELLO, namespace=b"o" * 32)
     with ControlClient(daemon.socket_path, hello=full):
         assert main.main([*words, *units]) == 2
@@ -165,7 +176,7 @@ def test_what_hits_inside_a_block_give(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "complaint"),
     [
         ("{", "line 2: Input data was truncated"),
         ("[]", "line 2: Expected `object`"),
@@ -179,12 +190,12 @@ def test_what_hits_inside_a_block_give(
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, complaint: str
 ) -> None:
     path = tmp_path / "trace"
     path.write_text('{"input_length": 5, "hash_ids": [1]}\n' + line + "\n")
     assert main.main(["replay", str(path), "--model", "qwen3"]) == 2
-    assert said in capsys.readouterr().err
+    assert complaint in capsys.readouterr().err
 
 
 def test_what_cannot_be_replayed_is_one_sentence(
@@ -193,7 +204,7 @@ def test_what_cannot_be_replayed_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, empty = trace(tmp_path, (5, [1])), str(tmp_path / "empty")
+    path, empty = trace(tmp_path, [TracedPrompt(5, [1])]), str(tmp_path / "empty")
     Path(empty).write_text("\n\n")
     at = ["--socket", daemon.socket_path]
 

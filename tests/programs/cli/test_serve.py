@@ -26,13 +26,13 @@ from tests.waiting import DEADLINE_SECONDS
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The sentence."""
+    """The sentence with which `serve` refuses these words."""
     assert main(["serve", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hybridkv: ")
-    assert said.count("\n") == 1
-    assert "works" in said
-    return said
+    output = capsys.readouterr().err
+    assert output.startswith("hybridkv: ")
+    assert output.count("\n") == 1
+    assert "works" in output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_node_is_one_component_of_a_path(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(
-        capsys,
-        "--socket",
-        str(tmp_path / "run/d.sock"),
-        "--disk",
-        str(tmp_path / "disk"),
-        "--node",
-        name,
-    )
-    assert said.startswith("hybridkv: node")
+    where = ["--socket", str(tmp_path / "run/d.sock"), "--disk", str(tmp_path / "disk")]
+    sentence = refused(capsys, *where, "--node", name)
+    assert sentence.startswith("hybridkv: node")
     assert not list(tmp_path.iterdir())
 
 
@@ -73,14 +66,14 @@ def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> Non
     """A shell's $(...), or ssh, would wait until the daemon ends."""
     where = ["--socket", str(tmp_path / "daemon.sock")]
     options = ["--ram", "16MiB", "--metrics-port", "-1", "--detach"]
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hybridkv", "serve", *where, *options],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=DEADLINE_SECONDS,
         check=False,
     )
-    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
     log = (tmp_path / "daemon.log").resolve()
     pid = peer_pid(where[1])
     streams = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
@@ -89,7 +82,7 @@ def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> Non
 
 
 def settings_shown(socket_path: str) -> Mapping[str, str]:
-    """What the daemon says of its settings."""
+    """The daemon's settings as its status shows them."""
     with ControlClient(socket_path) as control:
         report = control.stats(status=True)
     assert report.status is not None
@@ -139,8 +132,10 @@ def test_a_settings_file_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "hybridkv.toml"
-    said = refused(capsys, "--config", str(file))
-    assert said.startswith(f"hybridkv: config: {file} cannot be read (No such file or directory); ")
+    sentence = refused(capsys, "--config", str(file))
+    assert sentence.startswith(
+        f"hybridkv: config: {file} cannot be read (No such file or directory); "
+    )
     file.write_text("ram = 8GiB")
     assert refused(capsys, "--config", str(file)).startswith(f"hybridkv: config: {file} is no TOML")
     file.write_text('rum = "8GiB"')
@@ -155,9 +150,9 @@ def test_a_settings_file_that_cannot_be_used(
 
 @pytest.mark.parametrize("port", ["65536", "99999", "-2"])
 def test_a_port_that_is_none(port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--metrics-port", port)
+    sentence = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--metrics-port", port)
     assert (
-        said
+        sentence
         == f"hybridkv: metrics-port={port} must be from 0 to 65535, or -1 for none; 9477 works\n"
     )
     assert not list(tmp_path.iterdir())
@@ -187,8 +182,8 @@ def test_a_socket_that_no_path_is(path: str, capsys: pytest.CaptureFixture[str])
 def test_a_lock_that_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d.sock.lock").mkdir()
     tmp_path.chmod(0o700)
-    said = refused(capsys, "--socket", str(tmp_path / "d.sock"))
-    assert said.startswith(
+    sentence = refused(capsys, "--socket", str(tmp_path / "d.sock"))
+    assert sentence.startswith(
         f"hybridkv: socket: {tmp_path}/d.sock.lock cannot be opened (Is a directory); "
     )
 
@@ -204,8 +199,8 @@ def test_a_directory_that_is_no_text(
 def test_an_amount_of_memory_that_no_machine_has(
     ram: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--ram", ram)
-    assert said.endswith('is larger than any memory; "1GiB" works\n')
+    sentence = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--ram", ram)
+    assert sentence.endswith('is larger than any memory; "1GiB" works\n')
     assert not list(tmp_path.iterdir())
 
 
@@ -241,9 +236,17 @@ def test_a_traceback_in_json_is_in_its_line() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        facts = ("x.py", 1, "failed: %s", (1,), sys.exc_info())
-        said = JsonFormatter().format(logging.LogRecord("x", logging.ERROR, *facts))
-    assert "\n" not in said
-    told = json.loads(said)
-    assert (told["level"], told["message"]) == ("error", "failed: 1")
-    assert told["exception"].endswith("ValueError: two\nlines")
+        record = logging.LogRecord(
+            name="x",
+            level=logging.ERROR,
+            pathname="x.py",
+            lineno=1,
+            msg="failed: %s",
+            args=(1,),
+            exc_info=sys.exc_info(),
+        )
+        line = JsonFormatter().format(record)
+    assert "\n" not in line
+    document = json.loads(line)
+    assert (document["level"], document["message"]) == ("error", "failed: 1")
+    assert document["exception"].endswith("ValueError: two\nlines")

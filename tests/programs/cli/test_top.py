@@ -18,24 +18,15 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.cli.top import QUIT, frame, heard
+from hybridkv.cli.top import QUIT_KEYS, frame, keys_in
 from hybridkv.client.control import ControlClient
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe.status import StatusReport
-from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
-    Decline,
-    Hello,
-    Release,
-    ReportRequest,
-    RequestExplanation,
-    WireModel,
-    geometry_to_wire,
-)
+from hybridkv.wire.messages import Decline, Release, ReportRequest, RequestExplanation
 from hybridkv.wire.status import Status
 from tests.unit.daemon.harness import commit, engine, grant, lookup, make_daemon
-from tests.unit.observe.test_metrics import PART, SMALL
+from tests.unit.observe.test_metrics import PART, SMALL, hello
 from tests.waiting import DEADLINE_SECONDS
 
 HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
@@ -50,16 +41,13 @@ COMMAND = [
 
 
 @pytest.fixture(scope="module")
-def told() -> Status:
-    """What a daemon with a few samples tells."""
+def status() -> Status:
+    """The status of a daemon with a few samples."""
     core = make_daemon()
     core.sessions.connect(1)
-    model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
-    core.handle(
-        1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)
-    )
-    for other in range(2, 30):
-        engine(core, other, SMALL, name=f"engine {other}")
+    core.handle(1, hello(HOSTILE))
+    for connection in range(2, 30):
+        engine(core, connection, SMALL, name=f"engine {connection}")
     for turn in range(30):
         core.tick(10.0 * turn)
         commit(core, 1, grant(core, 1, PART, 1), 0, [turn])
@@ -78,16 +66,16 @@ def told() -> Status:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 8), (10, 3), (1, 1), (132, 60), (400, 200)])
-def test_a_frame_fits_and_obeys_nobody(told: Status, size: tuple[int, int]) -> None:
+def test_a_frame_fits_and_obeys_nobody(status: Status, size: tuple[int, int]) -> None:
     width, height = size
-    lines = frame(told, HOSTILE, width, height).plain.split("\n")
+    lines = frame(status, HOSTILE, width, height).plain.split("\n")
     assert len(lines) <= height
     assert all(len(line) <= max(width, 40) for line in lines)
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_plain_terminal_has_a_little_of_everything(told: Status) -> None:
-    lines = frame(told, "/run/daemon.sock", 80, 24).plain.split("\n")
+def test_a_plain_terminal_has_a_little_of_everything(status: Status) -> None:
+    lines = frame(status, "/run/daemon.sock", 80, 24).plain.split("\n")
     assert len(lines) == 24
     for start in (
         "hybridkv",
@@ -103,8 +91,8 @@ def test_a_plain_terminal_has_a_little_of_everything(told: Status) -> None:
     assert any(re.search(r"[▁▂▃▄▅▆▇█]{5}", line) for line in lines)
 
 
-def test_without_a_height_there_is_all_of_it(told: Status) -> None:
-    text = frame(told, "/run/daemon.sock", 100, 0).plain
+def test_without_a_height_there_is_all_of_it(status: Status) -> None:
+    text = frame(status, "/run/daemon.sock", 100, 0).plain
     assert text.count("failed: ") == 20
     assert "engine 29" in text
 
@@ -118,13 +106,13 @@ def test_an_empty_daemon_has_a_frame_too() -> None:
 
 def test_one_snapshot(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--socket", daemon.socket_path, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["values"]["bytes_arena"] == 64 << 20
-    assert {"health", "verdict", "hour", "decisions"} <= set(told)
+    document = json.loads(capsys.readouterr().out)
+    assert document["values"]["bytes_arena"] == 64 << 20
+    assert {"health", "verdict", "hour", "decisions"} <= set(document)
     assert main(["top", "--socket", daemon.socket_path, "--once"]) == 0
-    said = capsys.readouterr().out
-    assert "64MiB" in said
-    assert "\x1b[?1049h" not in said
+    output = capsys.readouterr().out
+    assert "64MiB" in output
+    assert "\x1b[?1049h" not in output
 
 
 def test_bad_input_is_said(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +141,7 @@ class Terminal:
             start_new_session=True,
         )
         self._theirs = theirs
-        self.said = b""
+        self.shown = b""
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -163,17 +151,17 @@ class Terminal:
 
     def until(self, word: bytes) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while word not in self.said:
-            assert time.monotonic() < deadline, self.said[-2000:]
+        while word not in self.shown:
+            assert time.monotonic() < deadline, self.shown[-2000:]
             if select.select([self.ours], [], [], 0.1)[0]:
-                self.said += os.read(self.ours, 65536)
+                self.shown += os.read(self.ours, 65536)
 
     def end(self) -> int:
-        """Its status; the terminal is as it was, and the other screen is left."""
+        """Returns its exit status. The terminal must be as it was, on its first screen."""
         self.until(LEAVE)
         status = self.process.wait(DEADLINE_SECONDS)
         assert termios.tcgetattr(self._theirs) == self.before
-        assert self.said.rfind(b"\x1b[?25h") > self.said.rfind(b"\x1b[?25l"), (
+        assert self.shown.rfind(b"\x1b[?25h") > self.shown.rfind(b"\x1b[?25l"), (
             "the cursor is shown again"
         )
         return status
@@ -188,13 +176,13 @@ class Terminal:
 
 @pytest.fixture
 def terminal(daemon: DaemonProcess) -> Iterator[Terminal]:
-    """`top` at work."""
-    made = Terminal([*COMMAND, daemon.socket_path, "--interval", "0.25"])
+    """A terminal in which `top` shows the daemon."""
+    running = Terminal([*COMMAND, daemon.socket_path, "--interval", "0.25"])
     try:
-        made.until(b"last min")
-        yield made
+        running.until(b"last min")
+        yield running
     finally:
-        made.close()
+        running.close()
 
 
 @pytest.mark.parametrize("keys", [b"q", b"Q"])
@@ -210,13 +198,13 @@ def test_signals_end_it_as_cleanly(terminal: Terminal, number: signal.Signals) -
 
 
 def test_it_follows_the_size_and_the_daemon(terminal: Terminal, daemon: DaemonProcess) -> None:
-    terminal.said = b""
+    terminal.shown = b""
     terminal.resize(60, 12)
     terminal.until(b"last min")
     daemon.kill()
     terminal.until(b"no answer, shown is the last one")
     daemon.start()
-    terminal.said = b""
+    terminal.shown = b""
     terminal.until(b"all is well")
     terminal.press(b"q")
     assert terminal.end() == 0
@@ -245,22 +233,22 @@ def test_a_client_with_the_status_is_told_it_is_brief(daemon: DaemonProcess) -> 
     ],
 )
 def test_keys_that_end_nothing(sequence: bytes) -> None:
-    assert not heard(sequence) & QUIT
+    assert not keys_in(sequence) & QUIT_KEYS
 
 
 @pytest.mark.parametrize(
     "sequence", [b"q", b"Q", b"\x03", b"\x1b", b"\x1b\x1b", b"\x1b[Aq", b"\x1b[A\x1b", b""]
 )
 def test_keys_that_end_it(sequence: bytes) -> None:
-    assert heard(sequence) & QUIT
+    assert keys_in(sequence) & QUIT_KEYS
 
 
-def test_a_narrow_terminal_has_the_figures(told: Status) -> None:
-    lines = frame(told, "/run/daemon.sock", 40, 0).plain.split("\n")
+def test_a_narrow_terminal_has_the_figures(status: Status) -> None:
+    lines = frame(status, "/run/daemon.sock", 40, 0).plain.split("\n")
     ram = next(line for line in lines if line.startswith("ram "))
-    assert re.search(rf" {format_size(told.values['bytes_committed'])} of \d", ram), ram
+    assert re.search(rf" {format_size(status.values['bytes_committed'])} of \d", ram), ram
     assert any(re.search(r"^hit rate .* \d+\.\d%( |…|$)", line) for line in lines)
     first = lines.index("in ram, by group") + 1
-    assert re.search(rf" {format_size(told.groups[0].held_bytes)}( |…|$)", lines[first]), lines[
+    assert re.search(rf" {format_size(status.groups[0].held_bytes)}( |…|$)", lines[first]), lines[
         first
     ]

@@ -46,7 +46,7 @@ def test_what_needs_vllm_says_so(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"input_length": 600, "hash_ids": [1, 2]}))
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-S", "-c", MAIN, *(str(trace) if w == "TRACE" else w for w in words)],
         env=environment,
         capture_output=True,
@@ -54,8 +54,8 @@ def test_what_needs_vllm_says_so(
         timeout=DEADLINE_SECONDS,
         check=False,
     )
-    lines = [line for line in said.stderr.splitlines() if line.startswith("hybridkv: ")]
-    assert said.returncode == 2, said.stderr
-    assert "Traceback" not in said.stderr
-    assert lines == [said.stderr.splitlines()[-1]]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("hybridkv: ")]
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert lines == [result.stderr.splitlines()[-1]]
     assert "vLLM is not installed" in lines[0]

@@ -39,13 +39,13 @@ def child(script: Script, connector: str = "Scripted", **extra: Any) -> dict[str
 
 @functools.cache
 def hybrid() -> Any:
-    """Sliding and full attention."""
+    """A layout with sliding and full attention."""
     return LAYOUTS["odd_window"]
 
 
 @functools.cache
 def single() -> Any:
-    """One group."""
+    """A layout with one group of full attention."""
     return LAYOUTS["full"]
 
 
@@ -75,7 +75,7 @@ def multi_config(
 
 
 def connector(config: Any, layout: Any, role: KVConnectorRole, blocks: int = 200) -> Any:
-    """MultiConnector as vLLM makes it."""
+    """A MultiConnector, made by vLLM's factory."""
     groups = layout.config(config, blocks, worker=role == KVConnectorRole.WORKER)
     return KVConnectorFactory.create_connector(config, role, groups)
 
@@ -112,7 +112,7 @@ class MultiEngine:
             {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         )
         self.now = 1000.0
-        self.connector._part._clock = lambda: self.now
+        self.connector.part.clock = lambda: self.now
         self._hasher = _hasher(groups.hash_block_size)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._names = 0
@@ -123,7 +123,7 @@ class MultiEngine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
 
     def add(self, tokens: list[int], max_tokens: int = 3) -> Request:
-        """A request arrives."""
+        """Add a request of this prompt."""
         self._names += 1
         request = Request(
             request_id=f"r{self._names}",
@@ -136,7 +136,7 @@ class MultiEngine:
         return request
 
     def step(self) -> None:
-        """One step."""
+        """Run one step: schedule, all workers, and the scheduler's update."""
         self.steps += 1
         output = self.scheduler.schedule()
         self.now += 0.01
@@ -160,21 +160,17 @@ class MultiEngine:
             sampled_token_ids=sampled,
             kv_connector_output=done.kv_connector_output,
         )
-        for said in self.scheduler.update_from_output(output, result).values():
-            stats = said.scheduler_stats
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            stats = outputs.scheduler_stats
             if stats is not None:
                 if stats.kv_connector_stats:
                     self.payloads.append(stats.kv_connector_stats)
                 self.totals["hits"] += stats.connector_prefix_cache_stats.hits
-                self.totals.update(
-                    {
-                        str(k): v
-                        for k, v in stats.connector_prefix_cache_stats.hits_by_source.items()
-                    }
-                )
+                hits_by_source = stats.connector_prefix_cache_stats.hits_by_source
+                self.totals.update({str(source): hits for source, hits in hits_by_source.items()})
 
     def run(self, steps_max: int = 300) -> None:
-        """Until nothing is to be done any more."""
+        """Run steps until no request is left. No block may be held then."""
         for _ in range(steps_max):
             if not self.scheduler.has_requests():
                 break
@@ -183,7 +179,7 @@ class MultiEngine:
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1, "blocks are kept"
 
     def selection(self, name: str) -> Counter[str]:
-        """What came of the choices, of one child."""
+        """One child's counts of the choices, summed over all payloads."""
         counts: Counter[str] = Counter()
         for payload in self.payloads:
             values = dict(payload.get("__selection__", {}).get(name, {}))
@@ -217,7 +213,7 @@ class MultiEngine:
 
 
 def upto(end: int) -> Any:
-    """A child that has the prompt up to `end`."""
+    """Returns the answers of a child that has each prompt up to `end`."""
     return lambda request, local: max(
         0, min(end, (request.num_tokens - 1) // BLOCK * BLOCK) - local
     )

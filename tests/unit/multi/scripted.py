@@ -24,7 +24,7 @@ SCRIPTS: dict[str, "Script"] = {}
 
 
 class ScriptedError(Exception):
-    """A child's fault."""
+    """The fault of a child whose script says that a hook raises."""
 
 
 @dataclass(eq=False)
@@ -57,37 +57,37 @@ class Script:
 
 @dataclass
 class Plan(KVConnectorMetadata):
-    """Loads of a step."""
+    """A child's message to its workers: the requests whose loads begin."""
 
     loads: list[str]
 
 
 @dataclass
 class Note(KVConnectorWorkerMetadata):
-    """How many steps workers did."""
+    """A child's message of its workers: how many steps they did."""
 
     steps: int
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Note":
-        assert isinstance(other, Note)
-        return Note(self.steps + other.steps)
+    def aggregate(self, note: KVConnectorWorkerMetadata) -> "Note":
+        assert isinstance(note, Note)
+        return Note(self.steps + note.steps)
 
 
 @dataclass(frozen=True)
 class Shake(KVConnectorHandshakeMetadata):
-    """Of one child's worker."""
+    """The handshake of one child's worker."""
 
     script: str
 
 
 class ScriptedStats(KVConnectorStats):
-    """A count."""
+    """A child's statistics: how often it was asked for tokens."""
 
     def reset(self) -> None:
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> "ScriptedStats":
-        return ScriptedStats({"asked": self.data.get("asked", 0) + other.data.get("asked", 0)})
+    def aggregate(self, later: KVConnectorStats) -> "ScriptedStats":
+        return ScriptedStats({"asked": self.data.get("asked", 0) + later.data.get("asked", 0)})
 
     def reduce(self) -> dict[str, int | float]:
         return dict(self.data)
@@ -97,7 +97,7 @@ class ScriptedStats(KVConnectorStats):
 
 
 class ScriptedProm(KVConnectorPromMetrics):
-    """The count as a counter."""
+    """A child's metrics: ScriptedStats as a counter."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, values)
@@ -111,7 +111,7 @@ class ScriptedProm(KVConnectorPromMetrics):
 
 
 class Plain(KVConnectorBase_V1):
-    """Without support for the hybrid manager, and with statistics that it has no metrics for."""
+    """A connector without support for the hybrid manager, and without metrics."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -120,8 +120,8 @@ class Plain(KVConnectorBase_V1):
         self.script.extra = transfer.kv_connector_extra_config
         self.script.engine_ids.add(str(transfer.engine_id))
         self._to_load: list[str] = []
-        self._loading: dict[str, int] = {}
-        self._holding: dict[str, int] = {}
+        self.loading: dict[str, int] = {}
+        self.holding: dict[str, int] = {}
         self._asked = 0
 
     def _do(self, hook: str, *seen: Any) -> None:
@@ -213,7 +213,7 @@ class Plain(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._do("start_load_kv")
         if self.script.is_async:
-            self._loading.update(
+            self.loading.update(
                 dict.fromkeys(self._get_connector_metadata().loads, self.script.load_steps)
             )
 
@@ -230,20 +230,20 @@ class Plain(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._do("get_transfer_results")
-        ended = {name for name, steps in self._loading.items() if steps <= 0}
-        self._loading = {
+        ended = {name for name, steps in self.loading.items() if steps <= 0}
+        self.loading = {
             name: steps - 1
-            for name, steps in self._loading.items()
+            for name, steps in self.loading.items()
             if steps > 1 - self.script.repeats
         }
-        sent = {name for name, steps in self._holding.items() if steps <= 0}
-        self._holding = {
+        sent = {name for name, steps in self.holding.items() if steps <= 0}
+        self.holding = {
             name: steps - 1
-            for name, steps in self._holding.items()
+            for name, steps in self.holding.items()
             if steps > 1 - self.script.repeats
         }
         if self.script.holds:
-            self._holding.update(dict.fromkeys(finished_req_ids, self.script.hold_steps))
+            self.holding.update(dict.fromkeys(finished_req_ids, self.script.hold_steps))
         return KVConnectorTransferResults(
             finished_recving=ended,
             failed_recving=set(ended) if self.script.fails else set(),
@@ -252,8 +252,8 @@ class Plain(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         self._do("get_block_ids_with_load_errors")
-        taken, self.script.bad_blocks = self.script.bad_blocks, set()
-        return taken
+        bad_blocks, self.script.bad_blocks = self.script.bad_blocks, set()
+        return bad_blocks
 
     def build_connector_worker_meta(self) -> Note:
         self._do("build_connector_worker_meta")
@@ -271,7 +271,7 @@ class Plain(KVConnectorBase_V1):
 
 
 class Scripted(Plain, SupportsHMA):
-    """As most connectors are."""
+    """A connector with support for the hybrid manager, statistics and metrics."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
@@ -289,7 +289,7 @@ class Scripted(Plain, SupportsHMA):
 
 
 class Unmeasured(Plain, SupportsHMA):
-    """With statistics that it has no metrics for, in a model with several groups."""
+    """A connector with support for the hybrid manager, and with statistics but no metrics."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any

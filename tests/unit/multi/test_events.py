@@ -14,7 +14,8 @@ from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 
-from hybridkv.multi.messages import MultiReport  # noqa: E402
+from hybridkv.multi.children import CounterKey  # noqa: E402
+from hybridkv.multi.messages import ChildEvents, ChildMessage, MultiReport  # noqa: E402
 from tests.unit.multi.multiengine import MultiEngine, child, hybrid  # noqa: E402
 from tests.unit.multi.scripted import Note, Script, ScriptedError  # noqa: E402
 
@@ -22,7 +23,7 @@ from tests.unit.multi.scripted import Note, Script, ScriptedError  # noqa: E402
 def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Random) -> None:
     """Once, and it may raise; a child that knows nothing of it is left alone."""
     engine = MultiEngine([child(Script()), child(Script()), child(Script())], hybrid())
-    first, second, third = engine.connector._children.all
+    first, second, third = engine.connector.children.all
     asked: list[str] = []
 
     def withdraw() -> list[Any]:
@@ -46,18 +47,18 @@ def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Ra
     assert "fault_withdraw" not in events["Scripted"]
 
 
-class OtherNote(Note):
+class UnmergeableNote(Note):
     """A message that nothing can be added to."""
 
     def __init__(self) -> None:
         super().__init__(1)
 
-    def aggregate(self, other: Any) -> Note:
+    def aggregate(self, note: Any) -> Note:
         raise ScriptedError("aggregate")
 
 
 class WorkerEvents(KVConnectorKVEvents):
-    """Of one child in one worker."""
+    """One child's KV events of one worker; the hook named `raises` fails."""
 
     def __init__(self, names: list[str], raises: str = "") -> None:
         self.names, self.raises, self.workers = names, raises, 1
@@ -67,32 +68,26 @@ class WorkerEvents(KVConnectorKVEvents):
             raise ScriptedError(hook)
 
     def add_events(self, events: list[Any]) -> None:
-        """Of another worker."""
         self._do("add_events")
         self.names += events
 
     def aggregate(self) -> "WorkerEvents":
-        """As it is."""
         self._do("aggregate")
         return self
 
     def increment_workers(self, count: int = 1) -> None:
-        """One more."""
         self._do("increment_workers")
         self.workers += count
 
     def get_all_events(self) -> list[Any]:
-        """Names."""
         self._do("get_all_events")
         return self.names
 
     def get_number_of_workers(self) -> int:
-        """So many were put together."""
         self._do("get_number_of_workers")
         return self.workers
 
     def clear_events(self) -> None:
-        """None are left."""
         self._do("clear_events")
         self.names = []
 
@@ -113,7 +108,10 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     output = of_two_ranks(
         lambda rank: KVConnectorOutput(
             kv_connector_worker_meta=MultiReport(
-                events=[(0, WorkerEvents([f"bad{rank}"], hook)), (1, WorkerEvents([f"good{rank}"]))]
+                events=[
+                    ChildEvents(0, WorkerEvents([f"bad{rank}"], hook)),
+                    ChildEvents(1, WorkerEvents([f"good{rank}"])),
+                ]
             )
         )
     )
@@ -125,7 +123,7 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     ]
     assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
     assert "good: fault_kv_events" not in engine.connector.counters
-    assert engine.connector._children.all[0].alive
+    assert engine.connector.children.all[0].is_alive
 
 
 def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
@@ -135,8 +133,10 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
     output = of_two_ranks(
         lambda rank: KVConnectorOutput(
             kv_connector_worker_meta=MultiReport(
-                [(0, Note(1) if rank else OtherNote()), (1, Note(1))],
-                counters=Counter({"reports_absorbed": 2, f"only{rank}": 1}),
+                [ChildMessage(0, Note(1) if rank else UnmergeableNote()), ChildMessage(1, Note(1))],
+                counters=Counter(
+                    {CounterKey("", "reports_absorbed"): 2, CounterKey("", f"only{rank}"): 1}
+                ),
             )
         )
     )

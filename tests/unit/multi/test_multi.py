@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,12 +16,16 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from hybridkv.core.errors import ConfigError  # noqa: E402
-from hybridkv.multi.children import child_specs  # noqa: E402
-from hybridkv.vllm.hook_guard import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX  # noqa: E402
+from hybridkv.multi.children import HOOK_SECONDS_MAX, ChildState, child_specs  # noqa: E402
+from hybridkv.multi.ranking import WaitTimes  # noqa: E402
+from hybridkv.multi.scheduler import MultiScheduler  # noqa: E402
+from hybridkv.multi.worker import MultiWorker  # noqa: E402
+from hybridkv.vllm.hook_guard import FAULTS_MAX, PAUSE_SECONDS, SLOW_MAX, HookGuard  # noqa: E402
 from tests.unit.multi.multiengine import (  # noqa: E402
     BLOCK,
     ENGINE_ID,
@@ -40,27 +44,41 @@ from tests.unit.multi.scripted import Plan, Script, ScriptedError  # noqa: E402
 MOST = 512
 
 
-def told(script: Script, hook: str) -> list[tuple[Any, ...]]:
+def calls_of(script: Script, hook: str) -> list[tuple[Any, ...]]:
+    """The arguments of each call of a child's hook, as the script notes them."""
     return [seen[1:] for seen in script.seen if seen[0] == hook]
+
+
+def first_state(engine: MultiEngine) -> ChildState:
+    """The state of the first child in the scheduler role."""
+    state: ChildState = engine.connector.children.all[0].state
+    return state
 
 
 # The choice
 
 
+class Choice(NamedTuple):
+    """A choice between children: "wait", "load" or "compute", from which child, how much."""
+
+    kind: str
+    child: int | None = None
+    tokens: int = 0
+
+    @property
+    def reply(self) -> tuple[int | None, bool]:
+        """What `get_num_new_matched_tokens` returns for it."""
+        return (None, False) if self.kind == "wait" else (self.tokens, self.kind == "load")
+
+
 def scored(
-    answers: list[Any],
-    weights: list[float],
-    most: int,
-    waited: float,
-    since_hit: float | None,
-    grace: float,
-    end: float,
-    awaited: list[bool],
-) -> tuple[str, int | None, int]:
-    """The same by brute force: ("wait" or "load" or "compute", child, tokens).
+    answers: list[Any], weights: list[float], most: int, *, times: WaitTimes, awaited: list[bool]
+) -> Choice:
+    """The choice by brute force.
 
     `awaited`: which children were not late so often that their breakers are open.
     """
+    end = times.patience_seconds
     offers = [
         (-tokens * weights[i], i, tokens)
         for i, tokens in enumerate(answers)
@@ -70,14 +88,15 @@ def scored(
     if not any(tokens is not None for tokens in answers):
         end = max(end, 2.0 + 0.1 * most / 1024)  # What computing is taken to cost.
     if not offers:
-        return ("wait" if looking and waited < end else "compute"), None, 0
+        return Choice("wait" if looking and times.asked_seconds < end else "compute")
     score, chosen, tokens = min(offers)
-    if any(most * weights[i] > -score for i in looking) and (since_hit or 0.0) < grace:
-        return "wait", None, 0
-    return "load", chosen, tokens
+    can_be_beaten = any(most * weights[i] > -score for i in looking)
+    if can_be_beaten and times.hit_seconds < times.grace_seconds:
+        return Choice("wait")
+    return Choice("load", chosen, tokens)
 
 
-def said(answer: Any, request: Any, local: int) -> Any:
+def answered(answer: Any, request: Any, local: int) -> Any:
     return answer
 
 
@@ -120,7 +139,7 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
     config = multi_config(entries, hybrid(), grace_ms=grace_ms, patience_seconds=patience)
     multi = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
     now = 50.0
-    multi._part._clock = lambda: now
+    multi.part.clock = lambda: now
     request = SimpleNamespace(
         request_id="r", num_tokens=MOST + BLOCK, num_prompt_tokens=MOST + BLOCK, num_preemptions=0
     )
@@ -131,33 +150,34 @@ def test_the_choice_is_that_of_a_brute_force_scorer(
         now += pause
         if is_new:
             first, hit, is_new = now, None, False
-            awaited = [one.breaker.allows(now) for one in multi._children.all]
+            awaited = [child.breaker.allows(now) for child in multi.children.all]
         for script, answer in zip(scripts, answers, strict=True):
             script.raises = {"get_num_new_matched_tokens"} if answer == "raise" else set()
-            script.tokens = partial(said, answer)
+            script.tokens = partial(answered, answer)
         result = multi.get_num_new_matched_tokens(request, 0)
         clean = [0 if answer == "raise" else answer for answer in answers]
         hit = now if hit is None and any(clean) else hit
-        since_hit = None if hit is None else now - hit
-        kind, chosen, tokens = scored(
-            clean, weights, MOST + BLOCK, now - first, since_hit, grace_ms / 1e3, patience, awaited
+        times = WaitTimes(
+            grace_seconds=grace_ms / 1e3,
+            patience_seconds=patience,
+            asked_seconds=now - first,
+            hit_seconds=0.0 if hit is None else now - hit,
         )
-        assert (
-            result == {"wait": (None, False), "compute": (0, False), "load": (tokens, True)}[kind]
-        )
-        if kind == "wait" or not has_blocks:
+        choice = scored(clean, weights, MOST + BLOCK, times=times, awaited=awaited)
+        assert result == choice.reply
+        if choice.kind == "wait" or not has_blocks:
             continue
         is_new = True
         for script in scripts:
             script.seen.clear()
-        multi.update_state_after_alloc(request, SimpleNamespace(blocks=([], [], [])), tokens)
-        for place, script in enumerate(scripts):
-            expected = tokens if place == chosen else 0
-            assert told(script, "update_state_after_alloc") == [("r", expected)], (
+        multi.update_state_after_alloc(request, SimpleNamespace(blocks=([], [], [])), choice.tokens)
+        for index, script in enumerate(scripts):
+            expected = choice.tokens if index == choice.child else 0
+            assert calls_of(script, "update_state_after_alloc") == [("r", expected)], (
                 "losers let go, undecided ones too"
             )
     multi.request_finished_all_groups(request, ([], [], []))
-    assert not multi._part._requests
+    assert not multi.part.requests
 
 
 def test_a_late_child_is_waited_for_while_nobody_has_a_hit(rng: random.Random) -> None:
@@ -188,7 +208,9 @@ def test_a_child_that_never_answers_is_left_alone(rng: random.Random) -> None:
         steps.append(engine.steps - before)
     assert min(steps[:3]) > 10
     assert max(steps[3:]) < 10, steps
-    assert told(never, "update_state_after_alloc").count(("r1", 0)) == 1, "it was told to let go"
+    assert calls_of(never, "update_state_after_alloc").count(("r1", 0)) == 1, (
+        "it was told to let go"
+    )
 
 
 def test_nobody_waits_longer_than_computing_takes(rng: random.Random) -> None:
@@ -217,7 +239,7 @@ def test_the_requirement_to_the_letter(rng: random.Random) -> None:
     engine.add(prompt(rng))
     engine.step()
     assert late.calls["get_num_new_matched_tokens"] == 1
-    assert told(late, "update_state_after_alloc") == [("r1", 0)], "it is not waited for"
+    assert calls_of(late, "update_state_after_alloc") == [("r1", 0)], "it is not waited for"
     late.calls.clear()
     engine = MultiEngine([child(late), child(never)], hybrid(), patience_seconds=0)
     engine.add(prompt(rng))
@@ -261,47 +283,50 @@ def test_a_failed_load_is_not_offered_again_but_another_childs_hit_is(
     engine = MultiEngine([child(bad), child(good)], layout(), ranks=2)
     engine.add(prompt(rng, 300))
     engine.run()
-    assert [tokens for _, tokens in told(bad, "update_state_after_alloc")] == [2 * HIT, 0, 0]
+    assert [tokens for _, tokens in calls_of(bad, "update_state_after_alloc")] == [2 * HIT, 0, 0]
     assert engine.selection("Scripted-2")["hit_tokens"] == HIT
     assert engine.connector.counters["loads_failed"] == 1
 
 
 SCHEDULER_HOOKS = (
-    *(
-        "on_new_request",
-        "get_num_new_matched_tokens",
-        "update_state_after_alloc",
-        "build_connector_meta",
-    ),
-    *(
-        "update_connector_output",
-        "request_finished_all_groups",
-        "take_events",
-        "has_pending_push_work",
-    ),
-    *(
-        "get_external_cache_hit_sources",
-        "get_loaded_kv_cache_group_ids",
-        "get_kv_connector_stats",
-        "reset_cache",
-    ),
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+    "take_events",
+    "has_pending_push_work",
+    "get_external_cache_hit_sources",
+    "get_loaded_kv_cache_group_ids",
+    "get_kv_connector_stats",
+    "reset_cache",
     "has_pending_block_frees",
 )
 WORKER_HOOKS = (
-    *(
-        "bind_connector_metadata",
-        "handle_preemptions",
-        "start_load_kv",
-        "wait_for_layer_load",
-        "save_kv_layer",
-    ),
-    *(
-        "wait_for_save",
-        "get_transfer_results",
-        "get_block_ids_with_load_errors",
-        "build_connector_worker_meta",
-    ),
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
 )
+
+
+def test_every_hook_of_a_role_is_written_in_the_connector() -> None:
+    """And nothing else of a role is: vLLM would call its own MultiConnector's, or a helper."""
+    from hybridkv.connector import MultiConnector
+
+    written = {name for name in vars(MultiConnector) if not name.startswith("_")}
+    for role in (MultiScheduler, MultiWorker):
+        public = {name for name in vars(role) if not name.startswith("_")}
+        hooks = {name for name in public if hasattr(multi_connector.MultiConnector, name)}
+        assert hooks
+        assert hooks <= written
+        assert not (public - hooks) & written
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
@@ -337,38 +362,39 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
         sum(engine.selection(name)["hit_tokens"] for name in ("Scripted", "Scripted-2"))
         == engine.totals["hits"]
     )
-    asks = Counter(name for (name,) in told(bad, "get_num_new_matched_tokens"))
-    off = not engine.connector._children.all[0].guard.healthy
+    asks = Counter(name for (name,) in calls_of(bad, "get_num_new_matched_tokens"))
+    off = not engine.connector.children.all[0].guard.healthy
     assert ("r9" not in asks) == off, "who is switched off is not asked"
     assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * off
-    said = Counter(
+    events = Counter(
         event
         for payload in engine.payloads
         for event in payload.get("__events__", {}).get("Scripted", {})
     )
-    assert bool(said["quarantined"]) == off, "/metrics tells who is switched off"
+    assert bool(events["quarantined"]) == off, "/metrics tells who is switched off"
 
 
 def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.Random) -> None:
     """Meanwhile it hears of every request and every step, so that it misses nothing."""
     bad = Script(tokens=upto(HIT), raises={"get_num_new_matched_tokens"})
     engine = MultiEngine([child(bad)], hybrid())
-    first = engine.connector._children.all[0]
-    first.guard._clock = lambda: engine.now
-    first.guard._began = engine.now
+    first = engine.connector.children.all[0]
+    first.guard = HookGuard("first", clock=lambda: engine.now)
     while first.guard.healthy:
         engine.add(prompt(rng))
         engine.run()
     bad.raises = set()
-    told_before = {hook: bad.calls[hook] for hook in ("on_new_request", "build_connector_meta")}
-    assert first.alive
+    calls_before = {hook: bad.calls[hook] for hook in ("on_new_request", "build_connector_meta")}
+    assert first.is_alive
+    assert first_state(engine) is ChildState.PAUSED
     for hits in (0, 1):
         engine.add(prompt(rng))
         engine.run()
         assert engine.selection("Scripted")["hits"] == hits
-        assert all(bad.calls[hook] > count for hook, count in told_before.items())
+        assert all(bad.calls[hook] > count for hook, count in calls_before.items())
         engine.now += PAUSE_SECONDS
         engine.step()
+    assert first_state(engine) is ChildState.SERVING
     assert not engine.connector.counters["Scripted: fault_get_num_new_matched_tokens"] % FAULTS_MAX
 
 
@@ -381,9 +407,8 @@ def test_a_child_whose_lookups_keep_the_engine_is_asked_twice(rng: random.Random
 
     slow, quick = Script(tokens=wait), Script(tokens=upto(HIT))
     engine = MultiEngine([child(slow, name="Slow"), child(quick)], hybrid())
-    for one in engine.connector._children.all:
-        one.guard._clock = lambda: engine.now
-        one.guard._began = engine.now
+    for each in engine.connector.children.all:
+        each.guard = HookGuard(each.name, clock=lambda: engine.now, slow_seconds=HOOK_SECONDS_MAX)
     for _ in range(5):
         engine.add(prompt(rng))
         engine.run()
@@ -398,9 +423,9 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
     engine.add(prompt(rng))
     engine.step()
-    engine.workers[1]._children.all[0].guard.end("the test says so")
+    engine.workers[1].children.all[0].guard.end("the test says so")
     engine.step()
-    assert not engine.connector._children.all[0].alive
+    assert not engine.connector.children.all[0].is_alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
         "its blocks are not the engine's yet"
     )
@@ -430,12 +455,14 @@ def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
     engine.step()
-    engine.workers[rank]._children.all[0].guard.end("the test says so")
+    engine.workers[rank].children.all[0].guard.end("the test says so")
     engine.step()
     before = engine.now
     assert engine.scheduler.requests
+    assert first_state(engine) is ChildState.OFF
     engine.run()
     assert engine.now - before >= 0.15
+    assert first_state(engine) is ChildState.SILENT
 
 
 @pytest.mark.parametrize("layout", [single, hybrid])
@@ -449,7 +476,7 @@ def test_reports_of_blocks_fail_the_request_and_end_nothing(
     engine.step()
     bad.bad_blocks = {engine.scheduler.kv_cache_manager.get_block_ids("r1")[-1][0]}
     engine.run()
-    assert ("r1", HIT) in told(bad, "update_state_after_alloc")
+    assert ("r1", HIT) in calls_of(bad, "update_state_after_alloc")
     assert engine.selection("Scripted")["hits"] == 1, "not offered again"
     assert engine.connector.counters.get("loads_failed", 0) == (layout is hybrid)
 
@@ -500,11 +527,11 @@ def test_an_impossible_answer_is_a_miss(tokens: int, rng: random.Random) -> None
 
 def test_everything_is_reported_once(rng: random.Random) -> None:
     """Two children hold the blocks and repeat all reports; one reports what it did not load."""
-    one = Script(tokens=upto(HIT), repeats=2, holds=True, load_steps=1)
-    other = Script(repeats=3, holds=True)
-    engine = MultiEngine([child(one), child(other)], hybrid(), ranks=2)
+    loader = Script(tokens=upto(HIT), repeats=2, holds=True, load_steps=1)
+    holder = Script(repeats=3, holds=True)
+    engine = MultiEngine([child(loader), child(holder)], hybrid(), ranks=2)
     for worker in engine.workers:
-        worker._children.all[1].connector._loading["r1"] = 0
+        worker.children.all[1].connector.loading["r1"] = 0
     for _ in range(3):
         engine.add(prompt(rng))
     engine.run()
@@ -530,8 +557,8 @@ def test_aborted_while_loading(load_steps: int, hold_steps: int, rng: random.Ran
     engine.run()
     for _ in range(10):
         engine.step()
-    state = engine.connector._part
-    assert not any([state._loads, state._saves, state._requests, len(state._room)])
+    part = engine.connector.part
+    assert not any([part.loads, part.saves, part.requests, len(part.room)])
 
 
 def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:
@@ -546,9 +573,9 @@ def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:
 
 def test_preempted_requests_choose_again(rng: random.Random) -> None:
     """The pool is too small; like vLLM's, the totals leave out requests that come back."""
-    one, other = Script(tokens=upto(HIT)), Script()
-    other.tokens = lambda request, local: rng.choice([None, 0, max(0, HIT + BLOCK - local)])
-    engine = MultiEngine([child(one), child(other)], single(), blocks=26, grace_ms=0)
+    steady, erratic = Script(tokens=upto(HIT)), Script()
+    erratic.tokens = lambda request, local: rng.choice([None, 0, max(0, HIT + BLOCK - local)])
+    engine = MultiEngine([child(steady), child(erratic)], single(), blocks=26, grace_ms=0)
     requests = [engine.add(prompt(rng, 150), max_tokens=60) for _ in range(6)]
     engine.run(3000)
     assert sum(request.num_preemptions for request in requests)
@@ -562,14 +589,14 @@ def test_both_signatures_of_handle_preemptions(rng: random.Random) -> None:
     worker = connector(config, hybrid(), KVConnectorRole.WORKER)
     scheduler = connector(config, hybrid(), KVConnectorRole.SCHEDULER)
     worker.handle_preemptions({"a", "b"})
-    assert [told(script, "handle_preemptions") for script in scripts] == [[(set,)]] * 2
+    assert [calls_of(script, "handle_preemptions") for script in scripts] == [[(set,)]] * 2
     idle = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     worker.handle_preemptions(scheduler.build_connector_meta(idle))
-    assert [told(script, "handle_preemptions")[-1] for script in scripts] == [(Plan,)] * 2
+    assert [calls_of(script, "handle_preemptions")[-1] for script in scripts] == [(Plan,)] * 2
     scripts[0].raises = {"handle_preemptions"}
     worker.handle_preemptions(object())
     worker.handle_preemptions(None)
-    assert worker._children.all[0].alive, "what it could not read was not its own"
+    assert worker.children.all[0].is_alive, "what it could not read was not its own"
     assert scripts[1].calls["handle_preemptions"] == 4
 
 
@@ -604,7 +631,7 @@ def test_children_see_their_own_configuration(rng: random.Random) -> None:
         "recompute"
     }
     for key, script in zip(keys, scripts, strict=True):
-        ((handshakes,),) = told(script, "set_xfer_handshake_metadata")
+        ((handshakes,),) = calls_of(script, "set_xfer_handshake_metadata")
         assert [(rank, shake.script) for rank, shake in handshakes] == [(0, key), (1, key)]
 
 

@@ -12,6 +12,8 @@ from hybridkv.multi.ranking import (
     WEIGHT_AUTO,
     ChildAnswer,
     LoadDecision,
+    WaitTimes,
+    WeightedSpeed,
     decide,
     effective_weights,
     patience,
@@ -19,51 +21,42 @@ from hybridkv.multi.ranking import (
 from hybridkv.multi.stats import ConnectorCounts
 from hybridkv.multi.worker import TransferLedger
 
-LIMITS = 0.01, 2.0
-"""The grace and the patience in seconds."""
+AT_ONCE = WaitTimes(grace_seconds=0.01, patience_seconds=2.0)
+"""Nothing was waited for yet."""
 
 
 def test_a_faster_child_wins_unless_the_other_has_much_more() -> None:
     """Requirements B20."""
     disk, memory = ChildAnswer(1000, True), ChildAnswer(600, True)
-    assert decide([disk, memory], [0.5, 1.0], 2000, 0, 0, *LIMITS) == LoadDecision(1, 600, True)
-    assert decide(
-        [ChildAnswer(1300, True), memory], [0.5, 1.0], 2000, 0, 0, *LIMITS
-    ) == LoadDecision(0, 1300, True)
+    assert decide([disk, memory], [0.5, 1.0], 2000, AT_ONCE) == LoadDecision(1, 600, True)
+    assert decide([ChildAnswer(1300, True), memory], [0.5, 1.0], 2000, AT_ONCE) == LoadDecision(
+        0, 1300, True
+    )
 
 
 def test_ties_go_by_order() -> None:
-    assert (
-        decide(
-            [ChildAnswer(100), ChildAnswer(200), ChildAnswer(100)],
-            [2.0, 1.0, 2.0],
-            500,
-            0,
-            0,
-            *LIMITS,
-        ).child
-        == 0
-    )
+    answers = [ChildAnswer(100), ChildAnswer(200), ChildAnswer(100)]
+    assert decide(answers, [2.0, 1.0, 2.0], 500, AT_ONCE).child == 0
 
 
 def test_who_could_not_win_is_not_waited_for() -> None:
     late, has = ChildAnswer(None), ChildAnswer(400)
-    assert decide([late, has], [1.0, 1.0], 500, 0, 0, *LIMITS).wait
-    assert decide([late, has], [0.8, 1.0], 500, 0, 0, *LIMITS) == LoadDecision(1, 400)
+    assert decide([late, has], [1.0, 1.0], 500, AT_ONCE).is_waiting
+    assert decide([late, has], [0.8, 1.0], 500, AT_ONCE) == LoadDecision(1, 400)
     assert decide(
-        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, 0, 0, *LIMITS
+        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, AT_ONCE
     ) == LoadDecision(1, 400)
 
 
 def test_patience_is_what_computing_takes() -> None:
     """Requirements B21, D18."""
-    some, every = [MISS, ChildAnswer(None)], [ChildAnswer(None), ChildAnswer(None)]
-    for answers in (some, every):
+    undecided, silent = [MISS, ChildAnswer(None)], [ChildAnswer(None), ChildAnswer(None)]
+    for answers in (undecided, silent):
         assert patience(answers, 0.2, None) == 0.2
         assert patience(answers, 100.0, None) == PATIENCE_SECONDS_MAX
-    assert patience(some, 0.2, 0.0) == 0.0, "who has answered answers for all"
-    assert patience(every, 0.2, 0.0) == 0.2, "nobody has answered"
-    assert patience(some, 0.2, 5.0) == patience(every, 0.2, 5.0) == 5.0
+    assert patience(undecided, 0.2, 0.0) == 0.0, "who has answered answers for all"
+    assert patience(silent, 0.2, 0.0) == 0.2, "nobody has answered"
+    assert patience(undecided, 0.2, 5.0) == patience(silent, 0.2, 5.0) == 5.0
 
 
 def test_measured_weights() -> None:
@@ -71,7 +64,8 @@ def test_measured_weights() -> None:
     speeds = [Speed(1000.0, 5.0), Speed(250.0, 5.0), Speed()]
 
     def weighed(weights: list[float], now: float) -> list[float]:
-        return effective_weights(list(zip(weights, speeds, strict=True)), now)
+        children = [*map(WeightedSpeed, weights, speeds)]
+        return effective_weights(children, now)
 
     assert weighed(auto, 5.0) == [1.0, 0.25, 1.0], "who was not measured is tried"
     assert weighed([3.0, WEIGHT_AUTO, 0.5], 5.0) == [3.0, 1.0, 0.5], (
@@ -91,24 +85,24 @@ COUNTS = st.lists(
 
 
 @given(COUNTS, COUNTS)
-def test_counts_add_up(one: list, other: list) -> None:
+def test_counts_add_up(first: list, second: list) -> None:
     """What travels in two parts is what travels in one, and a query is a hit, a miss or neither."""
     names = ["a", "b", "c"]
 
     def counted(admissions: list) -> ConnectorCounts:
         selection = ConnectorCounts()
         for answers, chosen, tokens in admissions:
-            given = {index: ChildAnswer(said) for index, said in answers.items()}
-            selection.admitted(names, given, chosen, tokens)
+            given = {index: ChildAnswer(matched) for index, matched in answers.items()}
+            selection.count_admission(names, given, chosen, tokens)
         return selection
 
-    together = counted([*one, *other])
-    merged = ConnectorCounts.from_dict(counted(one).to_dict())
-    merged.aggregate(ConnectorCounts.from_dict(counted(other).to_dict()))
+    together = counted([*first, *second])
+    merged = ConnectorCounts.from_dict(counted(first).to_dict())
+    merged.aggregate(ConnectorCounts.from_dict(counted(second).to_dict()))
     assert merged.to_dict() == together.to_dict()
     for counts in together.data.values():
         assert counts["queries"] >= counts.get("hits", 0) + counts.get("misses", 0)
-    loaded = [tokens for answers, chosen, tokens in [*one, *other] if chosen in answers]
+    loaded = [tokens for answers, chosen, tokens in [*first, *second] if chosen in answers]
     assert sum(counts.get("hit_tokens", 0) for counts in together.data.values()) == sum(loaded)
 
 
@@ -145,16 +139,16 @@ def test_every_announced_load_ends_once(events: list[tuple[str, int, str]]) -> N
     for what, child, name in events:
         match what:
             case "load":
-                ledger.loaded(child, [name], [])
+                ledger.on_loads_reported(child, [name], [])
             case "fail":
-                ledger.loaded(child, [name], [name])
+                ledger.on_loads_reported(child, [name], [name])
             case "give up":
                 ledger.give_up([child])
             case "taint":
-                ledger.loaded(child, [], ledger.loads)
-        taken = ledger.take()
-        assert taken.failed_recving <= taken.finished_recving
-        ended += taken.finished_recving
+                ledger.on_loads_reported(child, [], ledger.loads)
+        results = ledger.take()
+        assert results.failed_recving <= results.finished_recving
+        ended += results.finished_recving
     assert len(ended) == len(set(ended))
     assert set(ended).isdisjoint(ledger.loads)
     assert {*ended, *ledger.loads} == {"x", "y"}
@@ -165,10 +159,10 @@ def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
     ledger = TransferLedger()
     ledger.announce({}, {"x": (0, 1)})
     for _ in range(3):
-        ledger.sent(order[0], ["x"])
+        ledger.on_saves_reported(order[0], ["x"])
     assert not ledger.take().finished_sending
     ledger.give_up([order[1]])
-    ledger.sent(order[1], ["x"])
+    ledger.on_saves_reported(order[1], ["x"])
     assert ledger.take().finished_sending == {"x"}
     assert ledger.absorbed == 3
 
@@ -176,14 +170,14 @@ def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
 def test_a_part_that_failed_before_the_end_counts() -> None:
     ledger = TransferLedger()
     ledger.announce({"x": 0}, {})
-    ledger.loaded(0, [], ["x"])
+    ledger.on_loads_reported(0, [], ["x"])
     assert ledger.take() == KVConnectorTransferResults()
-    ledger.loaded(1, ["x"], ["x"])
+    ledger.on_loads_reported(1, ["x"], ["x"])
     assert ledger.take() == KVConnectorTransferResults(), "another child does not load it"
-    ledger.loaded(0, ["x"], [])
+    ledger.on_loads_reported(0, ["x"], [])
     assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, {"x"})
     ledger.announce({"x": 1}, {})
-    ledger.loaded(1, ["x"], [])
+    ledger.on_loads_reported(1, ["x"], [])
     assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, set()), (
         "the next load is another one"
     )

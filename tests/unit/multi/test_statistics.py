@@ -154,7 +154,7 @@ class FaultyStats(ScriptedStats):
         super().__init__({"asked": 1})
         setattr(self, method, self._raise)
 
-    def aggregate(self, other: Any) -> "FaultyStats":
+    def aggregate(self, later: Any) -> "FaultyStats":
         return self
 
     def _raise(self, *arguments: Any) -> Any:
@@ -165,8 +165,8 @@ class FaultyStats(ScriptedStats):
 def test_a_fault_of_a_childs_statistics_travels_with_the_others(method: str) -> None:
     """In the engine's process: it is counted among the child's events."""
     stats = MultiKVConnectorStats({"bad": FaultyStats(method), "good": ScriptedStats({"asked": 2})})
-    more = MultiKVConnectorStats({name: ScriptedStats({"asked": 3}) for name in ("bad", "good")})
-    payload = stats.aggregate(more).to_dict()
+    later = MultiKVConnectorStats({name: ScriptedStats({"asked": 3}) for name in ("bad", "good")})
+    payload = stats.aggregate(later).to_dict()
     assert payload["__events__"] == {"bad": {"fault_stats": 1}}
     assert payload["good"] == {"asked": 5}
     assert payload.get("bad") == ({"asked": 1} if method == "aggregate" else None)

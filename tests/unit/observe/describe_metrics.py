@@ -4,7 +4,15 @@ import sys
 from collections.abc import Iterable
 
 from hybridkv.core.metrics import MetricFamily
-from hybridkv.observe.catalog import LABELLED, MADE, PLAIN, PREFIX, TIER, TIER_PREFIX, VALUES
+from hybridkv.observe.catalog import (
+    LABELLED,
+    PLAIN,
+    PREFIX,
+    SNAPSHOT_METRICS,
+    TIER,
+    TIER_PREFIX,
+    VALUES,
+)
 from tests.documents import DOCS, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS-daemon.md"
@@ -28,7 +36,7 @@ PARTS_OF_PAGE = (
     ("Lookups, stores, and what RAM holds", "", PLAIN.items),
     ("By message, code, reason and tier", "", LABELLED.items),
     ("Tiers below RAM", TIER_PREFIX, TIER.items),
-    ("The daemon itself, groups and engines", "", MADE.items),
+    ("The daemon itself, groups and engines", "", SNAPSHOT_METRICS.items),
 )
 TAIL = """
 ## The ceiling
@@ -53,12 +61,14 @@ always hit <= ceiling <= asked.
 
 
 def known() -> dict[str, MetricFamily]:
-    """Every metric by its whole name, without the `_total` of counters."""
-    return {f"{PREFIX}{name}": described for name, described in {**VALUES, **MADE}.items()}
+    """Returns every metric by its whole name, without the `_total` of counters."""
+    return {
+        f"{PREFIX}{name}": described for name, described in {**VALUES, **SNAPSHOT_METRICS}.items()
+    }
 
 
 def exposed() -> dict[str, MetricFamily]:
-    """Every name that a query may contain."""
+    """Returns every name that a query may contain, with its metric."""
     parts = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     return {
         f"{name}{part}": described
@@ -68,14 +78,14 @@ def exposed() -> dict[str, MetricFamily]:
 
 
 def _rows(prefix: str, described: Iterable[tuple[str, MetricFamily]]) -> Iterable[list[str]]:
-    """One for each metric."""
-    for name, one in described:
-        whole = f"{PREFIX}{prefix}{name}{'_total' if one.kind == 'counter' else ''}"
-        yield [f"`{whole}`", str(one.kind), ", ".join(one.labels), one.help]
+    """The row of each metric."""
+    for name, family in described:
+        whole = f"{PREFIX}{prefix}{name}{'_total' if family.kind == 'counter' else ''}"
+        yield [f"`{whole}`", str(family.kind), ", ".join(family.labels), family.help]
 
 
 def document() -> str:
-    """The whole page."""
+    """Returns the page as it must be."""
     lines = [HEAD]
     for title, prefix, described in PARTS_OF_PAGE:
         lines += [
@@ -86,7 +96,7 @@ def document() -> str:
 
 
 def main() -> int:
-    """Print it, or write it."""
+    """Print the page, or write it with --write."""
     return print_or_write(DOCUMENT, document(), __doc__)
 
 

@@ -15,7 +15,7 @@ IDENTITIES = (b"a" * HASH_BYTES, b"b" * HASH_BYTES)
 
 
 def name(prompt: int, chunk: int) -> bytes:
-    """Of a chunk; two prompts share their first ones."""
+    """The hash of a chunk. All prompts share their first two chunks."""
     return (bytes([0 if chunk < 2 else prompt, chunk]) * HASH_BYTES)[:HASH_BYTES]
 
 
@@ -23,22 +23,36 @@ def names(prompt: int, chunks: int) -> bytes:
     return b"".join(name(prompt, chunk) for chunk in range(chunks))
 
 
+class StoredObject(NamedTuple):
+    identity: bytes
+    group: int
+    chunk_hash: bytes
+
+
+class LookupResult(NamedTuple):
+    """What a lookup finds in the real cache."""
+
+    masks: list[bytes]  # By group, a byte for each chunk.
+    chunks: int  # The chunks of the hit.
+
+
 class Unlimited:
-    """Everything that was ever stored, and a real cache that holds some of it."""
+    """Everything that was ever stored, and a real cache that holds a part of it."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.ever: set[tuple[bytes, int, bytes]] = set()
-        self.held: set[tuple[bytes, int, bytes]] = set()
+        self.ever: set[StoredObject] = set()
+        self.held: set[StoredObject] = set()
         self.asked = self.hit = self.ceiling = 0
 
-    def look_up(self, identity: bytes, hashes: list[bytes]) -> tuple[list[bytes], int]:
-        """What a lookup finds in the real one; the sums go on."""
+    def look_up(self, identity: bytes, hashes: list[bytes]) -> LookupResult:
+        """Look chunks up in the real cache, and add to the sums."""
 
-        def masks(cache: set[tuple[bytes, int, bytes]]) -> list[bytes]:
+        def masks(cache: set[StoredObject]) -> list[bytes]:
             groups = range(len(self.geometry.groups))
             return [
-                bytes((identity, group, chunk) in cache for chunk in hashes) for group in groups
+                bytes(StoredObject(identity, group, chunk) in cache for chunk in hashes)
+                for group in groups
             ]
 
         found = masks(self.held)
@@ -47,7 +61,7 @@ class Unlimited:
         self.asked += len(hashes) * tokens
         self.hit += hit * tokens
         self.ceiling += largest_hit(self.geometry, masks(self.ever), len(hashes)) * tokens
-        return found, hit
+        return LookupResult(found, hit)
 
 
 def drain(ceiling: HitRateCeiling) -> None:
@@ -66,10 +80,10 @@ class Step(NamedTuple):
     groups: tuple[int, ...]
 
     @property
-    def things(self) -> list[tuple[int, bytes]]:
-        """(group, chunk hash) of each."""
+    def objects(self) -> list[StoredObject]:
+        """The objects of these chunks and groups."""
         return [
-            (group, name(self.prompt, at))
+            StoredObject(self.identity, group, name(self.prompt, at))
             for group in self.groups
             for at in range(self.first, self.last + 1)
         ]
@@ -84,40 +98,46 @@ def runs(draw: st.DrawFn) -> tuple[Geometry, list[Step]]:
     every = tuple(range(len(geometry.groups)))
     steps: list[Step] = []
     for _ in range(draw(st.integers(4, 24))):
-        first, more = draw(st.sampled_from((0, 0, 0, 0, 1, 3))), draw(st.integers(0, 5))
+        first, length = draw(st.sampled_from((0, 0, 0, 0, 1, 3))), draw(st.integers(0, 5))
         groups = draw(st.sampled_from((every, every, *((group,) for group in every))))
-        kind, identity = (
-            draw(st.sampled_from(KINDS)),
-            draw(st.sampled_from((*IDENTITIES, *IDENTITIES[:1] * 4))),
+        steps.append(
+            Step(
+                kind=draw(st.sampled_from(KINDS)),
+                identity=draw(st.sampled_from((*IDENTITIES, *IDENTITIES[:1] * 4))),
+                prompt=draw(st.integers(1, 2)),
+                first=first,
+                last=first + length,
+                groups=groups,
+            )
         )
-        steps.append(Step(kind, identity, draw(st.integers(1, 2)), first, first + more, groups))
     return geometry, steps
 
 
 def happen(step: Step, model: Unlimited, ceiling: HitRateCeiling) -> None:
-    """To the model and to the ceiling."""
-    things = [(step.identity, *thing) for thing in step.things]
+    """Let a step happen to the model and to the ceiling."""
+    objects = step.objects
     match step.kind:
         case "store":
-            model.ever.update(things)
-            model.held.update(things)
+            model.ever.update(objects)
+            model.held.update(objects)
             ceiling.stored(
                 step.identity,
-                [thing[1] for thing in things],
-                b"".join(thing[2] for thing in things),
+                [stored.group for stored in objects],
+                b"".join(stored.chunk_hash for stored in objects),
             )
         case "evict":
-            model.held.difference_update(things)
+            model.held.difference_update(objects)
         case "lose":
-            for thing in things:
-                if thing in model.held:
-                    model.held.discard(thing)
-                    model.ever.discard(thing)
-                    ceiling.lost(*thing)
+            for stored in objects:
+                if stored in model.held:
+                    model.held.discard(stored)
+                    model.ever.discard(stored)
+                    ceiling.lost(stored.identity, stored.group, stored.chunk_hash)
         case "ask":
             asked = [name(step.prompt, at) for at in range(step.last + 1)]
             found = model.look_up(step.identity, asked)
-            ceiling.answered(step.identity, model.geometry, b"".join(asked), *found)
+            hashes = b"".join(asked)
+            ceiling.answered(step.identity, model.geometry, hashes, found.masks, found.chunks)
         case "work":
             ceiling.work()
 

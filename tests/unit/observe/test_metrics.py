@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -52,6 +53,26 @@ SMALL = Geometry(
 HOSTILE = 'a"b\\c\n<img src=x onerror=alert(1)> \u202e{}'
 
 
+def hello(name: str) -> Hello:
+    """The greeting of an engine whose id and model are `name`."""
+    return Hello(
+        id=1,
+        version=PROTOCOL_VERSION,
+        role="engine",
+        engine_id=name,
+        namespace=b"n" * 32,
+        geometry=geometry_to_wire(SMALL),
+        model=WireModel(
+            name=name,
+            max_model_len=1024,
+            kv_dtype="auto",
+            layers=[1, 1],
+            retention_tokens=None,
+            step_tokens=1,
+        ),
+    )
+
+
 def text_of(snapshot: Snapshot | None) -> str:
     answer: Future[Snapshot] = Future()
     if snapshot is None:
@@ -63,14 +84,21 @@ def text_of(snapshot: Snapshot | None) -> str:
     return generate_latest(registry).decode()
 
 
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """By (name, labels); Prometheus takes no two of the same."""
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+class SampleKey(NamedTuple):
+    """A sample's name and labels."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def samples(text: str) -> dict[SampleKey, float]:
+    """The number of each sample. Prometheus takes no two of the same name and labels."""
+    found: dict[SampleKey, float] = {}
     for family in text_string_to_metric_families(text):
         assert family.type != "unknown", f"{family.name} is not in the catalog"
         assert family.documentation
         for sample in family.samples:
-            key = sample.name, tuple(sorted(sample.labels.items()))
+            key = SampleKey(sample.name, tuple(sorted(sample.labels.items())))
             assert key not in found
             found[key] = sample.value
     return found
@@ -91,8 +119,15 @@ def test_names_and_help_are_what_prometheus_wants() -> None:
         assert "bytes" not in name or "ytes" in described.help
 
 
-def counted(package: ModuleType) -> Iterator[tuple[str, bool]]:
-    """(name, whether it is only the beginning) of each counter that a module counts by name."""
+class CountedName(NamedTuple):
+    """The name of a counter in the code."""
+
+    name: str
+    is_start: bool = False  # Whether it is only the beginning of the name.
+
+
+def counted(package: ModuleType) -> Iterator[CountedName]:
+    """Each counter that a module counts by name."""
     for path in Path(package.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -104,34 +139,31 @@ def counted(package: ModuleType) -> Iterator[tuple[str, bool]]:
                     case ast.Tuple([ast.Constant(str(metric)), _]):
                         assert metric in catalog.LABELLED
                     case ast.Constant(str(name)):
-                        yield name, False
+                        yield CountedName(name)
                     case ast.JoinedStr([ast.Constant(str(name)), *_]):
-                        yield name, True
+                        yield CountedName(name, is_start=True)
 
 
 def test_whatever_the_daemon_counts_is_described() -> None:
-    known = {*catalog.PLAIN, *catalog.TIER, *catalog.NOT_ALONE}
+    known = {*catalog.PLAIN, *catalog.TIER, *catalog.HISTOGRAM_SUMS}
     starts = ("objects_", "bytes_")
     names = [name for package in (daemon, observe, store, tiers) for name in counted(package)]
     for metric, label in (kind.counter for kind in ShortfallKind):
         assert metric in (catalog.LABELLED if label else catalog.PLAIN)
-    names += [(name, False) for name in ERROR_COUNTERS.values()]
+    names += map(CountedName, ERROR_COUNTERS.values())
     assert len(names) > 20
     for name, is_start in names:
         assert name in known or (is_start and name in starts), name
-    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.NOT_ALONE}
+    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.HISTOGRAM_SUMS}
     assert set(showing.SAMPLED_OF_TIERS) <= set(catalog.TIER)
 
 
 def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
     core = make_daemon()
     core.sessions.connect(1)
-    model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
-    core.handle(
-        1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)
-    )
+    core.handle(1, hello(HOSTILE))
     engine(core, 2, SMALL, name="other", identity=b"m" * 32)
-    before: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    before: Mapping[SampleKey, float] = {}
     counters = {name for name, described in exposed().items() if described.kind != "gauge"}
     for turn in range(8):
         connection = 1 + turn % 2
@@ -150,17 +182,19 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
             pass
         now = samples(text_of(core.view.snapshot(float(turn))))
         for key, value in before.items():
-            assert key[0] not in counters or now[key] >= value, key
+            assert key.name not in counters or now[key] >= value, key
         before = now
-    assert before["hybridkv_daemon_refused_total", (("code", "hashes"),)] == 8
-    assert before["hybridkv_daemon_requests_total", (("message", "lookup"),)] == 16
-    assert before["hybridkv_daemon_loads_failed_total", ()] == 1
-    held = {key: value for key, value in before.items() if key[0] == "hybridkv_daemon_group_bytes"}
-    assert sum(held.values()) == before["hybridkv_daemon_bytes_committed", ()] > 0
-    kinds = {dict(key[1])["kind"] for key in held}
+    assert before[SampleKey("hybridkv_daemon_refused_total", (("code", "hashes"),))] == 8
+    assert before[SampleKey("hybridkv_daemon_requests_total", (("message", "lookup"),))] == 16
+    assert before[SampleKey("hybridkv_daemon_loads_failed_total")] == 1
+    held = {
+        key: value for key, value in before.items() if key.name == "hybridkv_daemon_group_bytes"
+    }
+    assert sum(held.values()) == before[SampleKey("hybridkv_daemon_bytes_committed")] > 0
+    kinds = {dict(key.labels)["kind"] for key in held}
     assert kinds == {"full", "sliding"}
     engines = {
-        dict(key[1])["engine"] for key in before if key[0] == "hybridkv_daemon_session_leases"
+        dict(key.labels)["engine"] for key in before if key.name == "hybridkv_daemon_session_leases"
     }
     assert engines == {HOSTILE, "other"}
 
@@ -169,29 +203,39 @@ def test_counters_are_there_before_they_count() -> None:
     now = samples(text_of(make_daemon().view.snapshot(0.0)))
     for name, described in catalog.PLAIN.items():
         suffix = "_total" if described.kind == "counter" else ""
-        assert math.isfinite(now[f"hybridkv_daemon_{name}{suffix}", ()])
+        assert math.isfinite(now[SampleKey(f"hybridkv_daemon_{name}{suffix}")])
 
 
 def test_two_sessions_of_one_engine_are_one_row() -> None:
-    session = SessionStatus("e", "m", "i", 16, "", 2, 100, True, 0.0)
+    session = SessionStatus(
+        engine_id="e",
+        model="m",
+        identity="i",
+        chunk_tokens=16,
+        groups="",
+        leases=2,
+        writing_bytes=100,
+        is_connected=True,
+        since=0.0,
+    )
     again = replace(session, leases=3, is_connected=False)
     now = samples(
         text_of(dataclasses.replace(make_daemon().view.snapshot(0.0), sessions=(session, again)))
     )
     labels = (("engine", "e"), ("identity", "i"), ("model_name", "m"))
-    assert now["hybridkv_daemon_session_leases", labels] == 5
-    assert now["hybridkv_daemon_session_connected", labels] == 1
+    assert now[SampleKey("hybridkv_daemon_session_leases", labels)] == 5
+    assert now[SampleKey("hybridkv_daemon_session_connected", labels)] == 1
 
 
 def test_a_daemon_that_does_not_answer_is_told_and_nothing_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert samples(text_of(None)) == {("hybridkv_daemon_answering", ()): 0.0}
+    assert samples(text_of(None)) == {SampleKey("hybridkv_daemon_answering"): 0.0}
     monkeypatch.setattr("hybridkv.observe.web.ANSWER_SECONDS", 0.01)
-    said: list[str] = []
+    statuses: list[str] = []
     environ = {"HTTP_HOST": "localhost", "REQUEST_METHOD": "GET", "PATH_INFO": "/metrics"}
-    body = b"".join(WebPages(Future)(environ, lambda status, headers, *_: said.append(status)))
-    assert said == ["200 OK"]
+    body = b"".join(WebPages(Future)(environ, lambda status, headers, *_: statuses.append(status)))
+    assert statuses == ["200 OK"]
     assert b"hybridkv_daemon_answering 0.0" in body
 
 
@@ -228,15 +272,15 @@ def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
             text = answer.read().decode()
     ours = "".join(line for line in text.splitlines(keepends=True) if "hybridkv_daemon" in line)
     now = samples(ours)
-    assert now["hybridkv_daemon_ceiling_asked_tokens_total", ()] == 12 * 128
-    assert now["hybridkv_daemon_ceiling_hit_tokens_total", ()] == 8 * 128
-    assert now["hybridkv_daemon_ceiling_tokens_total", ()] == 8 * 128
-    assert now["hybridkv_daemon_lookup_wait_seconds_count", ()] == 1
-    assert now["hybridkv_daemon_lookup_wait_seconds_bucket", (("le", "+Inf"),)] == 1
-    assert 0 < now["hybridkv_daemon_lookup_wait_seconds_sum", ()] < 20
-    assert now["hybridkv_daemon_tier_chunks_hit_total", (("tier", "disk"),)] == 4
-    assert now["hybridkv_daemon_tier_bytes_written_total", (("tier", "disk"),)] > 0
-    assert now["hybridkv_daemon_tier_is_open", (("tier", "disk"),)] == 1
+    assert now[SampleKey("hybridkv_daemon_ceiling_asked_tokens_total")] == 12 * 128
+    assert now[SampleKey("hybridkv_daemon_ceiling_hit_tokens_total")] == 8 * 128
+    assert now[SampleKey("hybridkv_daemon_ceiling_tokens_total")] == 8 * 128
+    assert now[SampleKey("hybridkv_daemon_lookup_wait_seconds_count")] == 1
+    assert now[SampleKey("hybridkv_daemon_lookup_wait_seconds_bucket", (("le", "+Inf"),))] == 1
+    assert 0 < now[SampleKey("hybridkv_daemon_lookup_wait_seconds_sum")] < 20
+    assert now[SampleKey("hybridkv_daemon_tier_chunks_hit_total", (("tier", "disk"),))] == 4
+    assert now[SampleKey("hybridkv_daemon_tier_bytes_written_total", (("tier", "disk"),))] > 0
+    assert now[SampleKey("hybridkv_daemon_tier_is_open", (("tier", "disk"),))] == 1
 
 
 def _url(socket_path: str) -> str:

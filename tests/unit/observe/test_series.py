@@ -22,15 +22,15 @@ def test_rates_times_their_intervals_are_what_was_counted(
     steps: list[tuple[float, int, int]],
 ) -> None:
     at, count = 0.0, 0
-    told = [Sample(0.0, (0.0,))]
-    for seconds, more, _ in steps:
-        at, count = at + seconds, count + more
-        told.append(Sample(at, (float(count),)))
-    per_second = Past([("count", "")], told).rates("count")
+    samples = [Sample(0.0, (0.0,))]
+    for seconds, growth, _ in steps:
+        at, count = at + seconds, count + growth
+        samples.append(Sample(at, (float(count),)))
+    per_second = Past([("count", "")], samples).rates("count")
     assert len(per_second) == len(steps)
     total = sum(
         rate * (after.at - before.at)
-        for rate, before, after in zip(per_second, told, told[1:], strict=False)
+        for rate, before, after in zip(per_second, samples, samples[1:], strict=False)
     )
     assert math.isclose(total, count, rel_tol=1e-9, abs_tol=1e-9)
 
@@ -40,27 +40,28 @@ def test_a_share_is_that_of_all_that_its_window_has(
     steps: list[tuple[float, int, int]], window: float
 ) -> None:
     at, part, whole = 0.0, 0, 0
-    told = [Sample(0.0, (0.0, 0.0))]
+    samples = [Sample(0.0, (0.0, 0.0))]
     for seconds, hit, missed in steps:
         at, part, whole = at + seconds, part + hit, whole + hit + missed
-        told.append(Sample(at, (float(part), float(whole))))
-    for last, share in enumerate(Past(COLUMNS, told).shares("part", "whole", window), 1):
+        samples.append(Sample(at, (float(part), float(whole))))
+    for last, share in enumerate(Past(COLUMNS, samples).shares("part", "whole", window), 1):
         # By hand: the latest sample that is not within the window, except for the last interval.
-        first = max([0, *(i for i in range(last) if told[i].at <= told[last].at - window)])
+        begin = samples[last].at - window
+        first = max([0, *(i for i in range(last) if samples[i].at <= begin)])
         first = min(first, last - 1)
         grown = [
             after - before
-            for before, after in zip(told[first].values, told[last].values, strict=True)
+            for before, after in zip(samples[first].values, samples[last].values, strict=True)
         ]
         assert share == (grown[0] / grown[1] if grown[1] else None)
         assert share is None or 0 <= share <= 1
 
 
 def test_a_gap_is_one_long_interval() -> None:
-    told = Past(COLUMNS, [Sample(0, (0, 0)), Sample(10, (5, 10)), Sample(110, (15, 30))])
-    assert told.rates("part") == [0.5, 0.1]
-    assert told.shares("part", "whole", 60) == [0.5, 0.5]
-    assert Past(COLUMNS, told.samples[:1]).share("part", "whole") is None
+    past = Past(COLUMNS, [Sample(0, (0, 0)), Sample(10, (5, 10)), Sample(110, (15, 30))])
+    assert past.rates("part") == [0.5, 0.1]
+    assert past.shares("part", "whole", 60) == [0.5, 0.5]
+    assert Past(COLUMNS, past.samples[:1]).share("part", "whole") is None
 
 
 def test_a_ring_keeps_the_latest() -> None:

@@ -17,14 +17,33 @@ from hybridkv.wire.status import SessionStatus, TierStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.observe.test_metrics import PART, SMALL
 
-WELL = TierStatus("disk", "disk:///d", "through", None, True, False, False, {})
-SESSION = SessionStatus("e", "m", "i", 16, "", 0, 0, True, 0.0)
+WELL = TierStatus(
+    name="disk",
+    location="disk:///d",
+    write="through",
+    max_bytes=None,
+    is_open=True,
+    is_shut=False,
+    is_hung=False,
+    values={},
+)
+SESSION = SessionStatus(
+    engine_id="e",
+    model="m",
+    identity="i",
+    chunk_tokens=16,
+    groups="",
+    leases=0,
+    writing_bytes=0,
+    is_connected=True,
+    since=0.0,
+)
 NOW = 5000.0
 
 
-def encoded(report: StatusReport, told: Snapshot) -> bytes:
-    """What /status.json says."""
-    return msgspec.json.encode(report.make(told))
+def encoded(report: StatusReport, snapshot: Snapshot) -> bytes:
+    """The body of /status.json."""
+    return msgspec.json.encode(report.make(snapshot))
 
 
 def snapshot(
@@ -55,23 +74,23 @@ def test_whether_it_helps_is_told_by_what_was_loaded() -> None:
     daemon.view.tick(0.0)
 
     def look_up(lease: int, now: float) -> None:
-        asked = Lookup(5, lease, hashes(1, 2, 3, 4), tokens_per_second=32)
-        found = daemon.handle(1, asked, now)
+        question = Lookup(5, lease, hashes(1, 2, 3, 4), tokens_per_second=32)
+        found = daemon.handle(1, question, now)
         assert isinstance(found, Found)
         assert found.chunks == 4
 
     look_up(1, 10.0)
     daemon.handle(1, Release(1), 10.5)
-    told = StatusReport().make(daemon.view.snapshot(20.0))
-    assert told.recent.loaded_tokens == 0
-    assert told.recent.saved_seconds is None
-    assert told.help == "Nothing was loaded in the last hour."
+    status = StatusReport().make(daemon.view.snapshot(20.0))
+    assert status.recent.loaded_tokens == 0
+    assert status.recent.saved_seconds is None
+    assert status.help == "Nothing was loaded in the last hour."
     look_up(2, 30.0)
     daemon.handle(1, Release(2, tokens=64, loaded_bytes=4096), 30.5)
-    told = StatusReport().make(daemon.view.snapshot(40.0))
-    assert told.recent.loaded_tokens == 64
-    assert told.recent.saved_seconds == 64 / 32 - 0.5
-    assert told.help == (
+    status = StatusReport().make(daemon.view.snapshot(40.0))
+    assert status.recent.loaded_tokens == 64
+    assert status.recent.saved_seconds == 64 / 32 - 0.5
+    assert status.help == (
         "In the last hour 64 tokens were loaded, 50% of those asked for, which saved 1.5 s."
     )
 
@@ -82,12 +101,12 @@ def test_audits_are_told_and_a_difference_is_bad() -> None:
     daemon.view.tick(0.0)
     for _ in range(3):
         daemon.handle(1, ReportAudit("r", AuditOutcome.PASSED))
-    told = StatusReport().make(daemon.view.snapshot(20.0))
-    assert told.help.endswith("Audited 3, 0 differed.")
+    status = StatusReport().make(daemon.view.snapshot(20.0))
+    assert status.help.endswith("Audited 3, 0 differed.")
     daemon.handle(1, ReportAudit("r", AuditOutcome.DIFFERED, "layer x differs by 2"))
-    told = StatusReport().make(daemon.view.snapshot(40.0))
-    assert told.help.endswith("Audited 4, 1 differed.")
-    (problem,) = [problem for problem in told.health if problem.level == "bad"]
+    status = StatusReport().make(daemon.view.snapshot(40.0))
+    assert status.help.endswith("Audited 4, 1 differed.")
+    (problem,) = [problem for problem in status.health if problem.level == "bad"]
     assert "1 live audits found that an engine computes other bytes" in problem.text
 
 
@@ -119,16 +138,16 @@ def test_what_went_wrong_lately_is_news_and_what_did_long_ago_is_not(name: str, 
 
 
 def test_the_worst_comes_first() -> None:
-    told = dataclasses.replace(
+    troubled = dataclasses.replace(
         snapshot(now={"slots_short": 1.0, "deadlines_missed": 1.0}),
         tiers=(replace(WELL, is_open=False),),
         sessions=(),
     )
-    assert [one.level for one in health(told)] == ["bad", "warn", "note", "note"]
+    assert [problem.level for problem in health(troubled)] == ["bad", "warn", "note", "note"]
 
 
 @pytest.mark.parametrize(
-    ("hit", "ceiling", "more", "words"),
+    ("hit", "ceiling", "values", "words"),
     [
         (0, 0, {"ceiling_asked_tokens": 0.0}, "Nothing was looked up"),
         (60, 61, {"evicted": 5.0}, "would not help: there is next to nothing"),
@@ -139,25 +158,25 @@ def test_the_worst_comes_first() -> None:
     ],
 )
 def test_whether_more_memory_would_help(
-    hit: int, ceiling: int, more: dict[str, float], words: str
+    hit: int, ceiling: int, values: dict[str, float], words: str
 ) -> None:
     now = {
         "ceiling_asked_tokens": 100.0,
         "ceiling_hit_tokens": float(hit),
         "ceiling_tokens": float(ceiling),
-    } | more
-    told = verdict(snapshot(now=now))
-    assert words in told.text
+    } | values
+    answer = verdict(snapshot(now=now))
+    assert words in answer.text
     if now["ceiling_asked_tokens"]:
-        assert (told.hit, told.ceiling) == (hit / 100, ceiling / 100)
+        assert (answer.hit, answer.ceiling) == (hit / 100, ceiling / 100)
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
-    told = StatusReport().make(
+    status = StatusReport().make(
         snapshot({"lookups": 100.0, "bytes_loaded": 0.0}, {"lookups": 400.0, "bytes_loaded": 6e6})
     )
-    assert told.minute.per_second["lookups"] == 5.0
-    assert told.minute.per_second["bytes_loaded"] == 1e5
+    assert status.minute.per_second["lookups"] == 5.0
+    assert status.minute.per_second["bytes_loaded"] == 1e5
 
 
 def test_a_daemon_keeps_an_hour_and_a_day() -> None:
@@ -172,25 +191,25 @@ def test_a_daemon_keeps_an_hour_and_a_day() -> None:
             pass
         assert core.wakes_at() <= clock + HOUR[0]
         clock += HOUR[0]
-    told = core.view.snapshot(clock)
-    assert len(told.hour) == HOUR[1]
-    assert told.hour[-1].at - told.hour[0].at == 3600
-    assert len(told.day) == 181
-    page = json.loads(encoded(StatusReport(), told))
+    latest = core.view.snapshot(clock)
+    assert len(latest.hour) == HOUR[1]
+    assert latest.hour[-1].at - latest.hour[0].at == 3600
+    assert len(latest.day) == 181
+    page = json.loads(encoded(StatusReport(), latest))
     assert page["hour"]["lookups"] == [0.1] * 360
     assert page["hour"]["ages"][0] == 3590
     assert page["hour"]["ages"][-1] == 0
     assert page["hour"]["hit"] == [0.0] * 360
     assert page["day"]["step_seconds"] == 60
-    brief = json.loads(encoded(StatusReport(is_brief=True), told))
+    brief = json.loads(encoded(StatusReport(is_brief=True), latest))
     assert brief["hour"]["lookups"] == [0.1] * 90
     assert "day" not in brief
 
 
 def test_the_past_is_made_once_for_each_sample() -> None:
-    made = StatusReport()
+    report = StatusReport()
     first = snapshot({"lookups": 1.0})
-    assert json.loads(encoded(made, first))["hour"]["lookups"] == []
+    assert json.loads(encoded(report, first))["hour"]["lookups"] == []
     later = dataclasses.replace(first, hour=(*first.hour, Sample(NOW - 50, first.hour[0].values)))
-    assert json.loads(encoded(made, later))["hour"]["lookups"] == [0.0]
-    assert encoded(made, later) == encoded(made, later)
+    assert json.loads(encoded(report, later))["hour"]["lookups"] == [0.0]
+    assert encoded(report, later) == encoded(report, later)

@@ -30,10 +30,10 @@ class Collector(HTTPServer):
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """See Collector."""
+    """Takes the batches of spans for a Collector."""
 
     def do_POST(self) -> None:
-        """One batch."""
+        """Keep the spans of one batch."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers.get("Content-Encoding") == "gzip":
             import gzip
@@ -43,9 +43,9 @@ class Receiver(BaseHTTPRequestHandler):
         assert isinstance(self.server, Collector)
         for resource in batch.resource_spans:
             self.server.services |= {
-                one.value.string_value
-                for one in resource.resource.attributes
-                if one.key == "service.name"
+                attribute.value.string_value
+                for attribute in resource.resource.attributes
+                if attribute.key == "service.name"
             }
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
@@ -53,7 +53,7 @@ class Receiver(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
@@ -70,8 +70,9 @@ def collecting() -> Iterator[tuple[Collector, str]]:
 
 def facts(span: Any) -> dict[str, Any]:
     return {
-        one.key.removeprefix("hybridkv."): one.value.string_value or one.value.int_value
-        for one in span.attributes
+        attribute.key.removeprefix("hybridkv."): attribute.value.string_value
+        or attribute.value.int_value
+        for attribute in span.attributes
     }
 
 
@@ -95,10 +96,10 @@ def test_a_collector_gets_lookups_loads_and_what_tiers_did(tmp_path: Path) -> No
                 "a lookup's span does not come",
             )
     hit, miss = sorted(
-        (one for one in collector.spans if one.name == "lookup"),
-        key=lambda one: one.start_time_unix_nano,
+        (span for span in collector.spans if span.name == "lookup"),
+        key=lambda span: span.start_time_unix_nano,
     )
-    (load,) = (one for one in collector.spans if one.name == "load")
+    (load,) = (span for span in collector.spans if span.name == "load")
     assert (facts(hit)["hit_tokens"], facts(hit)["chunks_from_disk"], facts(hit)["engine"]) == (
         512,
         4,
@@ -107,10 +108,10 @@ def test_a_collector_gets_lookups_loads_and_what_tiers_did(tmp_path: Path) -> No
     assert facts(miss)["hit_tokens"] == 0
     assert (load.trace_id, load.parent_span_id) == (hit.trace_id, hit.span_id)
     assert miss.trace_id != hit.trace_id
-    assert all(one.start_time_unix_nano <= one.end_time_unix_nano for one in collector.spans)
-    reads = [one for one in collector.spans if one.name == "tier read"]
-    assert all(facts(one)["tier"] == "disk" and facts(one)["bytes"] > 0 for one in reads)
-    assert hit.start_time_unix_nano <= min(one.start_time_unix_nano for one in reads)
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in collector.spans)
+    reads = [span for span in collector.spans if span.name == "tier read"]
+    assert all(facts(span)["tier"] == "disk" and facts(span)["bytes"] > 0 for span in reads)
+    assert hit.start_time_unix_nano <= min(span.start_time_unix_nano for span in reads)
     assert collector.services == {"hybridkv"}
 
 
@@ -145,18 +146,6 @@ def test_a_span_that_is_not_sampled_takes_no_room(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_url_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "serve",
-                "--socket",
-                str(tmp_path / "x.sock"),
-                "--ram",
-                "16MiB",
-                "--traces",
-                "localhost:4318",
-            ]
-        )
-        == 2
-    )
+    words = ["serve", "--socket", str(tmp_path / "x.sock"), "--ram", "16MiB"]
+    assert main([*words, "--traces", "localhost:4318"]) == 2
     assert "http://127.0.0.1:4318/v1/traces" in capsys.readouterr().err
