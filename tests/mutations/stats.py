@@ -198,8 +198,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "any-answer-is-right",
         "the proof compares no log-probability",
-        "one_deviation",
-        "*(abs(value - known[name]) for name, value in mine if name in known)",
+        "answer_deviation",
+        "*(abs(value - known[name]) for name, value in logprobs if name in known)",
         "0.0",
         ("A34",),
         (f"{DEVIATION}::test_deviation",),
