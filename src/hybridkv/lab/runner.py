@@ -46,8 +46,8 @@ def make_engine(arguments: list[str]) -> LLMEngine:
     config = wanted.create_engine_config(UsageContext.ENGINE_CONTEXT)
     transfer = config.kv_transfer_config
     # `create_engine_config` has put vLLM's default into `wanted` where the user named no value.
-    switched_off = wanted.enable_prefix_caching and not config.cache_config.enable_prefix_caching
-    if switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
+    is_switched_off = wanted.enable_prefix_caching and not config.cache_config.enable_prefix_caching
+    if is_switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
         raise NotServedError(NotServedError.TEXT)
     return LLMEngine.from_vllm_config(config, disable_log_stats=wanted.disable_log_stats)
 
@@ -203,11 +203,11 @@ def main() -> None:
             return
         runner, model = EngineRunner(engine), engine.vllm_config.model_config
         scheduler = engine.engine_core.engine_core.scheduler
-        drops = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
+        drops_blocks = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
         info = {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
         tails = getattr(scheduler.connector, "tails", None)
         info["no_tails"] = tails.what if tails is not None and tails.remedy else ""
-        answer({**info, "dropped_tokens": scheduler.block_size if drops else 0})
+        answer({**info, "dropped_tokens": scheduler.block_size if drops_blocks else 0})
         # Until the parent has ended, or closed its side.
         with contextlib.suppress(EOFError, ConnectionError):
             while True:

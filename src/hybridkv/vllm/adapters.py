@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES
@@ -29,12 +30,16 @@ ADAPTERS_MAX = 16384
 """Names of adapters whose blocks are followed. Requests of further adapters are only computed."""
 STEPS_MAX = 4096
 """Planned steps that no worker has reported yet. Older ones count as computed by any weights."""
-NOT_LOADED = "the engine has not loaded it yet"
-RELOADED = "the engine loads it anew for each step of the request (load_inplace)"
-MIXED = "other weights were loaded under its name; reset_prefix_cache ends that"
-
 LoadedDigests = Mapping[int, Mapping[int, bytes]]
 """The digests of the adapters that workers have loaded: by rank, then by lora_int_id."""
+
+
+class AdapterRefusal(StrEnum):
+    """Why nothing is looked up for the requests of an adapter, as `hybridkv explain` prints it."""
+
+    NOT_LOADED = "the engine has not loaded it yet"
+    RELOADED = "the engine loads it anew for each step of the request (load_inplace)"
+    MIXED = "other weights were loaded under its name; reset_prefix_cache ends that"
 
 
 class AdapterWeights(NamedTuple):
@@ -108,11 +113,13 @@ class Adapter:
         return self.reports.heard < self.awaited and not self.blocks.is_mixed
 
     @property
-    def refusal(self) -> str:
-        """The reason why nothing is looked up for its requests: RELOADED, NOT_LOADED or MIXED."""
+    def refusal(self) -> AdapterRefusal:
+        """The reason why nothing is looked up for its requests; call it only where nothing is."""
         if self.is_reloaded:
-            return RELOADED
-        return NOT_LOADED if self.loaded is None and not self.blocks.is_mixed else MIXED
+            return AdapterRefusal.RELOADED
+        if self.loaded is None and not self.blocks.is_mixed:
+            return AdapterRefusal.NOT_LOADED
+        return AdapterRefusal.MIXED
 
     def has_computed(self, identity: bytes, step: int) -> bool:
         """Return True if weights of this identity computed all of its blocks up to this step."""

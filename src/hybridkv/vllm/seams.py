@@ -5,8 +5,9 @@ version has it no more: never a fault, at worst an engine that shares its cache 
 All of them were read in vLLM 0.32 and 0.33, and the engine's tests pass through them on 0.30 and
 0.31. tests/unit/vllm/test_seams.py asks the installed version for each.
 
-`versions` has what is offered under another name in another version. Shapes and quantizations of
-layers, which are public attributes, are read in `weight_sizes`.
+Not here: what is offered under another name in another version (`versions`), the shapes and
+quantizations of layers, which are public attributes (`weight_sizes`), and what vLLM's base classes
+give to their subclasses (`metrics`).
 """
 
 import sys

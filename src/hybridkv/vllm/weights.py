@@ -86,7 +86,7 @@ class _PendingLook:
     version: int  # How often a method had run that may change the weights.
     look: WeightsLook | None  # None = it failed.
     is_end: bool = False  # True if the look was taken after the step had computed.
-    read: WeightsReading | None = None  # A reading that was over before the look.
+    finished_reading: WeightsReading | None = None  # A reading that was over before the look.
 
 
 class _SeenWeights(NamedTuple):
@@ -126,7 +126,8 @@ class EngineWeights:
         self._settled = 0
         self._last_step = 0
         self.reading: WeightsReading | None = None  # The reading that was begun last.
-        self._read: WeightsReading | None = None  # The last reading after which a look saw its era.
+        self._confirmed_reading: WeightsReading | None = None
+        """The last reading after which a look saw the reading's era."""
         self._is_blind = False  # True if the last look failed, so that no digest tells anything.
         owners = (runner, worker, *seams.models_of(runner).values())
         names = [*seams.CHANGING_METHODS, *seams.extension_methods(worker)]
@@ -156,13 +157,12 @@ class EngineWeights:
     @property
     def digest(self) -> str:
         """The digest of the present era, read after the last question; empty if none was read."""
-        read = self._read
-        if read is None or read.found is None or self._asleep:
+        reading = self._confirmed_reading
+        if reading is None or reading.found is None or self._asleep:
             return ""
-        is_present = (read.question, read.era) == (self.question, self._era)
         # A method that may change the weights ran since the last look.
         is_changed = self._seen is None or self._seen.version != self._version
-        return read.found.digest if is_present and not is_changed else ""
+        return reading.found.digest if self._is_of_now(reading) and not is_changed else ""
 
     def answer(self) -> WeightsAnswer:
         """Return what the report of the present step says; each step is in one answer."""
@@ -267,8 +267,8 @@ class EngineWeights:
             self._report_blindness()
         self._is_blind = self._is_blind or look is None
         is_over = reading is not None and reading.found is not None
-        read = reading if is_over else None
-        self._looks.append(_PendingLook(step, self._version, look, is_end, read))
+        finished = reading if is_over else None
+        self._looks.append(_PendingLook(step, self._version, look, is_end, finished))
 
     def compare(self) -> None:
         """Compare the looks that have arrived, in the order in which they were taken."""
@@ -287,9 +287,9 @@ class EngineWeights:
             self._seen = None if is_torn else seen
             self._eras[pending.step] = self._era
             self._settled = pending.step
-            read = pending.read
-            if read is not None and not is_torn and self._is_of_now(read):
-                self._read = read
+            reading = pending.finished_reading
+            if reading is not None and not is_torn and self._is_of_now(reading):
+                self._confirmed_reading = reading
 
     def _words(self, pending: _PendingLook) -> bytes | None:
         """Return the words that a look saw; None = they have not arrived yet.

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm import adapters as module
-from hybridkv.vllm.adapters import MIXED, NOT_LOADED, Adapter, Adapters, AdapterWeights
+from hybridkv.vllm.adapters import Adapter, AdapterRefusal, Adapters, AdapterWeights
 
 OLD, NEW = b"o" * HASH_BYTES, b"n" * HASH_BYTES
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_known_once_all_workers_have_it() -> None:
     for loaded in ({}, {0: {1: OLD}}, {0: {2: OLD}, 1: {1: OLD}}):
         engine.adapters.reported(engine.plan(), loaded)
         assert adapter.weights is None
-        assert adapter.refusal == NOT_LOADED
+        assert adapter.refusal == AdapterRefusal.NOT_LOADED
     engine.adapters.reported(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
     assert adapter.weights == AdapterWeights(1, (OLD, OLD))
     engine.adapters.reported(engine.plan(), {0: {}, 1: {1: OLD}})
@@ -92,7 +92,7 @@ def test_other_weights_over_blocks_of_the_old_ones_are_refused_until_the_cache_i
     assert adapter.has_computed(OLD, old)
     engine.step(loaded={1: NEW})
     assert adapter.weights is None, "the engine may hit blocks of the old weights"
-    assert adapter.refusal == MIXED
+    assert adapter.refusal == AdapterRefusal.MIXED
     engine.step(loaded={1: OLD})
     assert adapter.weights is not None, "nothing was computed meanwhile"
     with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
@@ -149,7 +149,7 @@ def test_what_was_loaded_counts_as_computed() -> None:
     adapter.blocks.add(adapter.weights)
     engine.step("r", loaded={1: NEW})
     assert adapter.weights is None
-    assert adapter.refusal == MIXED
+    assert adapter.refusal == AdapterRefusal.MIXED
 
 
 @pytest.mark.parametrize("lost", ["no report", "no worker began it", "some worker has none"])
