@@ -160,7 +160,8 @@ def adapter_bytes(module: torch.nn.Module) -> int:
 def _content(
     name: str, module: torch.nn.Module, parents: list[torch.nn.Module], is_left_out: IsLeftOut
 ) -> ModuleContent:
-    found = _Found(name, is_left_out)
+    """Return the content of one module; `parents` are the modules that contain it."""
+    found = _FoundWeights(name, is_left_out)
     for reached in _own_tensors(name, module):
         found.add_tensor(reached)
     sizes = weight_sizes(module, [reached.tensor.numel() for reached in found.tensors])
@@ -188,7 +189,7 @@ def _content(
     )
 
 
-class _Found:
+class _FoundWeights:
     """The tensors and matrices of one module that were found so far, each object once."""
 
     def __init__(self, module_name: str, is_left_out: IsLeftOut) -> None:
@@ -250,7 +251,7 @@ class _FoundBytes(NamedTuple):
     size_bytes: int
 
 
-def _search(name: str, module: torch.nn.Module, found: _Found) -> bool:
+def _search(name: str, module: torch.nn.Module, found: _FoundWeights) -> bool:
     """Add what the module's attributes hold to `found`, nearest first, but for other modules.
 
     Returns True if the search came to an end within OBJECTS_MAX.
