@@ -1,4 +1,4 @@
-"""What a model costs in the cache.
+"""The cost of a model in the cache: bytes by token, prompt and group.
 
 Which blocks of a group are stored depends on its kind (`core.coverage`). The pattern over the
 chunks repeats. So every figure per token is exact: the bytes of one period of chunks, divided by
@@ -51,7 +51,7 @@ class GroupPlan(GroupPreview):
 
     token_bytes: float  # Bytes per token of all blocks.
     stored_token_bytes: float
-    """Bytes per token of the stored blocks; recurrent groups count a state at every boundary."""
+    """Bytes per token of the stored blocks. Recurrent groups count a state at every boundary."""
 
 
 @dataclass(frozen=True, slots=True)

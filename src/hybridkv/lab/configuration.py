@@ -1,4 +1,4 @@
-"""What an engine of a configuration would be; a child asks vLLM (`lab.configuration_child`)."""
+"""Previews of an engine from its configuration, by a child that asks vLLM (configuration_child)."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

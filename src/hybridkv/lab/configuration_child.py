@@ -91,11 +91,11 @@ class CachePreview(NamedTuple):
     kv_cache_config: KVCacheConfig
     """As the scheduler role gets it."""
     layouts: dict[int, built.WorkerLayout]
-    """By rank; all are the same."""
+    """The same layout for each rank."""
 
 
 class KVCacheConfigs(NamedTuple):
-    """What vLLM makes of the groups for each side of the engine."""
+    """The KVCacheConfig of each side of the engine."""
 
     worker: KVCacheConfig
     scheduler: KVCacheConfig
@@ -315,7 +315,7 @@ def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) 
 
 @contextlib.contextmanager
 def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of `ranks`, so that layers divide by them; none communicates."""
+    """Make this process rank 0 of `ranks`, by which layers divide, without communication."""
     alone = copy.copy(vllm_config)
     alone.parallel_config = copy.copy(vllm_config.parallel_config)
     for kind in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):

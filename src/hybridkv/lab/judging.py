@@ -161,7 +161,7 @@ def judge_repeated(measured: Measured, reference: ReferenceAnswers) -> VerifyArm
 
 
 def judge_turns(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """Judge second turns like `judge_repeated`; the engine's own hits must be as long."""
+    """Judge second turns like `judge_repeated`. The engine's own hits must be as long."""
     arm = _judge_several(measured, reference.turns)
     own = sum(result["cached_tokens"] for result in reference.turns)
     return replace(arm, ok=arm.ok and own == measured.expected)

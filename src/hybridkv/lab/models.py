@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 BFLOAT16_MODELS = frozenset(("qwen3next", "qwen35", "deepseekv2", "deepseekv4"))
-"""Models whose kernels want bfloat16 on the CPU; in float32 a wrong byte shows best."""
+"""Models whose kernels want bfloat16 on the CPU. The others are float32, which shows wrong bytes
+best."""
 
 
 class DraftingModel(NamedTuple):
@@ -49,7 +50,7 @@ _ROOT = Path(str(files("hybridkv") / "models"))
 WIDEN_SEED = 20260901
 _WIDTH = 0.08
 _WIDTHS = {"gptoss": 0.2, "deepseekv2": 0.2, "deepseekv4": 0.2}
-"""Widths of the random weights at which greedy tokens vary; most models need only _WIDTH."""
+"""Widths of random weights at which greedy tokens vary, where _WIDTH is too little for that."""
 
 BUNDLED_ENVIRONMENT = {  # What the processes of every bundled model's engine need.
     "HF_HUB_OFFLINE": "1",

@@ -208,7 +208,7 @@ class ReplayModel:
                 yield index, hashes[chunk]
 
     def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
-        """Return the longest hit by chunks; at least one token is always computed."""
+        """Return the longest hit by chunks. At least one token is always computed."""
         return self._hit(prompt, self.chunks_hit(prompt, masks) * self.geometry.chunk_tokens)
 
     def chunks_hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> int:
@@ -555,7 +555,7 @@ def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -
     """Return the requests as turns of sessions.
 
     A turn adds the tokens that were new in its request, and its answer is a part of the next turn's
-    prompt. SESSIONS_AT_ONCE sessions take turns until all of them end; then the next ones begin.
+    prompt. SESSIONS_AT_ONCE sessions take turns until all of them end. Then the next ones begin.
     Raises ConfigError for no turns or too few requests.
     """
     if not 1 <= turns <= len(prompts):

@@ -30,7 +30,7 @@ STEP_SECONDS_MAX = 600.0
 
 
 class _StepTimes(NamedTuple):
-    """How long a step took, in seconds."""
+    """The duration of a step in seconds."""
 
     wall: float
     processor: float  # Of all threads of this process.
@@ -68,7 +68,7 @@ class EngineRunner:
 
         Returns for each request its tokens, the tokens of each step, exact log-probabilities,
         cached tokens, and drafts (where vLLM schedules synchronously). Times are in seconds, on the
-        clock and of all processors; they are of the steps in which every request has a token
+        clock and of all processors. They are those of the steps in which every request has a token
         already. With `starve` the block pool is empty from the first tokens on, until no request
         runs any more. A request that needs a block is preempted then, and comes back to a pool in
         which its own old blocks are gone.
@@ -173,7 +173,7 @@ class _BlockPool:
         self._preemptions: dict[str, int] = {}  # How often each request was preempted.
 
     def starve(self) -> None:
-        """Take every free block before a step; give all back once no request runs any more."""
+        """Take every free block before a step, or give all back once no request runs any more."""
         requests = self._scheduler.requests.items()
         self._preemptions |= {name: request.num_preemptions for name, request in requests}
         if self._scheduler.running and not self._over:

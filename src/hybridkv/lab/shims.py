@@ -53,7 +53,7 @@ def _mla() -> None:
 
 
 class _Anything(ModuleType):
-    """A module that has every name; no text prompt calls one."""
+    """A module that has every name, of which no text prompt calls any."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -201,7 +201,7 @@ def _after_step(context: Any, num_reqs: int, **counts: torch.Tensor) -> None:
 
 
 def _interpreted_triton() -> None:
-    """Triton's interpreter runs vLLM's own kernels; a CPU build takes Triton's CPU backend only.
+    """Run vLLM's Triton kernels in Triton's interpreter: a CPU build takes its CPU backend only.
 
     The model's environment sets TRITON_INTERPRET, which Triton reads when it is imported: before
     this module. Modules that vLLM imports before this one hold no kernel.

@@ -114,7 +114,7 @@ class Adapter:
 
     @property
     def refusal(self) -> AdapterRefusal:
-        """The reason why nothing is looked up for its requests; call it only where nothing is."""
+        """The reason why nothing is looked up for its requests, where `weights` is None."""
         if self.is_reloaded:
             return AdapterRefusal.RELOADED
         if self.loaded is None and not self.blocks.is_mixed:

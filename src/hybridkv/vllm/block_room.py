@@ -14,7 +14,7 @@ ROOM_SECONDS = 2.0
 
 
 class Retention(NamedTuple):
-    """What the engine keeps of a request in a group."""
+    """The part of a request that the engine keeps in a group."""
 
     tokens_per_block: int
     window_tokens: int | None  # The last tokens that are kept; None = all tokens are.

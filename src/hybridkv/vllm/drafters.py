@@ -41,7 +41,7 @@ CHECK = "speculative decoding"
 
 @dataclass(frozen=True)
 class Drafter:
-    """What the connector must know of an engine's drafter."""
+    """The facts of an engine's drafter that decide what can be stored."""
 
     lookahead_tokens: int
     """Tokens after a position on which the drafter's KV there depends: 1, or 0 (draft model)."""

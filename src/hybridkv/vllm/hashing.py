@@ -1,4 +1,4 @@
-"""Which hashes name a prefix: the engine's, or our own where the engine's differ by process.
+"""The hashes that name a prefix: the engine's, or our own where the engine's differ by process.
 
 vLLM's xxhash algorithms are seeded at random in every process and are not cryptographic, so two
 prompts could share a key. With them the chunks are hashed here with SHA-256 over the same facts
@@ -73,7 +73,7 @@ def extra_keys_at(request: Any, positions: range) -> list[tuple[Any, ...] | None
 
 
 class ChunkHashChain:
-    """The chained hashes of one request's chunks; each is made once."""
+    """The chained hashes of one request's chunks, each of which is made once."""
 
     def __init__(self, request: Any, chunk_tokens: int) -> None:
         self._request = request

@@ -1,7 +1,7 @@
 """The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses.
 
 A side is the scheduler role or the worker role of a connector, or a connector inside
-MultiConnector. It is on, in a pause, or over; a pause ends with `begin_anew`.
+MultiConnector. It is on, in a pause, or over. A pause ends with `begin_anew`.
 """
 
 import logging
@@ -107,7 +107,7 @@ class HookGuard:
             self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
 
     def switch_off(self, why: str) -> None:
-        """Begin a pause, in which hooks do not run; do nothing where the side is off already."""
+        """Begin a pause, in which hooks do not run, unless the side is off already."""
         if not self.healthy:
             return
         now = self._clock()

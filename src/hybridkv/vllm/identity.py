@@ -39,7 +39,7 @@ def identity_facts(
     layouts: Mapping[int, WorkerLayout],
     settings: Settings,
 ) -> dict[str, object]:
-    """Return every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace.
+    """Return every fact as JSON-able values, whose `core.keys.fingerprint` is the namespace.
 
     `layouts` are those of the workers by rank. Raises GeometryError or ConfigError where a fact
     cannot be known.
@@ -145,7 +145,7 @@ def weights_fact(settings: Settings, digests: Sequence[str], first: Sequence[str
 def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
     """Return the value with JSON-able leaves that are the same in every process.
 
-    Objects are taken apart; `depth` is how many levels of them are left.
+    Objects are taken apart, at most `depth` levels of them.
     """
     if isinstance(value, str | int | bool | None):
         return value

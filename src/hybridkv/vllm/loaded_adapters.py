@@ -26,7 +26,7 @@ from hybridkv.vllm import seams
 logger = logging.getLogger("vllm.hybridkv")
 
 DEPTH_MAX = 8
-"""How deep tensors may be nested in an adapter; those of vLLM 0.32 are four levels deep."""
+"""How deep tensors may be nested in an adapter. Those of vLLM 0.32 are four levels deep."""
 _SCALARS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
@@ -41,7 +41,7 @@ class LoadedAdapters:
     """The adapters of one worker. All methods belong to the worker's thread, which loads them."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner` is vLLM's model runner; it has no adapters if LoRA is off."""
+        """`runner` is vLLM's model runner, which has no adapters if LoRA is off."""
         self._runner = runner
         self._read: dict[int, _ReadAdapter] = {}  # The adapters of the last look, by lora_int_id.
         self._is_unread = False  # True once the log has that some adapter cannot be read.

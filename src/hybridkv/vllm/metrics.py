@@ -39,7 +39,7 @@ class Deltas:
 
 
 class _CellKey(NamedTuple):
-    """What names one metric of a family."""
+    """The key of one metric of a family."""
 
     engine: int
     family: str
@@ -52,7 +52,7 @@ class EngineMetrics(KVConnectorPromMetrics):
     def __init__(
         self, prefix: str, families: Mapping[str, MetricFamily], *vllm_arguments: Any
     ) -> None:
-        """A family's name is `prefix` and its key; `vllm_arguments` are those of the base class."""
+        """A family's name is `prefix` and its key. The base class takes `vllm_arguments`."""
         super().__init__(*vllm_arguments)
         self._families = {key: self._make(prefix + key, family) for key, family in families.items()}
         self._cells: dict[_CellKey, Any] = {}

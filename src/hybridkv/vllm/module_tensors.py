@@ -1,4 +1,4 @@
-"""Which tensors a module computes with: its own, and those that vLLM's kernels made of them.
+"""The tensors that a module computes with: its own, and those that vLLM's kernels made of them.
 
 Parameters, buffers and what the module's functions keep always count. The module's other
 attributes are searched only where it has fewer bytes than its weights need (`weight_sizes`). They
@@ -33,8 +33,8 @@ from hybridkv.vllm.weight_sizes import (
 logger = logging.getLogger("vllm.hybridkv")
 
 OBJECTS_MAX = 4096
-"""Objects that are looked at in search of one module's weights; where more were needed, the module
-is unread."""
+"""The most objects that are looked at in search of one module's weights. A module that has more is
+unread."""
 _CHANGING = re.compile(
     "workspace|buffer|cache|scratch|captur|sink|plans|locks|lora|expert_load|prepare_finalize"
 )
@@ -160,7 +160,7 @@ def adapter_bytes(module: torch.nn.Module) -> int:
 def _content(
     name: str, module: torch.nn.Module, parents: list[torch.nn.Module], is_left_out: IsLeftOut
 ) -> ModuleContent:
-    """Return the content of one module; `parents` are the modules that contain it."""
+    """Return the content of one module, which the modules `parents` contain."""
     found = _FoundWeights(name, is_left_out)
     for reached in _own_tensors(name, module):
         found.add_tensor(reached)

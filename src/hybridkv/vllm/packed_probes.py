@@ -1,4 +1,4 @@
-"""How a matrix is read that oneDNN has packed: it is multiplied by a known one.
+"""Reading of a matrix that oneDNN has packed: by multiplying it by a known matrix.
 
 vLLM's build for CPUs packs large matrices into memory of oneDNN's own, and has a handler for each.
 oneDNN gives no access to that memory, only a multiplication. Its products with the rows of the

@@ -116,7 +116,7 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
 
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
-    """Yield whether each cacheable group can be restored; `vllm_config` is vLLM's VllmConfig."""
+    """Yield whether each cacheable group of a KVCacheConfig and a VllmConfig can be restored."""
     speculative, is_drafted = vllm_config.speculative_config, False
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         check, spec = f"group {gid}", kv_cache_config.kv_cache_groups[gid].kv_cache_spec

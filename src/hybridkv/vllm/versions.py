@@ -1,4 +1,4 @@
-"""What differs between the versions of vLLM that are served."""
+"""Names that differ between the versions of vLLM that are served."""
 
 from collections.abc import Callable
 from enum import StrEnum

@@ -1,7 +1,7 @@
-"""How many bytes of weights a module must have, as its shape and its quantization say.
+"""The bytes of weights that a module must have, by its shape and its quantization.
 
 vLLM's kernels remove, empty and replace parameters, and keep what they compute with elsewhere. So a
-parameter that is gone or empty is no sign of unread weights; missing bytes are.
+parameter that is gone or empty is no sign of unread weights, but missing bytes are.
 """
 
 import math

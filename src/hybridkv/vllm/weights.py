@@ -2,7 +2,7 @@
 
 A digest of all bytes says which they are (`weights_digest`). It takes seconds, and proves the
 moment in which it was taken. A sentinel looks at some words around every step (`weights_sentinel`).
-A run of looks that saw the same is an *era*; a digest that was read within an era is that of all
+A run of looks that saw the same is an *era*. A digest that was read within an era is that of all
 its steps.
 """
 
@@ -44,7 +44,7 @@ class StepLook(NamedTuple):
 
 
 class WeightsAnswer(NamedTuple):
-    """What a worker says of its weights in the report of a step."""
+    """The worker's answer about its weights, in the report of a step."""
 
     question: int
     """The number of the scheduler role's last question."""
@@ -90,7 +90,7 @@ class _PendingLook:
 
 
 class _SeenWeights(NamedTuple):
-    """What a look that was compared saw."""
+    """The weights as a look saw them that was compared."""
 
     version: int  # How often a method had run that may change the weights.
     words: bytes  # The digest of the words that the sentinel watches.
@@ -105,7 +105,7 @@ class EngineWeights:
     def __init__(
         self, runner: Any = None, worker: Any = None, before_sleep: Callable[[], None] | None = None
     ) -> None:
-        """`runner` is vLLM's model runner; without it the weights cannot be read.
+        """`runner` is vLLM's model runner, without which the weights cannot be read.
 
         `worker` is vLLM's worker, whose methods are followed. `before_sleep` ends what else uses
         the engine's memory; it is called before that memory goes away.
@@ -165,7 +165,7 @@ class EngineWeights:
         return reading.found.digest if self._is_of_now(reading) and not is_changed else ""
 
     def answer(self) -> WeightsAnswer:
-        """Return what the report of the present step says; each step is in one answer."""
+        """Return what the report of the present step says. Each step is in one answer alone."""
         self.compare()
         pending = {look.step for look in self._looks}
         settled = [number for number in self._eras if number not in pending]
@@ -258,7 +258,7 @@ class EngineWeights:
         self.compare()
 
     def _look(self, step: int, *, is_end: bool = False) -> None:
-        """Take a look; what it saw is compared once it has arrived."""
+        """Take a look, which is compared once it has arrived."""
         look, reading = None, self.reading
         try:
             models = seams.models_of(self.runner)

@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.hybridkv")
 
 DIGEST_BYTES = 16
 WORDS_MAX = 1 << 22
-"""Words of 8 bytes that a device digests at once; it needs some four times their memory."""
+"""Words of 8 bytes that a device digests at once. It needs some four times their memory."""
 PROBE_ROWS = 512
 PROBE_SECONDS_MAX = 60.0
 """How long reading the weights may take that a library keeps in memory of its own."""
@@ -105,7 +105,7 @@ class PackedWeights:
         self._unread_token = secrets.token_bytes(DIGEST_BYTES)
 
     def renew(self) -> None:
-        """Count weights that cannot be read as changed; call this where weights may change."""
+        """Count weights that cannot be read as changed, because all weights may be others now."""
         self._unread_token = secrets.token_bytes(DIGEST_BYTES)
 
     def begin(self, matrices: Iterable[PackedMatrix]) -> None:
@@ -193,7 +193,7 @@ class _DigestPart(NamedTuple):
 
 
 class _TensorAddress(NamedTuple):
-    """The place of a tensor's bytes; tensors that share memory have the same."""
+    """The place of a tensor's bytes, which tensors that share memory have in common."""
 
     device: torch.device
     address: int

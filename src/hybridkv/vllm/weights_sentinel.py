@@ -51,7 +51,7 @@ class _WatchedTensor:
 
 
 class _WordKind(NamedTuple):
-    """What words have in common that are gathered together."""
+    """The common place and size of words that are gathered together."""
 
     device: torch.device
     element_bytes: int
@@ -81,7 +81,7 @@ class WeightsSentinel:
         self._scattered: list[_ScatteredWords] = []
 
     def look(self, models: Mapping[str, torch.nn.Module]) -> WeightsLook:
-        """Gather the words; a device does it after what it computes now, and nothing waits."""
+        """Gather the words. A device does so after what it computes now, and nothing waits."""
         with torch.inference_mode():
             if not self._is_kept(models):
                 self._find(models)
