@@ -2,8 +2,8 @@
 
 Each function is one such place. Its docstring says where vLLM has it, and what follows where a
 version has it no more: never a fault, at worst an engine that shares its cache with no other one.
-All of them were read in vLLM 0.32 and 0.33, and the engine's tests pass through them on 0.30 and
-0.31. tests/unit/vllm/test_seams.py asks the installed version for each.
+All of them were read in vLLM 0.32 and 0.33. Engines of 0.30 and 0.31 are tested before a release.
+tests/unit/vllm/test_seams.py asks the installed version for each.
 
 Not here: what is offered under another name in another version (`versions`), the shapes and
 quantizations of layers, which are public attributes (`weight_sizes`), and what vLLM's base classes

@@ -13,30 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import _custom_ops
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import ParallelConfig
-from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.worker_manager import WorkerLoRAManager
-from vllm.model_executor.kernels.linear.scaled_mm import cpu as int8_kernels
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.parameter import SharedWeightParameter
-from vllm.v1.worker.gpu import kv_connector
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2ModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1ModelRunner
-from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
-from vllm.v1.worker.gpu_worker import Worker as GPUWorker
-from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-from vllm.v1.worker.worker_base import WorkerBase
 
 from hybridkv.vllm import seams
 from hybridkv.vllm.versions import minor_version
@@ -49,9 +26,27 @@ read_since_032 = pytest.mark.skipif(
 )
 
 
-def source(part: Any) -> str:
-    """The code of a class, a function or a module of vLLM."""
-    return inspect.getsource(part)
+LAYERS = "vllm.model_executor.layers"
+
+
+def of_vllm(path: str) -> Any:
+    """Return a class of vLLM by its path. It is imported here, as an old version may lack it."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def source(path: str) -> str:
+    """Return the code of a module of vLLM, or of a class or a method in it."""
+    module, _, member = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in filter(None, member.split(".")):
+        found = getattr(found, name)
+    return inspect.getsource(found)
+
+
+WORKER = "vllm.v1.worker.gpu_worker:Worker"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
 class Runner:
@@ -91,11 +86,12 @@ def test_a_runner_and_a_worker_are_found_among_the_callers() -> None:
 @read_since_032
 def test_vllms_worker_has_its_runner_register_the_caches() -> None:
     """The V2 model runner does so while it makes an object that has the connector."""
-    assert "self.model_runner.initialize_kv_cache(" in source(GPUWorker)
-    assert ".register_kv_caches(" in source(V1ModelRunner.initialize_kv_cache)
-    assert "get_kv_connector(" in source(V2ModelRunner.initialize_kv_cache)
-    assert ".register_kv_caches(" in source(kv_connector.ActiveKVConnector.__init__)
-    for runner in (V1ModelRunner, V2ModelRunner):
+    connector = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.__init__"
+    assert "self.model_runner.initialize_kv_cache(" in source(WORKER)
+    assert ".register_kv_caches(" in source(f"{V1_RUNNER}.initialize_kv_cache")
+    assert "get_kv_connector(" in source(f"{V2_RUNNER}.initialize_kv_cache")
+    assert ".register_kv_caches(" in source(connector)
+    for runner in (V1_RUNNER, V2_RUNNER):
         assert "self.model = " in source(runner) or "self.model: " in source(runner)
 
 
@@ -112,8 +108,8 @@ def test_wrappers_of_cuda_graphs_are_taken_off() -> None:
 
 
 def test_vllms_wrappers_can_be_taken_off() -> None:
-    assert callable(CUDAGraphWrapper.unwrap)
-    assert callable(UBatchWrapper.unwrap)
+    assert callable(of_vllm("vllm.compilation.cuda_graph.CUDAGraphWrapper").unwrap)
+    assert callable(of_vllm("vllm.v1.worker.gpu_ubatch_wrapper.UBatchWrapper").unwrap)
 
 
 def test_a_model_runner_is_no_module() -> None:
@@ -136,9 +132,9 @@ def test_the_drafter_of_either_runner_is_found(name: str) -> None:
 
 @read_since_032
 def test_vllms_runners_have_a_drafter_and_count_their_memory() -> None:
-    assert "self.drafter" in source(V1ModelRunner)
-    assert "self.speculator" in source(V2ModelRunner)
-    for runner in (V1ModelRunner, V2ModelRunner):
+    assert "self.drafter" in source(V1_RUNNER)
+    assert "self.speculator" in source(V2_RUNNER)
+    for runner in (V1_RUNNER, V2_RUNNER):
         assert "self.model_memory_usage = " in source(runner)
 
 
@@ -174,8 +170,10 @@ def test_methods_are_followed_on_the_object_alone() -> None:
 @read_since_032
 def test_vllm_has_each_method_that_is_followed() -> None:
     """A method that is renamed would change the weights unseen, but for the sentinel."""
-    owners = (GPUWorker, WorkerBase, V1ModelRunner, V2ModelRunner, LlamaForCausalLM)
-    names = {name for owner in owners for name in dir(owner)}
+    model = "vllm.model_executor.models.llama:LlamaForCausalLM"
+    base = "vllm.v1.worker.worker_base:WorkerBase"
+    owners = (WORKER, base, V1_RUNNER, V2_RUNNER, model)
+    names = {name for owner in owners for name in dir(of_vllm(owner.replace(":", ".")))}
     assert {*seams.CHANGING_METHODS} - names == set()
 
 
@@ -189,7 +187,7 @@ def test_the_methods_of_a_workers_extension_are_found() -> None:
     parallel = ParallelConfig(worker_extension_cls=name)
     worker.vllm_config = SimpleNamespace(parallel_config=parallel)
     assert [*seams.extension_methods(worker)] == ["initialize_kv_cache"]
-    assert "__bases__" in source(sys.modules[WorkerBase.__module__]), "as vLLM puts it there"
+    assert "__bases__" in source("vllm.v1.worker.worker_base"), "as vLLM puts it there"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +214,8 @@ def test_the_memory_that_a_call_takes_and_gives_back(
 
 @read_since_032
 def test_vllms_worker_names_its_memory_by_tags() -> None:
-    for method in (GPUWorker.wake_up, GPUWorker.discard):
+    worker = of_vllm("vllm.v1.worker.gpu_worker.Worker")
+    for method in (worker.wake_up, worker.discard):
         assert [*inspect.signature(method).parameters][1] == "tags"
 
 
@@ -234,8 +233,7 @@ def test_what_a_function_keeps_is_found() -> None:
 
 
 def test_vllms_kernels_keep_a_weight_in_a_function() -> None:
-    utils = importlib.import_module("vllm.model_executor.layers.utils")
-    assert "layer.cpu_linear = lambda" in source(utils)
+    assert "layer.cpu_linear = lambda" in source(f"{LAYERS}.utils")
 
 
 def test_vllms_object_for_a_packed_matrix_is_known() -> None:
@@ -258,8 +256,9 @@ def test_vllms_int8_kernel_keeps_its_matrix_and_its_configuration() -> None:
     assert seams.int8_kernel_config(holder, "dnnl_handler") == "config"
     assert seams.int8_kernel_config(holder, "handler") is None
     assert seams.int8_kernel_config(SimpleNamespace(), "dnnl_handler") is None
-    assert "self.dnnl_handler = " in source(int8_kernels)
-    assert "self.config" in source(int8_kernels)
+    kernels = source("vllm.model_executor.kernels.linear.scaled_mm.cpu")
+    assert "self.dnnl_handler = " in kernels
+    assert "self.config" in kernels
 
 
 def test_vllms_product_of_integers_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +280,7 @@ def test_the_kernel_of_an_attention_layer_is_found() -> None:
     assert seams.attention_kernel(layer) is None
     layer.impl = "kernel"
     assert seams.attention_kernel(layer) == "kernel"
-    assert "self.impl" in source(MLAAttention)
+    assert "self.impl" in source(f"{LAYERS}.attention.mla_attention:MLAAttention")
 
 
 def test_the_parts_of_a_shared_parameter_are_found() -> None:
@@ -289,7 +288,7 @@ def test_the_parts_of_a_shared_parameter_are_found() -> None:
     parameter: Any = torch.ones(2)
     parameter.partitions = {0: torch.ones(1)}
     assert seams.shared_partitions(parameter) == {0: torch.ones(1)}
-    assert "self.partitions" in source(SharedWeightParameter)
+    assert "self.partitions" in source("vllm.model_executor.parameter:SharedWeightParameter")
 
 
 def test_the_method_inside_vllms_wrapper_for_adapters_is_found() -> None:
@@ -299,21 +298,22 @@ def test_the_method_inside_vllms_wrapper_for_adapters_is_found() -> None:
     assert seams.quantization_method(module) == "method"
     vars(module)["quant_method"] = SimpleNamespace(old_quant_method="inner method")
     assert seams.quantization_method(module) == "inner method"
-    assert "self.old_quant_method = " in source(FusedMoEModularMethod)
+    wrapper = f"{LAYERS}.fused_moe.fused_moe_modular_method:FusedMoEModularMethod"
+    assert "self.old_quant_method = " in source(wrapper)
 
 
 @pytest.mark.parametrize(
     ("method", "is_quantizing"),
     [
-        (UnquantizedLinearMethod, False),
-        (UnquantizedEmbeddingMethod, False),
-        (UnquantizedFusedMoEMethod, False),
-        (BaseKVCacheMethod, False),
-        (Fp8LinearMethod, True),
+        ("linear.UnquantizedLinearMethod", False),
+        ("vocab_parallel_embedding.UnquantizedEmbeddingMethod", False),
+        ("fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod", False),
+        ("quantization.kv_cache.BaseKVCacheMethod", False),
+        ("quantization.fp8.Fp8LinearMethod", True),
     ],
 )
-def test_vllms_methods_that_quantize_are_known(method: type, is_quantizing: bool) -> None:
-    assert seams.is_quantizing(object.__new__(method)) is is_quantizing
+def test_vllms_methods_that_quantize_are_known(method: str, is_quantizing: bool) -> None:
+    assert seams.is_quantizing(object.__new__(of_vllm(f"{LAYERS}.{method}"))) is is_quantizing
     assert not seams.is_quantizing(None)
 
 
@@ -322,8 +322,7 @@ def test_vllms_wrappers_for_adapters_are_known() -> None:
     assert not seams.is_lora_wrapper(module)
     module.base_layer = torch.nn.Linear(2, 2)
     assert seams.is_lora_wrapper(module)
-    assert issubclass(BaseLinearLayerWithLoRA, BaseLayerWithLoRA)
-    assert "self.base_layer = base_layer" in source(BaseLinearLayerWithLoRA)
+    assert "self.base_layer = base_layer" in source("vllm.lora.layers.base_linear")
 
 
 def test_the_adapters_of_vllms_manager_are_found() -> None:
@@ -333,8 +332,8 @@ def test_the_adapters_of_vllms_manager_are_found() -> None:
     worker.add(model)
     assert seams.loaded_loras(worker.runner) == {3: model}
     assert seams.loaded_loras(None) == {}
-    assert "self._adapter_manager" in source(WorkerLoRAManager)
-    assert "self.lora_manager" in source(LoRAModelRunnerMixin)
+    assert "self._adapter_manager" in source("vllm.lora.worker_manager:WorkerLoRAManager")
+    assert "self.lora_manager" in source("vllm.v1.worker.lora_model_runner_mixin")
 
 
 @pytest.mark.parametrize(
