@@ -23,7 +23,7 @@ from hybridkv.daemon.filesystem import arena_bytes, stale_arenas
 from hybridkv.daemon.loop import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
-from hybridkv.lab.judging import NOISE_MIN, answer_of, one_deviation
+from hybridkv.lab.judging import NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.shm.arena import SHM_DIR
 from hybridkv.vllm.hook_guard import FAULTS_MAX
@@ -279,7 +279,7 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
                     found = answer_of(output)
                     judged += 1
                     worst = max(
-                        worst, min(one_deviation(found, one) for one in oracles[asked[name]])
+                        worst, min(answer_deviation(found, one) for one in oracles[asked[name]])
                     )
         loads = hunted.connector.counters.get("loads", 0)
         print(f"{rounds} rounds, {judged} answers, {loads} loads, {worst=:.2g}", flush=True)

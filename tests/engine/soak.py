@@ -29,7 +29,7 @@ from rich.table import Table
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
-from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, answer_of, one_deviation
+from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.observe.history import REQUESTS_MAX
 from hybridkv.wire.messages import ReportRequest
@@ -144,7 +144,7 @@ def learn(
         plain.reset()
         together = plain.run(*prompts, max_tokens=PROBE_TOKENS)
     noise = max(
-        one_deviation(result, probe.answers[0])
+        answer_deviation(result, probe.answers[0])
         for result, probe in zip(together, probes, strict=True)
     )
     return probes, max(NOISE_MIN, NOISE_FACTOR * noise)
@@ -281,7 +281,7 @@ class Soak:
 
     def _judge(self, probe: Probe, answer: dict[str, Any]) -> None:
         chunks = answer["cached_tokens"] // self.chunk_tokens
-        deviation = one_deviation(answer, probe.answers[chunks])
+        deviation = answer_deviation(answer, probe.answers[chunks])
         self.worst = max(self.worst, deviation)
         self.counts["probes"] += 1
         self.counts["probes_hit"] += chunks > 0

@@ -1,4 +1,4 @@
-"""What is put in place for bundled models: nowhere else, and it computes what it says."""
+"""Shims are in place for bundled models on the CPU build alone, and compute what they replace."""
 
 import os
 import subprocess
@@ -35,14 +35,14 @@ def test_only_for_its_model_and_only_on_the_cpu_build(
     environment: dict[str, str], build: str, untouched: str
 ) -> None:
     needs_avx512()
-    said = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", SAYS, build],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, **environment},
     )
-    assert said.stdout.split() == [untouched], said.stderr
+    assert child.stdout.split() == [untouched], child.stderr
 
 
 def needs_avx512() -> None:
@@ -69,26 +69,41 @@ def test_the_mla_kernels_are_right_without_tiles(new: int, cached: int) -> None:
     table = torch.zeros(1, 4096, dtype=torch.int64)
     table[0, :total] = slots
     out = torch.zeros(new, HEADS, LATENT, dtype=torch.bfloat16)
-    first, length = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
-    rest = (0.05, 0.0, False, 0, None, None)
+    common = {
+        "req_to_token": table,
+        "req_pool_indices": torch.zeros(1, dtype=torch.int64),
+        "seq_lens": torch.tensor([total]),
+        "sm_scale": 0.05,
+        "logit_cap": 0.0,
+        "is_cross_attn": False,
+        "sliding_window_size": 0,
+        "encoder_lens": None,
+        "sinks": None,
+        "k_buffer": kv,
+        "v_buffer": kv[..., :LATENT],
+    }
     if new > 1:
         fresh = kv[slots[cached:]].contiguous()
-        mine = (
-            fresh,
-            fresh[..., :LATENT],
-            out,
-            kv,
-            kv[..., :LATENT],
-            table,
-            first,
-            length,
-            torch.tensor([new]),
+        ops.cpu_mla_extend(
+            **common,
+            q_extend=query,
+            k_extend=fresh,
+            v_extend=fresh[..., :LATENT],
+            o_extend=out,
+            extend_seq_lens=torch.tensor([new]),
+            extend_start_loc=torch.tensor([0]),
+            max_len_extend=new,
         )
-        ops.cpu_mla_extend(query, *mine, torch.tensor([0]), new, *rest, None)
     else:
-        partial = torch.zeros(1, HEADS, 2, LATENT + 1)
-        cache = (kv, kv[..., :LATENT], out, None, None, None, partial, table.int())
-        ops.cpu_mla_decode(query, *cache, first, length, *rest)
+        ops.cpu_mla_decode(
+            **common | {"req_to_token": table.int()},
+            query=query,
+            output=out,
+            key=None,
+            value=None,
+            loc=None,
+            attn_logits=torch.zeros(1, HEADS, 2, LATENT + 1),
+        )
 
     keys = kv[slots, 0].float()
     scores = torch.einsum("qhd,kd->qhk", query.float(), keys) * 0.05

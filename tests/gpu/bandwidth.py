@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybridkv.core.errors import HybridKVError
-from hybridkv.lab.path_bench import measure_path
+from hybridkv.lab.path_bench import PathOptions, measure_path
 
 MIB = 1 << 20
 TOTAL_BYTES = 512 * MIB
@@ -62,10 +62,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as place:
         for number, (name, (layers, block)) in enumerate(SHAPES.items()):
             row: dict[str, Any]
+            options = PathOptions(TOTAL_BYTES, layers, block, device="cuda")
             try:
-                row = measure_path(
-                    str(Path(place) / f"{number}.sock"), TOTAL_BYTES, layers, block, "on", "cuda"
-                )
+                row = measure_path(str(Path(place) / f"{number}.sock"), options)
                 lowest = min(lowest, row["store_ratio"], row["load_ratio"])
             except HybridKVError as error:
                 row, lowest = {"error": str(error)}, 0.0

@@ -34,7 +34,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 import hybridkv.connector.scheduler.role
 import hybridkv.connector.worker.copiers
 import hybridkv.connector.worker.role
-import hybridkv.vllm.drafters
+import hybridkv.vllm.seams
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
@@ -476,7 +476,7 @@ class Engine:
         vars(hybridkv.connector.worker.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.copiers).update(HostCopier=self._copier)
         # No kernel of vLLM's CPU build runs here.
-        vars(hybridkv.vllm.drafters).update(is_cpu_mended=True)
+        vars(hybridkv.vllm.seams).update(has_wrong_drafted_states=lambda: False)
         make = AsyncScheduler if shape.is_async else Scheduler
         self.scheduler: Any = make(
             vllm_config=config,
@@ -846,7 +846,7 @@ class Engine:
         """Wait until the daemon has answered everything, so that a seed repeats nearly the same."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for rank in self.ranks:
-            reading = rank.side._weights._reading
+            reading = rank.side._weights.reading
             if reading is not None and reading.thread is not None:
                 reading.thread.join()
         while True:

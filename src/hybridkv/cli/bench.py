@@ -97,18 +97,18 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
         return
     try:
         # The engine's side is an extra.
-        from hybridkv.lab.path_bench import measure_path  # noqa: PLC0415
+        from hybridkv.lab.path_bench import PathOptions, measure_path  # noqa: PLC0415
     except ImportError as error:
         what = f"bench path needs the engine side ({error.name})"
         raise ConfigError(what, "it works where vLLM is installed") from error
-    yield measure_path(
-        socket_path,
+    options = PathOptions(
         total_bytes=parse_size(arguments.bytes, "--bytes"),
         layers=arguments.layers,
         block_bytes=parse_size(arguments.block, "--block"),
         checksum=arguments.checksum,
         device=arguments.device,
     )
+    yield measure_path(socket_path, options)
 
 
 def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:

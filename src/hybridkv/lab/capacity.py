@@ -1,8 +1,8 @@
-"""What a model costs in the cache.
+"""The cost of a model in the cache: bytes by token, prompt and group.
 
-All blocks of a group are stored only where its kind needs them all; `core.coverage` says which. The
-pattern over the chunks repeats, so every figure per token is exact: the bytes of one period of
-chunks, divided by its tokens.
+Which blocks of a group are stored depends on its kind (`core.coverage`). The pattern over the
+chunks repeats. So every figure per token is exact: the bytes of one period of chunks, divided by
+its tokens.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from hybridkv.core.coverage import SlotShape, stored_counts
-from hybridkv.core.findings import Finding, Verdict, judge
+from hybridkv.core.findings import Finding, ok, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
@@ -24,7 +24,7 @@ class GroupPreview:
     """One KV cache group of an engine, served or not."""
 
     gid: int
-    kind: str  # A GroupKind, or the engine's own name of what is refused; scratch is never stored.
+    kind: str  # A GroupKind, or the engine's own name where the group is refused or is scratch.
     tokens_per_block: int
     layers: int
     block_bytes: int
@@ -34,7 +34,7 @@ class GroupPreview:
 
 @dataclass(frozen=True, slots=True)
 class ConfigPreview:
-    """An engine, as its configuration promises it."""
+    """An engine as its configuration, or a daemon that it is connected to, describes it."""
 
     model: str
     max_model_len: int
@@ -50,22 +50,23 @@ class GroupPlan(GroupPreview):
     """One row of the plan, in bytes of one rank."""
 
     token_bytes: float  # Bytes per token of all blocks.
-    stored_token_bytes: float  # Those stored; of a recurrent group with a state at every boundary.
+    stored_token_bytes: float
+    """Bytes per token of the stored blocks. Recurrent groups count a state at every boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityTotals:
-    """What all groups and all ranks cost together."""
+    """The cost of all groups and all ranks together."""
 
     chunk_tokens: int
     alignment_tokens: int
     hash_tokens: int
     first_storable_tokens: int  # The shortest prompt of which something is stored.
-    first_hit_tokens: int  # The shortest that can hit: the engine computes at least one token.
+    first_hit_tokens: int  # The shortest prompt that can hit: one token is always computed.
     token_bytes: float
     stored_token_bytes: float
     prompt_tokens: int
-    prompt_bytes: int  # Arena bytes of one prompt of them, with the states that the engine keeps.
+    prompt_bytes: int  # Arena bytes of a prompt of `prompt_tokens`, with its recurrent states.
     ram_bytes: int
     ram_tokens: int
     ram_prompts: float
@@ -73,7 +74,7 @@ class CapacityTotals:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """What `hybridkv plan` prints of one engine."""
+    """The plan of one engine, which `hybridkv plan` prints."""
 
     model: str
     kv_dtype: str
@@ -86,29 +87,35 @@ class CapacityPlan:
 
 
 def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> CapacityPlan:
-    """The plan of one engine for a cache of `ram_bytes`."""
+    """Return the plan of one engine for a cache of `ram_bytes`."""
     geometry = preview.geometry
     served = {group.gid: group for group in geometry.groups} if geometry else {}
     rows = []
-    for seen in preview.groups:
-        group, every = served.get(seen.gid), seen.block_bytes / seen.tokens_per_block
+    for row in preview.groups:
+        group, token_bytes = served.get(row.gid), row.block_bytes / row.tokens_per_block
         stored = float(stored_token_bytes(geometry, group)) if geometry and group else 0.0
-        rows.append(GroupPlan(**asdict(seen), token_bytes=every, stored_token_bytes=stored))
+        rows.append(GroupPlan(**asdict(row), token_bytes=token_bytes, stored_token_bytes=stored))
     totals = _totals(geometry, preview, ram_bytes, slot_bytes) if geometry else None
     states = recurrent_groups(geometry) if geometry else ()
-    period = preview.states.period_tokens(states[0]) if states else None
-    named = preview.model, preview.kv_dtype, preview.max_model_len, preview.ranks
-    return CapacityPlan(*named, tuple(rows), totals, period)
+    return CapacityPlan(
+        model=preview.model,
+        kv_dtype=preview.kv_dtype,
+        max_model_len=preview.max_model_len,
+        ranks=preview.ranks,
+        groups=tuple(rows),
+        totals=totals,
+        state_period_tokens=preview.states.period_tokens(states[0]) if states else None,
+    )
 
 
 def stored_token_bytes(geometry: Geometry, group: Group) -> Fraction:
-    """Bytes per token that one rank stores of a group, over one period."""
+    """Return the bytes per token that one rank stores of a group, over one period."""
     counts = stored_counts(geometry, group)
     return Fraction(sum(counts) * group.block_bytes, len(counts) * geometry.chunk_tokens)
 
 
 def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Counter[SlotShape]:
-    """How many objects of each shape a prompt leaves in the cache."""
+    """Return how many objects of each shape a prompt leaves in the cache."""
     shapes: Counter[SlotShape] = Counter()
     chunks = geometry.whole_chunks(prompt_tokens)
     for group in geometry.groups:
@@ -126,24 +133,34 @@ def stored_shapes(geometry: Geometry, rule: StateRule, prompt_tokens: int) -> Co
 def _totals(
     geometry: Geometry, preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes
 ) -> CapacityTotals:
+    """Return the totals of an engine for a cache of `ram_bytes`."""
     tokens = preview.max_model_len
     shapes = stored_shapes(geometry, preview.states, tokens)
-    prompt_bytes = sum(slot_bytes(*shape) * count for shape, count in shapes.items())
+    prompt_bytes = sum(
+        slot_bytes(part_bytes, parts) * count for (part_bytes, parts), count in shapes.items()
+    )
     chunk, groups = geometry.chunk_tokens, geometry.groups
-    storable = chunk + geometry.lookahead_tokens
-    every = sum(Fraction(group.block_bytes, group.tokens_per_block) for group in groups)
+    token_bytes = sum(Fraction(group.block_bytes, group.tokens_per_block) for group in groups)
     stored = sum(stored_token_bytes(geometry, group) * geometry.parts(group) for group in groups)
     return CapacityTotals(
-        *(chunk, geometry.alignment_tokens, geometry.hash_tokens, storable, chunk + 1),
-        *(float(every * geometry.ranks), float(stored), tokens, prompt_bytes, ram_bytes),
-        ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
-        ram_bytes / prompt_bytes if prompt_bytes else 0.0,
+        chunk_tokens=chunk,
+        alignment_tokens=geometry.alignment_tokens,
+        hash_tokens=geometry.hash_tokens,
+        first_storable_tokens=chunk + geometry.lookahead_tokens,
+        first_hit_tokens=chunk + 1,
+        token_bytes=float(token_bytes * geometry.ranks),
+        stored_token_bytes=float(stored),
+        prompt_tokens=tokens,
+        prompt_bytes=prompt_bytes,
+        ram_bytes=ram_bytes,
+        ram_tokens=ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
+        ram_prompts=ram_bytes / prompt_bytes if prompt_bytes else 0.0,
     )
 
 
 def room_finding(totals: CapacityTotals) -> Finding:
-    """Whether the cache holds at least one prompt of full length."""
+    """Return whether the cache holds at least one prompt of full length."""
     prompts = f"{totals.ram_prompts:.1f} prompts of {totals.prompt_tokens:,}"
     text = f"{format_size(totals.ram_bytes)} hold {totals.ram_tokens:,} tokens, {prompts}"
     remedy = f'ram "{format_size(totals.prompt_bytes * 2)}" works'
-    return judge("room", totals.ram_prompts >= 1, text, text, remedy, Verdict.WARN)
+    return ok("room", text) if totals.ram_prompts >= 1 else warn("room", text, remedy)

@@ -1,4 +1,4 @@
-"""What each codec makes of objects: its ratio, and its speed by a thread's processor time."""
+"""`hybridkv bench codecs`: the ratio of each codec, and its speed by a thread's processor time."""
 
 import mmap
 import os
@@ -7,6 +7,7 @@ import statistics
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +23,50 @@ from hybridkv.tiers.disk.writers import check_root, homes
 from hybridkv.tiers.record import Record, RecordName, head_bytes, is_encoded, write_head
 
 ROUNDS = 3
-SAMPLE_BYTES_MAX = 64 << 20  # Of the objects of a directory that are measured.
-DRAWN_BYTES = 4 << 20  # Of each object of numbers that are drawn at random.
+SAMPLE_BYTES_MAX = 64 << 20  # Bytes of a directory's objects that are measured.
+DRAWN_BYTES = 4 << 20  # Bytes of each object of numbers that are drawn at random.
 _TILE_NUMBERS = 1 << 17
-"""Numbers that are drawn; the rest of an object repeats them, farther than a codec looks."""
+"""Numbers that are drawn. The rest of an object repeats them, farther apart than a codec looks."""
 
 
 def measure_codecs(directory: str | None) -> list[dict[str, Any]]:
-    """A row for each codec and key: its ratio, and plain GB of a second of processor time.
+    """Return a row for each codec and key: its ratio, and plain GB in a second of processor time.
 
     The objects are those of a tier's `directory`, or else numbers drawn at random. Each row says
-    which. Rates are medians of ROUNDS. Raises ConfigError where the directory has none.
+    which. Rates are medians of ROUNDS. Raises ConfigError where the directory has no objects.
     """
-    samples = {what: [memory] for what, memory in _drawn()}
+    samples = {description: [memory] for description, memory in _drawn()}
     if directory is not None:
         found = _records(Path(directory))
         samples = {f"{len(found)} objects of {directory}": found}
     key = encryption.TierKey(os.urandom(32)) if encryption.is_there() else None
-    ways = {"zplanes": Coding(Codec.ZPLANES)} if codings.is_there() else {}
+    named_codings = {"zplanes": Coding(Codec.ZPLANES)} if codings.is_there() else {}
     if key is not None:
-        ways["none, key"] = Coding(key=key)
+        named_codings["none, key"] = Coding(key=key)
     if codings.is_there() and key is not None:
-        ways["zplanes, key"] = Coding(Codec.ZPLANES, key)
+        named_codings["zplanes, key"] = Coding(Codec.ZPLANES, key)
     return [
-        {"objects": what, "codec": name, **_measure(coding, records)}
-        for what, records in samples.items()
-        for name, coding in ways.items()
+        {"objects": description, "codec": name, **_measure(coding, records)}
+        for description, records in samples.items()
+        for name, coding in named_codings.items()
     ]
 
 
 def _measure(coding: Coding, records: Sequence[memoryview]) -> dict[str, float]:
-    """Medians; AssertionError where a record does not come back as it was."""
+    """Return the ratio and the median rates of a coding.
+
+    Raises AssertionError where a record does not come back as it was.
+    """
     total = sum(map(len, records))
     rates: dict[str, list[float]] = {"encode": [], "decode": []}
     encoded: list[memoryview] = []
     for _ in range(ROUNDS):
         started = time.thread_time()
-        made = [coding.encode([record]) for record in records]
+        results = [coding.encode([record]) for record in records]
         rates["encode"].append(total / (time.thread_time() - started))
         encoded = [
-            record if one is None else one for record, one in zip(records, made, strict=True)
+            record if result is None else result
+            for record, result in zip(records, results, strict=True)
         ]
         into = [memoryview(mmap.mmap(-1, len(record))) for record in records]
         started = time.thread_time()
@@ -80,10 +85,10 @@ def _measure(coding: Coding, records: Sequence[memoryview]) -> dict[str, float]:
 
 
 def _records(root: Path) -> list[memoryview]:
-    """Plain records of a directory, SAMPLE_BYTES_MAX at most."""
+    """Return plain records of a directory, SAMPLE_BYTES_MAX at most."""
     check_root(root, "--sample")
     found: list[memoryview] = []
-    for path, name in (one for home in homes(root) for one in files.records(home)):
+    for path, name in chain.from_iterable(map(files.records, homes(root))):
         proof = files.prove_file(path, name)
         if proof is None or proof.damage or proof.undecodable or proof.record is None:
             continue
@@ -101,7 +106,7 @@ def _records(root: Path) -> list[memoryview]:
 
 
 def _drawn() -> Iterator[tuple[str, memoryview]]:
-    """(what they are, a record) of numbers of each width, normally distributed."""
+    """Yield (description, record) of normally distributed numbers, for each width."""
     rng = random.Random(0)
     numbers = [rng.gauss(0.0, 1.0) for _ in range(_TILE_NUMBERS)]
     singles = struct.pack(f"<{len(numbers)}f", *numbers)

@@ -1,4 +1,4 @@
-"""What vLLM makes of a configuration, asked of a child: hybridkv.lab.configuration_child."""
+"""Previews of an engine from its configuration, by a child that asks vLLM (configuration_child)."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,28 +13,29 @@ from hybridkv.core.findings import Finding
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
-from hybridkv.lab.engine_process import AnsweringChild, log_tail
+from hybridkv.lab.engine_process import AnsweringChild, ChildEnvironment, log_tail
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 PREVIEW_SECONDS_MAX = 600.0
 PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-"""Defaults for the child; what the user has set wins."""
+"""Defaults for the child. Variables of the user win."""
 
 
 @dataclass
 class ConfigReport:
-    """What the child found."""
+    """The child's answer: what an engine of the configuration would be."""
 
     findings: list[Finding] = field(default_factory=list)
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
     identity: str = ""
     """The namespace that the engine will have, in hex, if `weights_identity` is set; else the
-    fingerprint of all that makes it but the weights.
+    fingerprint of all its facts but the weights.
     """
     facts: dict[str, str] = field(default_factory=dict)
-    unreadable: str = ""  # Why vLLM cannot read the arguments at all; then nothing else is known.
+    """Facts of the identity by name, as JSON."""
+    unreadable: str = ""  # Why vLLM cannot read the arguments; nothing else is known then.
 
 
 def inspect_arguments(
@@ -42,16 +43,17 @@ def inspect_arguments(
     environment: Mapping[str, str] | None = None,
     waiting: Callable[[float], None] = lambda seconds: None,
 ) -> ConfigReport:
-    """What `vllm serve` with these arguments would be; raises ConfigError where it is none.
+    """Return what `vllm serve` with these arguments would be.
 
-    `waiting` is called every few seconds, with the seconds since vLLM was asked.
+    `waiting` is called every few seconds, with the seconds since vLLM was asked. Raises ConfigError
+    where vLLM cannot read the arguments, and HybridKVError where it ends or does not answer.
     """
     model = _model_of(arguments)
     if model.startswith(("/", "./", "../")) and not Path(model).exists():
         raise ConfigError(f"model: there is no {model}", "a directory with a config.json works")
     with tempfile.TemporaryFile() as log:
-        module, variables = "hybridkv.lab.configuration_child", (PREVIEW_ENVIRONMENT, environment)
-        with AnsweringChild(module, arguments, log, *variables) as child:
+        variables = ChildEnvironment(PREVIEW_ENVIRONMENT, environment)
+        with AnsweringChild("hybridkv.lab.configuration_child", arguments, log, variables) as child:
             try:
                 answer = child.receive(PREVIEW_SECONDS_MAX, waiting)
             except TimeoutError as error:
@@ -69,10 +71,10 @@ def inspect_arguments(
 
 
 def _model_of(arguments: Sequence[str]) -> str:
-    """The model that vLLM's arguments name; empty where they name none in a usual way."""
-    for word, after in pairwise([*arguments, ""]):
+    """Return the model that vLLM's arguments name; empty where they name none in a usual way."""
+    for word, next_word in pairwise([*arguments, ""]):
         if word == "--model":
-            return after
+            return next_word
         if word.startswith("--model="):
             return word.removeprefix("--model=")
     first = arguments[0] if arguments else ""
@@ -84,23 +86,23 @@ def inspect_model(
     vllm_arguments: Sequence[str],
     waiting: Callable[[float], None] = lambda seconds: None,
 ) -> ConfigReport:
-    """As `inspect_arguments`, of a model directory, a hub name or a bundled tiny model.
+    """Return `inspect_arguments` of a model directory, a hub name or a bundled tiny model.
 
     With None, the arguments name the model.
     """
     name = model or ""
     bundled = bundled_models().get(name)
     words = [*bundled_arguments(name), *vllm_arguments] if bundled else vllm_arguments
-    named = [] if model is None else [str(bundled or model)]
+    model_words = [] if model is None else [str(bundled or model)]
     environment = bundled_environment(name) if bundled else None
-    report = inspect_arguments([*named, *serve_arguments(words)], environment, waiting)
+    report = inspect_arguments([*model_words, *serve_arguments(words)], environment, waiting)
     if report.preview is not None and model is not None:
         report.preview = replace(report.preview, model=model)
     return report
 
 
 def serve_arguments(words: Sequence[str]) -> list[str]:
-    """The arguments of a command line that may begin with "vllm serve"."""
+    """Return the arguments of a command line: ["vllm", "serve", "--seed=1"] -> ["--seed=1"]."""
     rest = list(words)
     for word in ("vllm", "serve"):
         if rest[:1] == [word]:
@@ -109,17 +111,34 @@ def serve_arguments(words: Sequence[str]) -> list[str]:
 
 
 def preview_of(engine: WireEngine) -> ConfigPreview:
-    """What the daemon knows of an engine that is connected."""
+    """Return what the daemon knows of an engine that is connected."""
     geometry, model = geometry_from_wire(engine.geometry), engine.model
-    named, layers, rule = (engine.engine_id, 0, "unknown"), [], StateRule()
-    if model is not None:
-        named, layers = (model.name, model.max_model_len, model.kv_dtype), model.layers
-        rule = StateRule(model.retention_tokens, model.step_tokens)
+    layers = [] if model is None else model.layers
     groups = [
         GroupPreview(
-            *(group.gid, str(group.kind), group.tokens_per_block),
-            *(count, group.block_bytes, group.window_tokens),
+            gid=group.gid,
+            kind=str(group.kind),
+            tokens_per_block=group.tokens_per_block,
+            layers=count,
+            block_bytes=group.block_bytes,
+            window_tokens=group.window_tokens,
         )
         for group, count in zip(geometry.groups, chain(layers, repeat(0)), strict=False)
     ]
-    return ConfigPreview(*named, geometry.ranks, tuple(groups), geometry, rule)
+    preview = ConfigPreview(
+        model=engine.engine_id,
+        max_model_len=0,
+        kv_dtype="unknown",
+        ranks=geometry.ranks,
+        groups=tuple(groups),
+        geometry=geometry,
+    )
+    if model is None:
+        return preview
+    return replace(
+        preview,
+        model=model.name,
+        max_model_len=model.max_model_len,
+        kv_dtype=model.kv_dtype,
+        states=StateRule(model.retention_tokens, model.step_tokens),
+    )

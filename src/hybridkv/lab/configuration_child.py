@@ -1,8 +1,9 @@
 """The child behind `hybridkv plan` and `doctor`: vLLM's configuration is read, and not served.
 
-It answers once, with a ConfigReport. The arguments after the descriptor are those of `vllm serve`.
-The model is built on torch's meta device, where a tensor has a shape and no bytes. vLLM's own code
-then makes the groups and the layers' views, so every figure is that of a served engine.
+The child answers once, with a ConfigReport. Its arguments after the descriptor are those of
+`vllm serve`. The model is built on torch's meta device, where a tensor has a shape and no bytes.
+vLLM's own code then makes the groups and the layers' views, so every figure is that of a served
+engine.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 import torch
@@ -53,24 +54,57 @@ from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.preflight import CONNECTOR
+from hybridkv.vllm.preflight import CONNECTOR, TransferCheck
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
 
 logger = logging.getLogger("vllm.hybridkv")
+Result = TypeVar("Result")
 
 _PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tensors have none.
-_TRANSFER_CHECKS = ("settings", "kv_load_failure_policy")
-"""Checks of the `--kv-transfer-config`: they say nothing where another one was put in its place."""
+_TRANSFER_CHECKS = (TransferCheck.SETTINGS, TransferCheck.FAILURE_POLICY)
+"""Checks of a `--kv-transfer-config` that mean nothing where another one was put in its place."""
 _FACTS_SHOWN = (
-    *("weights", "dtype", "quantization", "cache_dtype", "tensor_parallel_size", "layout", "chunk"),
-    *("abi", "hash", "environment"),
+    "weights",
+    "dtype",
+    "quantization",
+    "cache_dtype",
+    "tensor_parallel_size",
+    "layout",
+    "chunk",
+    "abi",
+    "hash",
+    "environment",
 )
 
 
+class ServedConfig(NamedTuple):
+    """A VllmConfig as one HybridKVConnector sees it."""
+
+    vllm_config: Any
+    is_news: Callable[[str], bool]
+    """Returns True for a check that says something which no earlier configuration has said."""
+
+
+class CachePreview(NamedTuple):
+    """The KV cache of an engine that is not served."""
+
+    kv_cache_config: KVCacheConfig
+    """As the scheduler role gets it."""
+    layouts: dict[int, built.WorkerLayout]
+    """The same layout for each rank."""
+
+
+class KVCacheConfigs(NamedTuple):
+    """The KVCacheConfig of each side of the engine."""
+
+    worker: KVCacheConfig
+    scheduler: KVCacheConfig
+
+
 def inspect(arguments: list[str]) -> ConfigReport:
-    """Everything that can be known of an engine before it is served."""
+    """Return everything that can be known of an engine before it is served."""
     if "HYBRIDKV_SHIMS" in os.environ:
-        # Of a bundled model: as the engine's process does, before vLLM asks the platform.
+        # A bundled model's shims, as in the engine's process, before vLLM asks the platform.
         importlib.import_module("hybridkv.lab.shims")
     if not hasattr(triton, "set_allocator"):
         # vLLM's stand-in where there is no Triton backend; some models ask for it while built.
@@ -89,37 +123,41 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
     report.findings += preflight.transfer_findings(parsed.kv_transfer_config)
-    is_named = all(one.verdict is not Verdict.FAIL for one in report.findings)
+    is_named = all(finding.verdict is not Verdict.FAIL for finding in report.findings)
     if not is_named:
-        # The one that works.
+        # The --kv-transfer-config that works.
         parsed.kv_transfer_config = KVTransferConfig(**CONNECTOR)
-    asked, usage = AsyncEngineArgs.from_cli_args, UsageContext.OPENAI_API_SERVER
-    config = _guarded("vllm arguments", report, lambda: asked(parsed).create_engine_config(usage))
+
+    def create_engine_config() -> Any:
+        engine_arguments = AsyncEngineArgs.from_cli_args(parsed)
+        return engine_arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+    config = _guarded("vllm arguments", report, create_engine_config)
     if config is None:
         return report
-    seen = _as_children_see_it(config, is_named, report)
-    for child, says in seen:
-        report.findings += [one for one in preflight.config_findings(child) if says(one.check)]
-    config = seen[0][0]
+    served = _served_configs(config, is_named, report)
+    for child, is_news in served:
+        findings = preflight.config_findings(child)
+        report.findings += [finding for finding in findings if is_news(finding.check)]
+    config = served[0].vllm_config
     with contextlib.suppress(ConfigError):
         report.settings = preflight.settings_of(config)
-    engine = _guarded("KV cache groups", report, lambda: preview_engine(config))
-    if engine is not None:
-        _judge_cache(config, report, *engine)
+    cache = _guarded("KV cache groups", report, lambda: preview_engine(config))
+    if cache is not None:
+        _judge_cache(config, report, cache)
     return report
 
 
-def _as_children_see_it(
-    config: Any, is_named: bool, report: ConfigReport
-) -> list[tuple[Any, Callable[[str], bool]]]:
-    """The configuration as each HybridKVConnector sees it, the first one's for all that follows.
+def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[ServedConfig]:
+    """Return the configuration as each HybridKVConnector sees it.
 
-    With each whether a check says something of it that was not said yet.
+    The first is that of all further checks. `is_named`: the user's --kv-transfer-config names a
+    connector of this package.
     """
     if not is_named:
-        return [(config, lambda check: check not in _TRANSFER_CHECKS)]
+        return [ServedConfig(config, lambda check: check not in _TRANSFER_CHECKS)]
     if config.kv_transfer_config.kv_connector != preflight.SEVERAL:
-        return [(config, lambda check: True)]
+        return [ServedConfig(config, lambda check: True)]
 
     def inside() -> list[Any]:
         try:
@@ -135,47 +173,52 @@ def _as_children_see_it(
         report.findings.append(ok("connectors", ", ".join(spec.name for spec in specs)))
     ours = [spec.config for spec in specs if spec.connector.__name__ == CONNECTOR["kv_connector"]]
     if not ours:
-        one = copy.copy(config)
-        one.kv_transfer_config = KVTransferConfig(**CONNECTOR)
-        return [(one, lambda check: check not in _TRANSFER_CHECKS)]
-    others = ((child, _TRANSFER_CHECKS.__contains__) for child in ours[1:])
-    return [(ours[0], lambda check: True), *others]
+        alone = copy.copy(config)
+        alone.kv_transfer_config = KVTransferConfig(**CONNECTOR)
+        return [ServedConfig(alone, lambda check: check not in _TRANSFER_CHECKS)]
+    first, *further = ours
+    return [
+        ServedConfig(first, lambda check: True),
+        *(ServedConfig(child, lambda check: check in _TRANSFER_CHECKS) for child in further),
+    ]
 
 
-def _guarded(check: str, report: ConfigReport, make: Any) -> Any:
-    """What `make` returns; None and a FAIL in vLLM's words where that refuses in any way."""
+def _guarded(check: str, report: ConfigReport, make: Callable[[], Result]) -> Result | None:
+    """Return `make()`; where that raises, add a FAIL in vLLM's words and return None."""
     try:
         return make()
     except Exception as error:
         logger.exception("hybridkv: vLLM refuses")
         what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        said = next(filter(None, map(str.strip, what.splitlines())), type(error).__name__)
-        report.findings.append(fail(check, f"vLLM says: {said}"))
+        line = next(filter(None, map(str.strip, what.splitlines())), type(error).__name__)
+        report.findings.append(fail(check, f"vLLM says: {line}"))
         return None
 
 
-def _judge_cache(
-    config: Any,
-    report: ConfigReport,
-    kv_cache_config: KVCacheConfig,
-    layouts: dict[int, built.WorkerLayout],
-) -> None:
-    """Add what the groups and layouts tell: preview, geometry, identity."""
+def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None:
+    """Add the preview, the findings and the identity that follow from the groups and layouts."""
+    kv_cache_config, layouts = cache
     groups = list(preflight.group_findings(kv_cache_config, config))
     report.findings += groups
     geometry: Geometry | None = None
-    if all(one.verdict is not Verdict.FAIL for one in groups):
+    if all(finding.verdict is not Verdict.FAIL for finding in groups):
         try:
-            asked, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
+            chunk_tokens, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
             ahead = drafter.lookahead_tokens if drafter else 0
-            geometry = built.build_geometry(kv_cache_config, layouts, asked, ahead)
+            geometry = built.build_geometry(kv_cache_config, layouts, chunk_tokens, ahead)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)
-    named = model.model, model.max_model_len, built.kv_dtype(config, layouts[0])
     gids = range(len(kv_cache_config.kv_cache_groups))
-    seen = tuple(_group_preview(kv_cache_config, gid, layouts[0]) for gid in gids)
-    report.preview = ConfigPreview(*named, len(layouts), seen, geometry, rule)
+    report.preview = ConfigPreview(
+        model=model.model,
+        max_model_len=model.max_model_len,
+        kv_dtype=built.kv_dtype(config, layouts[0]),
+        ranks=len(layouts),
+        groups=tuple(_group_preview(kv_cache_config, gid, layouts[0]) for gid in gids),
+        geometry=geometry,
+        states=rule,
+    )
     if geometry is None:
         return
     chunk, alignment = geometry.chunk_tokens, geometry.alignment_tokens
@@ -190,7 +233,7 @@ def _judge_cache(
         report.findings.append(failure("identity", error))
         return
     if report.settings.weights_identity is None:
-        # They are known once they are loaded.
+        # The weights are known once they are loaded.
         del facts["weights"]
     report.identity = fingerprint(facts).hex()
     facts.setdefault("weights", "are read once they are loaded")
@@ -201,10 +244,10 @@ def _judge_cache(
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
 
-def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.WorkerLayout]]:
-    """The KV cache as the scheduler role gets it, and the layouts by rank, which are all the same.
+def preview_engine(vllm_config: Any) -> CachePreview:
+    """Build the model without memory, and return its KV cache.
 
-    The model is built without memory. A process can do this once: layers register by name.
+    A process can do this once, because layers register by name.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     ranks = parallel.tensor_parallel_size
@@ -221,19 +264,20 @@ def preview_engine(vllm_config: Any) -> tuple[KVCacheConfig, dict[int, built.Wor
                 _make_drafter(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
-            worker_config, config = _kv_cache_configs(vllm_config)
-            layout = _worker_layout(vllm_config, worker_config)
-    return config, dict.fromkeys(range(ranks), layout)
+            configs = _kv_cache_configs(vllm_config)
+            layout = _worker_layout(vllm_config, configs.worker)
+    return CachePreview(configs.scheduler, dict.fromkeys(range(ranks), layout))
 
 
 def _served_drafter(vllm_config: Any) -> Drafter | None:
+    """Return the drafter of the configuration; None where it has none or speculation is refused."""
     findings = speculation_findings(vllm_config)
-    is_refused = any(one.verdict is Verdict.FAIL for one in findings)
+    is_refused = any(finding.verdict is Verdict.FAIL for finding in findings)
     return None if is_refused else drafter_of(vllm_config)
 
 
 def _make_drafter(vllm_config: Any) -> None:
-    """The drafter's layers, which register beside the target's, as vLLM's proposers make them."""
+    """Make the drafter's layers, which register beside the target's, as vLLM's proposers do."""
     speculative = vllm_config.speculative_config
     if speculative.use_gemma4_mtp():
         return  # Its layers read the target's KV, and have none.
@@ -249,22 +293,29 @@ def _make_drafter(vllm_config: Any) -> None:
 
 
 def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) -> GroupPreview:
+    """Return the preview of a group, which may be scratch or refused."""
     group, spec = config.kv_cache_groups[gid], config.kv_cache_groups[gid].kv_cache_spec
-    names = ", ".join(sorted({type(one).__name__ for one in iter_layer_specs(spec)}))
+    names = ", ".join(sorted({type(layer).__name__ for layer in iter_layer_specs(spec)}))
     tokens, count = spec.block_size, len(group.layer_names)
     if gid not in config.prefix_cacheable_group_ids:
-        return GroupPreview(gid, f"scratch ({names})", tokens, count, 0)
+        return GroupPreview(gid, f"scratch ({names})", tokens, count, block_bytes=0)
     sizes = layout.sizes[gid]
+    preview = GroupPreview(gid, names, tokens, count, block_bytes=sum(sizes))
     try:
         known = built.group_geometry(gid, spec, sizes)
     except HybridKVError as error:
-        return GroupPreview(gid, names, tokens, count, sum(sizes), refusal=str(error))
-    return GroupPreview(gid, str(known.kind), tokens, count, known.block_bytes, known.window_tokens)
+        return replace(preview, refusal=str(error))
+    return replace(
+        preview,
+        kind=str(known.kind),
+        block_bytes=known.block_bytes,
+        window_tokens=known.window_tokens,
+    )
 
 
 @contextlib.contextmanager
 def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
-    """One process as rank 0 of `ranks`: layers divide by their number, and no rank communicates."""
+    """Make this process rank 0 of `ranks`, by which layers divide, without communication."""
     alone = copy.copy(vllm_config)
     alone.parallel_config = copy.copy(vllm_config.parallel_config)
     for kind in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -285,8 +336,8 @@ def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
             parallel_state.destroy_distributed_environment()
 
 
-def _kv_cache_configs(vllm_config: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
-    """(a worker's, the scheduler's), by the steps of vLLM's EngineCore."""
+def _kv_cache_configs(vllm_config: Any) -> KVCacheConfigs:
+    """Return the configurations of a worker and of the scheduler, by the steps of EngineCore."""
     register_all_kvcache_specs(vllm_config)
     specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
     layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
@@ -295,25 +346,29 @@ def _kv_cache_configs(vllm_config: Any) -> tuple[KVCacheConfig, KVCacheConfig]:
     memory = [_PRETENDED_MEMORY_BYTES]
     (config,) = planning().get_kv_cache_configs(vllm_config, [specs], memory)
     config.kv_cache_layout = layout.name
-    made = kv_cache_utils.generate_scheduler_kv_cache_config([config])
+    scheduler_config = kv_cache_utils.generate_scheduler_kv_cache_config([config])
     groups = [group.kv_cache_spec for group in config.kv_cache_groups]
     cacheable = [spec for spec in groups if spec.prefix_cacheable]
     vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable or groups)
-    resolve_hits(made, vllm_config)
-    config.hash_block_size = made.hash_block_size
-    config.cache_hit_alignment_tokens = made.cache_hit_alignment_tokens
-    return config, made
+    resolve_hits(scheduler_config, vllm_config)
+    config.hash_block_size = scheduler_config.hash_block_size
+    config.cache_hit_alignment_tokens = scheduler_config.cache_hit_alignment_tokens
+    return KVCacheConfigs(config, scheduler_config)
 
 
 def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> built.WorkerLayout:
-    """The layout of the views that a worker would register, from vLLM's allocator."""
+    """Return the layout of the views that a worker would register, from vLLM's allocator."""
     layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))
     groups = []
     for gid, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
-        own = getattr(spec, "kv_cache_specs", {})
-        named = [(name, layers[name].get_attn_backend()) for name in group.layer_names]
-        groups.append([AttentionGroup(at, [name], own.get(name, spec), gid) for name, at in named])
+        specs = getattr(spec, "kv_cache_specs", {})
+        groups.append(
+            [
+                AttentionGroup(layers[name].get_attn_backend(), [name], specs.get(name, spec), gid)
+                for name in group.layer_names
+            ]
+        )
     kernel_blocks = prepare_kernel_block_sizes(config, groups)
     resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
     views = allocate_kv_cache(config, torch.device("meta"), resolved, kernel_blocks)

@@ -1,4 +1,4 @@
-"""A daemon of one's own, as `hybridkv serve` runs it, for a proof, a measurement or a test."""
+"""A private daemon, as `hybridkv serve` runs it, for a proof, a measurement or a test."""
 
 import contextlib
 import shutil
@@ -23,9 +23,9 @@ STOP_SECONDS = 60.0
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:
-    """`command`, which gets SIGINT when the thread that starts it ends, however that ends.
+    """Return a command that gets SIGINT when the thread that starts it ends, however that ends.
 
-    Where util-linux is not installed, it goes on.
+    Where util-linux is not installed, it is `command` itself, which goes on.
     """
     return ["setpriv", "--pdeathsig", "INT", *command] if shutil.which("setpriv") else [*command]
 
@@ -33,7 +33,7 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
 class DaemonProcess:
     """A daemon on a socket, which can be killed and started again; a context manager.
 
-    It ends with the process that started it, and keeps nothing then.
+    The daemon ends with the process that started it, and its cache is lost then.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class DaemonProcess:
         fresh: bool = False,
         options: Sequence[str] = (),
     ) -> None:
+        """`ram` is the option --ram, and None leaves it out. `options` are further ones."""
         self.socket_path = socket_path
         self._options = ["--log-file", "auto", *([] if ram is None else ["--ram", ram])]
         self._options += ["--metrics-port", str(metrics_port), *options]
@@ -63,7 +64,10 @@ class DaemonProcess:
             arena.unlink(missing_ok=True)
 
     def start(self) -> None:
-        """Return when it answers; raises ConfigError in its own words where it cannot run."""
+        """Start the daemon and return when it answers.
+
+        Raises ConfigError in the daemon's own words where it cannot run.
+        """
         with tempfile.TemporaryFile() as log:
             command = daemon_command(self.socket_path, self._options)
             self.process = subprocess.Popen(ending_with_parent(command), stderr=log)
@@ -79,26 +83,32 @@ class DaemonProcess:
         raise HybridKVError(f"the daemon did not answer within {START_SECONDS:g} s")
 
     def kill(self) -> None:
-        """End it with -9."""
+        """Kill the daemon with -9, and wait for its end."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int:
-        """End it as a service manager does, with its cache kept; returns its exit status."""
+        """End the daemon as a service manager does, which keeps its cache; returns its status."""
         assert self.process is not None
         self.process.terminate()
         return self.process.wait(STOP_SECONDS)
 
 
 def engine_hello(groups: tuple[Group, ...], tokens: int) -> Hello:
-    """The greeting of an engine that only measures, with chunks of so many tokens."""
-    geometry = geometry_to_wire(Geometry(groups, tokens, tokens, tokens))
-    return Hello(1, PROTOCOL_VERSION, "engine", "bench", bytes(HASH_BYTES), geometry)
+    """Return the greeting of an engine that only measures, with chunks of so many tokens."""
+    return Hello(
+        id=1,
+        version=PROTOCOL_VERSION,
+        role="engine",
+        engine_id="bench",
+        namespace=bytes(HASH_BYTES),
+        geometry=geometry_to_wire(Geometry(groups, tokens, tokens, tokens)),
+    )
 
 
 def reserve(control: ControlClient, part_bytes: int, count: int) -> Iterator[Reserved]:
-    """Grants of the daemon that hold `count` slots of one part together."""
+    """Yield grants of the daemon that hold `count` slots of one part together."""
     while count > 0:
         granted = control.call(Reserve(7, part_bytes, 1, count))
         assert isinstance(granted, Reserved)

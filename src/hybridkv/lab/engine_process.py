@@ -1,4 +1,4 @@
-"""A real engine as a child process: start, ask, end. See hybridkv.lab.runner for the other side.
+"""A real engine as a child process: start, ask, end. `hybridkv.lab.runner` is the other side.
 
 A child's first argument names the descriptor of a connection. Commands and answers are JSON.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 
@@ -23,7 +23,7 @@ _LOG_TAIL_LINES = 15
 
 CONNECTOR = "HybridKVConnector"
 
-ENGINE_ENVIRONMENT = {  # Defaults for a child; what the user has set wins.
+ENGINE_ENVIRONMENT = {  # Defaults for a child. Variables of the user win.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -31,21 +31,26 @@ ENGINE_ENVIRONMENT = {  # Defaults for a child; what the user has set wins.
 }
 
 
+class ChildEnvironment(NamedTuple):
+    """The environment variables of a child."""
+
+    defaults: Mapping[str, str]
+    """Variables for which those of this process win."""
+    fixed: Mapping[str, str] | None
+    """Variables that win over those of this process."""
+
+    def variables(self) -> dict[str, str]:
+        """Return all variables of the child."""
+        return {**self.defaults, **os.environ, **(self.fixed or {})}
+
+
 class AnsweringChild:
     """A module of this package as a child process; a context manager. What it prints is logged."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        log: IO[bytes],
-        defaults: Mapping[str, str],
-        environment: Mapping[str, str] | None,
+        self, module: str, arguments: Sequence[str], log: IO[bytes], environment: ChildEnvironment
     ) -> None:
-        """Start `module`. The user's variables win over `defaults`, `environment` over both.
-
-        Raises ConfigError where vLLM is not installed.
-        """
+        """Start `module`. Raises ConfigError where vLLM is not installed."""
         if find_spec("vllm") is None:
             what = f"vLLM is not installed for {sys.executable}, and this command asks it"
             raise ConfigError(what, "the environment that serves works")
@@ -57,7 +62,7 @@ class AnsweringChild:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
-                env={**defaults, **os.environ, **(environment or {})},
+                env=environment.variables(),
             )
 
     def __enter__(self) -> Self:
@@ -69,7 +74,7 @@ class AnsweringChild:
     def receive(
         self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None
     ) -> bytes | None:
-        """The next answer, as JSON; None where the child has ended.
+        """Return the next answer, as JSON; None where the child has ended.
 
         `waiting` is called every PROGRESS_SECONDS. Raises TimeoutError after `limit_seconds`.
         """
@@ -85,7 +90,7 @@ class AnsweringChild:
             return None
 
     def close(self, patience_seconds: float = STOP_SECONDS) -> None:
-        """End the process, which ends by itself when nobody can command it any more."""
+        """Close the connection, at which the child ends, and kill it after `patience_seconds`."""
         self._pipe.close()
         try:
             self.process.wait(patience_seconds)
@@ -95,7 +100,7 @@ class AnsweringChild:
 
 
 def log_tail(log: bytes, *wanted: str) -> str:
-    """The lines of a child's log that contain all of `wanted`, or the last ones of the log."""
+    """Return the lines of a child's log that contain all of `wanted`, else its last lines."""
     lines = log.decode(errors="replace").strip().splitlines()
     found = [line for line in lines if wanted and all(word in line for word in wanted)]
     return "\n".join(found or lines[-_LOG_TAIL_LINES:])
@@ -108,7 +113,7 @@ class EngineError(HybridKVError):
 
 
 class NotServedError(EngineError):
-    """The engine was not started, since vLLM, neither the user nor hybridkv, chose so."""
+    """The engine was not started, because vLLM itself has switched prefix caching off."""
 
     REASON = "prefix_caching_off_in_vllm"
     TEXT = (
@@ -127,10 +132,11 @@ class EngineProcess(AnsweringChild):
         say: Callable[[str], None],
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
+        """Start the engine with vLLM's `arguments`. `say` prints a line about its progress."""
         self._say, self._log_path = say, log_path
-        variables = ENGINE_ENVIRONMENT, extra_environment
+        environment = ChildEnvironment(ENGINE_ENVIRONMENT, extra_environment)
         with log_path.open("wb") as log:
-            super().__init__("hybridkv.lab.runner", arguments, log, *variables)
+            super().__init__("hybridkv.lab.runner", arguments, log, environment)
 
     def __enter__(self) -> Self:
         try:
@@ -145,13 +151,16 @@ class EngineProcess(AnsweringChild):
     def run(
         self, *prompts: list[int], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; see hybridkv.lab.runner."""
+        """Generate for all prompts at once; returns what `EngineRunner.run` returns."""
         self.begin("run", prompts=prompts, max_tokens=max_tokens, starve=starve)
         answer: list[dict[str, Any]] = self.end()
         return answer
 
     def reset(self, connector: bool = False) -> None:
-        """Empty the engine's prefix cache; with `connector` ours too, as after a weight update."""
+        """Empty the engine's prefix cache, and with `connector` the connector's.
+
+        vLLM does the latter after a weight update. Raises EngineError where it could not.
+        """
         self.begin("reset", connector=connector)
         if not self.end():
             raise EngineError("the engine could not reset its prefix cache")
@@ -164,7 +173,7 @@ class EngineProcess(AnsweringChild):
             raise self._error() from error
 
     def end(self, doing: str = "working") -> Any:
-        """The answer to the oldest command begun."""
+        """Wait for the answer to the oldest command begun, and return it."""
 
         def progress(seconds: float) -> None:
             self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")

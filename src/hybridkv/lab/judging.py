@@ -1,4 +1,4 @@
-"""The judgement of `hybridkv verify`: a measured arm next to what the engine alone answers.
+"""The judgement of `hybridkv verify`: a measured arm beside the answers of the engine alone.
 
 The oracle is the engine's own prefix-cache hit of the same length. A full recompute may differ in
 the last bits, because a kernel may take another numeric path when part of the prompt is cached.
@@ -22,7 +22,7 @@ altogether, with a connector or without.
 
 @dataclass
 class VerifyArm:
-    """One row of the proof."""
+    """One row of `hybridkv verify`: an arm's measures, and whether it is as it must be."""
 
     name: str
     prompt_tokens: int = 0
@@ -43,24 +43,24 @@ class VerifyArm:
     """Whether each step drafted and accepted the same tokens; None where nothing is drafted."""
     ok: bool = False
     preemptions: int = 0
-    not_served: str | None = None  # Why it was not served; then nothing was measured or compared.
+    not_served: str | None = None  # Why it was not served; nothing was measured or compared then.
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of the prompts of one arm."""
+    """The engine's answers to the prompts of one arm, and what the daemon counted meanwhile."""
 
     name: str
     prompt_tokens: int
     results: Sequence[Mapping[str, Any]]  # The engine's answers, as hybridkv.lab.runner gives them.
-    delta: Mapping[str, int]  # By how much each of the daemon's counters grew.
+    delta: Mapping[str, int]  # The increments of the daemon's counters.
     expected: int | None = 0  # Tokens that must come from the connector; None where chance decides.
     local: int = 0  # Tokens that the engine's own cache has.
     tolerance: float = 0.0
     """How far log-probabilities may be from the oracle's, whose blocks another step computed."""
 
     def row(self, **judged: Any) -> VerifyArm:
-        """The arm with its measures, and with what was judged."""
+        """Return the arm with its measures, and with the fields that were `judged`."""
         first = self.results[0]
         return VerifyArm(
             **{"name": self.name, "prompt_tokens": self.prompt_tokens, **judged},
@@ -79,15 +79,15 @@ class ReferenceAnswers:
     local_hit: Mapping[str, Any]
     split_hit: Mapping[str, Any]  # A hit on a prompt computed in two parts, as in the mixed arm.
     alone: Sequence[Mapping[str, Any]]  # The prompts of the preempted arm, each computed alone.
-    noise: float  # How far these are from the engine's own answers where it preempts.
+    noise: float  # How far the answers of `alone` are from the engine's own where it preempts.
     repeated: Sequence[Mapping[str, Any]]  # Hits on the prompts of the repeated arms.
-    turns: Sequence[Mapping[str, Any]] = ()  # Second turns behind their first ones.
+    turns: Sequence[Mapping[str, Any]] = ()  # Second turns after their first turns.
     branch: Sequence[Mapping[str, Any]] = ()
-    """A hit on a prompt that leaves another one where a state of it stands."""
+    """A hit on a prompt that leaves another prompt where a state of it stands."""
 
 
 def answer_of(output: Any) -> dict[str, Any]:
-    """The tokens of a request's first answer, their log-probabilities, and what was cached."""
+    """Return the tokens of a request's answer, their log-probabilities, and the cached tokens."""
     completion = output.outputs[0]
     return {
         "tokens": list(completion.token_ids),
@@ -100,7 +100,7 @@ def answer_of(output: Any) -> dict[str, Any]:
 
 
 def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """Whether an arm had the expected hit, and the answer and the bytes of its oracle."""
+    """Return whether an arm had the expected hit, and the answer and the bytes of its oracle."""
     (result,) = measured.results
     external, expected = measured.delta.get("tokens_loaded", 0), measured.expected
     hit = result["cached_tokens"]
@@ -112,7 +112,7 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
     same_bytes = failed == 0 if external or failed else None
     same = {f"same_{key}": result[key] == oracle[key] for key in ("tokens", "logprobs")}
     if measured.tolerance:
-        same["same_logprobs"] = one_deviation(result, oracle) <= measured.tolerance
+        same["same_logprobs"] = answer_deviation(result, oracle) <= measured.tolerance
     same_drafts = _has_same_drafts(result, oracle)
     return measured.row(
         **same,
@@ -127,14 +127,14 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
 
 
 def _has_same_drafts(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> bool | None:
-    """Whether each step drafted and accepted the same; None where nothing was drafted."""
+    """Return True if each step drafted and accepted the same; None where nothing was drafted."""
     if not result.get("drafts"):
         return None
     return all(result[key] == oracle[key] for key in ("drafts", "step_tokens"))
 
 
 def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """Whether requests that were preempted had a hit of a chunk, and nearly right answers."""
+    """Return whether preempted requests had a hit of a chunk, and answers within a tolerance."""
     tolerance = max(NOISE_MIN, NOISE_FACTOR * reference.noise)
     preemptions = measured.results[0]["preemptions"]
     external, expected = measured.delta.get("tokens_loaded", 0), measured.expected or 0
@@ -156,23 +156,24 @@ def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyAr
 
 
 def judge_repeated(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """How many prompts had the expected hit, and the answer of their oracle; all of them must."""
+    """Return how many prompts had the expected hit and the answer of their oracle; all must."""
     return _judge_several(measured, reference.repeated)
 
 
 def judge_turns(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """As `judge_repeated`, for second turns; the engine's own hits must have the same length."""
+    """Judge second turns like `judge_repeated`. The engine's own hits must be as long."""
     arm = _judge_several(measured, reference.turns)
     own = sum(result["cached_tokens"] for result in reference.turns)
     return replace(arm, ok=arm.ok and own == measured.expected)
 
 
 def judge_branch(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """As `judge_repeated`, for a prompt of which the engine has the attention without the state."""
+    """Judge like `judge_repeated` a prompt of which the engine has attention and no state."""
     return _judge_several(measured, reference.branch)
 
 
 def _judge_several(measured: Measured, oracles: Sequence[Mapping[str, Any]]) -> VerifyArm:
+    """Return how many prompts had the expected hit and the answer of their oracle."""
     external, count = measured.delta.get("tokens_loaded", 0), len(measured.results)
     expected = measured.expected or 0
     pairs = [*zip(measured.results, oracles, strict=True)]
@@ -193,7 +194,7 @@ def _judge_several(measured: Measured, oracles: Sequence[Mapping[str, Any]]) -> 
 
 
 def judge_reference(prompt_tokens: int, expected: int, reference: ReferenceAnswers) -> VerifyArm:
-    """Whether the engine's own cache gives what the engine computes, and hits `expected` tokens."""
+    """Return whether a hit of the engine's own cache has `expected` tokens and the right answer."""
     computed, local_hit = reference.computed, reference.local_hit
     hit = local_hit["cached_tokens"]
     return Measured("no connector", prompt_tokens, [computed], {}).row(
@@ -206,25 +207,25 @@ def judge_reference(prompt_tokens: int, expected: int, reference: ReferenceAnswe
 
 
 def deviation(results: Sequence[Mapping[str, Any]], oracles: Sequence[Mapping[str, Any]]) -> float:
-    """The largest deviation of any result."""
-    return max(starmap(one_deviation, zip(results, oracles, strict=True)))
+    """Return the largest deviation of any result from its oracle."""
+    return max(starmap(answer_deviation, zip(results, oracles, strict=True)))
 
 
-def one_deviation(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> float:
-    """The largest difference of a log-probability up to the first token that differs.
+def answer_deviation(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> float:
+    """Return the largest difference of a log-probability up to the first token that differs.
 
-    There it is how much likelier the oracle's token is than the result's; what follows answers
-    another text.
+    At that token the difference is how much likelier the oracle's token is than the result's. What
+    follows it answers another text, and does not count.
     """
     worst: float = 0.0
-    for token, mine, other, theirs in zip(
+    for token, logprobs, oracle_token, oracle_logprobs in zip(
         result["tokens"], result["logprobs"], oracle["tokens"], oracle["logprobs"], strict=True
     ):
-        known: dict[int, float] = dict(theirs)
-        if token not in known or other not in dict(mine):
+        known: dict[int, float] = dict(oracle_logprobs)
+        if token not in known or oracle_token not in dict(logprobs):
             return math.inf
-        worst = max(worst, *(abs(value - known[name]) for name, value in mine if name in known))
-        if token != other:
-            worst = max(worst, known[other] - known[token])
+        worst = max(worst, *(abs(value - known[name]) for name, value in logprobs if name in known))
+        if token != oracle_token:
+            worst = max(worst, known[oracle_token] - known[token])
             break
     return worst

@@ -3,12 +3,13 @@
 import ctypes
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import truediv
 from queue import Empty, Queue
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,23 +35,39 @@ WORD_BYTES = 8
 _BLOCK_TOKENS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class PathOptions:
+    """The options of `hybridkv bench path`: what is copied, and how."""
+
+    total_bytes: int
+    """As many objects of one group are moved as this holds."""
+    layers: int
+    block_bytes: int
+    """Bytes of a block in each layer."""
+    checksum: str = "on"
+    device: str = "cpu"
+    """The torch device that has the engine's blocks."""
+
+
+class PathTimes(NamedTuple):
+    """The seconds of each round, by the name of what was done: store, load and plain copies."""
+
+    wall: dict[str, list[float]]
+    processor: dict[str, list[float]]
+    """The processor time of all threads of this process."""
+
+
 def measure_path(
-    socket_path: str,
-    total_bytes: int,
-    layers: int,
-    block_bytes: int,
-    checksum: str,
-    device: str,
-    copies: Device | None = None,
+    socket_path: str, options: PathOptions, copies: Device | None = None
 ) -> dict[str, Any]:
-    """GB/s between engine-like blocks and a daemon's slots; raises ConfigError for bad options.
+    """Return GB/s between engine-like blocks and a daemon's slots.
 
     Rates are of the best round. Ratios compare with the plain copy of the same round, because a
     busy machine changes its speed from round to round: their median, the least and the most.
     `_cpu` is the processor time of both threads beside that of the plain copy, the median too.
-    As many objects of one group are moved as `total_bytes` hold, with `block_bytes` in each layer.
-    `copies` is the device that copies, for tests; its memory is that of the torch device `device`.
+    `copies` is the device that copies, for tests. Raises ConfigError for bad options.
     """
+    layers, block_bytes, device = options.layers, options.block_bytes, options.device
     if layers < 1:
         raise ConfigError(f"--layers {layers} is no number of layers", "32 works")
     if device != "cpu":
@@ -58,7 +75,7 @@ def measure_path(
             raise ConfigError(f"--device {device}: this machine has no CUDA device", "cpu works")
         copies = CudaDevice(torch.device(device))
     part_bytes = block_bytes * layers
-    objects = total_bytes // part_bytes
+    objects = options.total_bytes // part_bytes
     if objects < 1:
         what = f"--bytes is less than one object of {format_size(part_bytes)}"
         raise ConfigError(what, "512MiB works")
@@ -70,46 +87,57 @@ def measure_path(
         ControlClient(socket_path, 60.0, hello=hello) as control,
     ):
         refs = [
-            SlotRef(*slot)
+            SlotRef(offset, generation)
             for granted in reserve(control, part_bytes, objects)
-            for slot in zip(*map(unpack_u64, (granted.offsets, granted.generations)), strict=True)
+            for offset, generation in zip(
+                unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True
+            )
         ]
         arena = attach_arena(arena_seen(control.welcome.arena_path), control.welcome.arena_bytes)
         # One allocation for all layers, as vLLM has; one block more, for the null block.
         shape = layers, objects + 1, block_bytes // 8
         memory = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device=device)
-        part = PartLayout(0, 1, checksum)
-        bench = DeviceBench(arena, refs, memory, part, copies) if copies else None
-        made = bench or HostBench(arena, refs, memory, part)
-        seconds, processor = _measure(made, refs, memory)
+        part = PartLayout(0, 1, options.checksum)
+        bench: HostBench | DeviceBench
+        if copies is None:
+            bench = HostBench(arena, refs, memory, part)
+        else:
+            bench = DeviceBench(arena, refs, memory, part, copies)
+        times = _measure(bench, refs, memory)
     facts = {
         "bytes": format_size(objects * part_bytes),
         "object": format_size(part_bytes),
         "block in a layer": format_size(block_bytes),
         "device": device,
-        "checksum": checksum,
+        "checksum": options.checksum,
     }
-    return facts | _figures(objects * part_bytes, seconds, processor)
+    return facts | _figures(objects * part_bytes, times)
 
 
-def _figures(
-    moved_bytes: int, seconds: Mapping[str, list[float]], processor: Mapping[str, list[float]]
-) -> dict[str, Any]:
-    """See measure_path. Each way is compared with its own plain copy, if it has one."""
-    plain = ("copy", "copy") if "copy" in seconds else ("copy_out", "copy_in")
-    ways = dict(zip(("store", "load"), plain, strict=True))
-    rates = {name: moved_bytes / min(each) for name, each in seconds.items()}
+def _figures(moved_bytes: int, times: PathTimes) -> dict[str, Any]:
+    """Return the rates and ratios of `measure_path`.
+
+    Stores and loads of a device are compared with plain copies from it and to it.
+    """
+    seconds, processor = times
+    is_host = "copy" in seconds
+    plain_copies = {
+        "store": "copy" if is_host else "copy_out",
+        "load": "copy" if is_host else "copy_in",
+    }
+    rates = {name: moved_bytes / min(rounds) for name, rounds in seconds.items()}
     ratios = {
-        name: sorted(map(truediv, seconds[copy], seconds[name])) for name, copy in ways.items()
+        name: sorted(map(truediv, seconds[copy], seconds[name]))
+        for name, copy in plain_copies.items()
     }
     return {
         **{f"{name}_GBps": round(rate / 1e9, 2) for name, rate in rates.items()},
-        **{f"{name}_ratio": round(median(each), 2) for name, each in ratios.items()},
-        **{f"{name}_ratio_min": round(each[0], 2) for name, each in ratios.items()},
-        **{f"{name}_ratio_max": round(each[-1], 2) for name, each in ratios.items()},
+        **{f"{name}_ratio": round(median(rounds), 2) for name, rounds in ratios.items()},
+        **{f"{name}_ratio_min": round(rounds[0], 2) for name, rounds in ratios.items()},
+        **{f"{name}_ratio_max": round(rounds[-1], 2) for name, rounds in ratios.items()},
         **{
             f"{name}_cpu": round(median(map(truediv, processor[name], processor[copy])), 2)
-            for name, copy in ways.items()
+            for name, copy in plain_copies.items()
         },
     }
 
@@ -117,7 +145,7 @@ def _figures(
 class HostBench:
     """The processor's copier, beside one memmove of all the bytes."""
 
-    batch_bytes = sys.maxsize  # The most that is stored at once.
+    batch_bytes = sys.maxsize  # The most bytes that are stored at once.
 
     def __init__(
         self, arena: Arena, refs: Sequence[SlotRef], memory: torch.Tensor, part: PartLayout
@@ -125,20 +153,20 @@ class HostBench:
         arena.populate(0, _end(refs, memory))
         self.copier: Copier = HostCopier(arena, [_views(memory)], part)
         self._source = memory[:, 1:].contiguous()
-        self._other = torch.zeros_like(self._source)
+        self._target = torch.zeros_like(self._source)
 
     def plain_copies(self) -> dict[str, Callable[[], None]]:
-        """By name."""
-        addresses = self._other.data_ptr(), self._source.data_ptr()
+        """Return the functions that copy all the bytes once, by name."""
+        target, source = self._target.data_ptr(), self._source.data_ptr()
         size = self._source.numel() * self._source.element_size()
 
         def copy() -> None:
-            ctypes.memmove(*addresses, size)
+            ctypes.memmove(target, source, size)
 
         return {"copy": copy}
 
     def close(self) -> None:
-        """Nothing else is copied."""
+        """End the copier's threads; copy nothing afterwards."""
         self.copier.close()
 
 
@@ -158,52 +186,57 @@ class DeviceBench:
         self._bytes = part_bytes * len(refs)
         self._device = device
         # Before the staging takes its share of what is free.
-        self._source = device.allocate(self._bytes)
-        self._other = device.allocate(self._bytes, pinned=True)
+        self._on_device = device.allocate(self._bytes)
+        self._on_host = device.allocate(self._bytes, pinned=True)
         self._pipeline = CopyPipeline(device, [_views(memory)], Demand(part_bytes, 1, self._bytes))
         self.batch_bytes = self._pipeline.staging_bytes
         self.copier = copier = CudaCopier(self._pipeline, arena, part)
         copier.pin(_end(refs, memory))
 
     def plain_copies(self) -> dict[str, Callable[[], None]]:
-        """By name: from the device, and to it."""
+        """Return the functions that copy all the bytes once, from the device and to it, by name."""
         stream = self._device.new_stream()
 
-        def copy(to: torch.Tensor, source: torch.Tensor) -> None:
-            self._device.copy(to.data_ptr(), source.data_ptr(), self._bytes, stream)
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            self._device.copy(target.data_ptr(), source.data_ptr(), self._bytes, stream)
             self._device.wait(self._device.record(stream))
 
-        out = partial(copy, self._other, self._source)
-        return {"copy_out": out, "copy_in": partial(copy, self._source, self._other)}
+        return {
+            "copy_out": partial(copy, self._on_host, self._on_device),
+            "copy_in": partial(copy, self._on_device, self._on_host),
+        }
 
     def close(self) -> None:
-        """Nothing else is copied."""
+        """End the copier and its pipeline; copy nothing afterwards."""
         self.copier.close()
         self._pipeline.close()
 
 
 def _measure(
     bench: HostBench | DeviceBench, refs: Sequence[SlotRef], memory: torch.Tensor
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of store, load and plain copies, in turns, ROUNDS of each; proves the bytes.
+) -> PathTimes:
+    """Return the times of store, load and plain copies, in turns, ROUNDS of each.
 
-    Also the seconds of processor time that this process took for each.
+    Raises HybridKVError where other bytes come back than were stored.
     """
     layers, _, words = memory.shape
     ids = (torch.randperm(len(refs), generator=torch.Generator().manual_seed(0)) + 1).tolist()
-    ops = [CopyOp(ref, 0, chunk, 1, 0, (ids[chunk],)) for chunk, ref in enumerate(refs)]
+    ops = [
+        CopyOp(slot=ref, group_index=0, chunk=chunk, count=1, first=0, blocks=(ids[chunk],))
+        for chunk, ref in enumerate(refs)
+    ]
     done: Queue[HybridKVError | None] = Queue()
 
-    def stored(op: CopyOp, is_stored: bool) -> None:
-        wrong = None if is_stored else HybridKVError(f"slot {op.slot.offset} was not stored")
-        done.put(wrong)
+    def on_stored(op: CopyOp, is_stored: bool) -> None:
+        failure = None if is_stored else HybridKVError(f"slot {op.slot.offset} was not stored")
+        done.put(failure)
 
     def store() -> None:
         batch = max(1, bench.batch_bytes // (layers * words * WORD_BYTES))
         for start in range(0, len(ops), batch):
-            some = ops[start : start + batch]
-            bench.copier.store(some, stored)
-            _wait(done, len(some))
+            batch_ops = ops[start : start + batch]
+            bench.copier.store(batch_ops, on_stored)
+            _wait(done, len(batch_ops))
 
     def load() -> None:
         bench.copier.load(ops, done.put)
@@ -227,25 +260,26 @@ def _measure(
         if not torch.equal(memory, before):
             raise HybridKVError("the bytes that came back are not those that were stored")
     bench.close()
-    return seconds, processor
+    return PathTimes(seconds, processor)
 
 
 def _end(refs: Sequence[SlotRef], memory: torch.Tensor) -> int:
-    """The end of the last slot in the arena."""
+    """Return the end of the last slot in the arena."""
     layers, _, words = memory.shape
     return max(ref.offset for ref in refs) + slot_bytes(layers * words * WORD_BYTES, 1)
 
 
 def _views(memory: torch.Tensor) -> list[torch.Tensor]:
-    """The physical blocks of each layer."""
+    """Return the physical blocks of each layer."""
     return [layer.view(len(layer), -1) for layer in memory]
 
 
 def _wait(done: "Queue[HybridKVError | None]", count: int) -> None:
+    """Wait for the ends of so many copies; raises the error of one that failed."""
     for _ in range(count):
         try:
-            wrong = done.get(timeout=DONE_SECONDS)
+            failure = done.get(timeout=DONE_SECONDS)
         except Empty as error:
             raise HybridKVError(f"a copy did not end within {DONE_SECONDS:g} s") from error
-        if wrong is not None:
-            raise wrong
+        if failure is not None:
+            raise failure

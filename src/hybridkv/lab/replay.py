@@ -1,19 +1,18 @@
 """A trace of prompts against the real store: what a cache of some size would have hit.
 
-Nothing but the index, the slots and the eviction is there; of every object only the page with its
-header is touched, and sizes are divided so that the smallest object takes a few pages. Prompts come
-one after the other and are stored as soon as they were looked up, as by one engine that is never
+The store has its real index, slots and eviction, and no payloads: only the page with the header of
+an object is touched. Sizes are divided so that the smallest object takes a few pages. Prompts come
+one after the other, and are stored as soon as they were looked up, as by an engine that is never
 busy.
 """
 
 import heapq
 import itertools
 import mmap
-import operator
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -41,12 +40,12 @@ from hybridkv.store.store import Store
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
 SESSIONS_AT_ONCE = 32
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
-PAGES_MIN = 8  # Pages of the smallest object: rounding to pages distorts it by an eighth at most.
+PAGES_MIN = 8  # Pages of the smallest object, which rounding distorts by an eighth at most.
 MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
 
 
-Reads = Mapping[tuple[int, bytes], Sequence[int]]
-"""The numbers of the prompts that read an object, in order, by its group and hash."""
+Reads = Sequence[Mapping[bytes, Sequence[int]]]
+"""By group: the numbers of the prompts that read an object, in order, by its hash."""
 
 
 class TracePrompt(
@@ -57,14 +56,14 @@ class TracePrompt(
 
     tokens: int
     blocks: Sequence[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
-    """A number for each started block of its tokens; it covers all blocks before it too."""
+    """A number for each started block of its tokens, which names all blocks before it too."""
     answer_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens of the answer, which a cache stores behind the prompt; `blocks` covers them then."""
+    """Tokens of the answer, which a cache stores after the prompt. `blocks` covers them too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayHits:
-    """What a cache had of a trace, or of one prompt."""
+    """The hits of a trace, or of one prompt."""
 
     prompts: int = 0
     prompts_hit: int = 0
@@ -72,9 +71,15 @@ class ReplayHits:
     tokens_hit: int = 0
     evicted: int = 0  # The number of objects that were evicted.
 
-    def __add__(self, other: "ReplayHits") -> "ReplayHits":
-        """Both."""
-        return ReplayHits(*map(operator.add, astuple(self), astuple(other)))
+    def __add__(self, hits: "ReplayHits") -> "ReplayHits":
+        """Return the hits of two traces together."""
+        return ReplayHits(
+            prompts=self.prompts + hits.prompts,
+            prompts_hit=self.prompts_hit + hits.prompts_hit,
+            tokens=self.tokens + hits.tokens,
+            tokens_hit=self.tokens_hit + hits.tokens_hit,
+            evicted=self.evicted + hits.evicted,
+        )
 
     @property
     def rate(self) -> float:
@@ -83,19 +88,38 @@ class ReplayHits:
 
 
 class ReplayObject(NamedTuple):
-    """An object that is stored."""
+    """An object that is stored, without its payload."""
 
     group_index: int
     chunk_hash: bytes
-    parent: bytes  # The hash of the chunk before; empty: there is none.
+    parent: bytes  # The hash of the chunk before; empty = no chunk is before it.
     size_bytes: int
+
+
+class PromptTail(NamedTuple):
+    """The tail that a prompt leaves in the cache (core.tails)."""
+
+    name: bytes
+    """Empty = the prompt leaves no tail."""
+    chunk: int
+    """The chunk inside which the tail ends."""
+
+
+class LongestHit(NamedTuple):
+    """The longest hit of a prompt."""
+
+    hits: ReplayHits
+    chunks: int
+    """The whole chunks of the hit."""
+    tail: bytes
+    """The name of the tail after these chunks; empty = none is hit."""
 
 
 class ReplayModel:
     """The objects of a prompt, for one model and the blocks of one trace.
 
-    Chunks are made as long as the trace's blocks, since it tells no more, but not where a group is
-    recurrent: its states stand at the ends of the engine's own chunks.
+    Chunks are as long as the trace's blocks, which tell no more. Where a group is recurrent they
+    are the engine's own chunks, because its states stand at their ends.
     """
 
     def __init__(
@@ -126,43 +150,47 @@ class ReplayModel:
         self.smallest_bytes = min(known, default=0)
 
     def hashes(self, prompt: TracePrompt) -> list[bytes]:
-        """The hashes of its whole chunks. One that ends inside a block differs with that block."""
+        """Return the hashes of the prompt's whole chunks.
+
+        The hash of a chunk that ends inside a block differs with that block.
+        """
         chunk = self.geometry.chunk_tokens
         return [self._name(prompt, end) for end in range(chunk, prompt.tokens + 1, chunk)]
 
     def _name(self, prompt: TracePrompt, end: int) -> bytes:
+        """Return the hash of the prompt's first `end` tokens."""
         block = self.block_tokens
         number = prompt.blocks[(end - 1) // block] << 32 | end % block
         return number.to_bytes(HASH_BYTES, "little", signed=True)
 
-    def tail(self, prompt: TracePrompt) -> tuple[bytes, int]:
-        """(the name, the chunk) of the tail that the prompt leaves; an empty name = it leaves none.
+    def tail(self, prompt: TracePrompt) -> PromptTail:
+        """Return the tail that the prompt leaves.
 
         The engine offers it at the last match unit before the prompt's last token.
         """
         unit, chunk = self.geometry.hash_tokens, self.geometry.chunk_tokens
         end = max(0, prompt.tokens - 1) // unit * unit
         is_inside = self.with_tails and end % chunk
-        return self._name(prompt, end) if is_inside else b"", end // chunk
+        return PromptTail(self._name(prompt, end) if is_inside else b"", end // chunk)
 
     def tail_sizes(self) -> list[int]:
-        """The bytes of a tail's objects, by group."""
+        """Return the bytes of a tail's objects, by group."""
         return [period[0] for period in self._bytes]
 
     def objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
-        """By group, the bytes of each object by chunk: all that is stored of so many chunks."""
+        """Return all objects that are stored of so many chunks: by group, their bytes by chunk."""
         objects: list[dict[int, int]] = []
         for group, period in zip(self.geometry.groups, self._bytes, strict=True):
-            there: Iterable[int] = range(chunks)
+            stored_chunks: Iterable[int] = range(chunks)
             if group.kind is GroupKind.RECURRENT:
                 ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
-                there = [end // self.geometry.chunk_tokens - 1 for end in ends]
-            sizes = {chunk: period[chunk % len(period)] for chunk in there}
+                stored_chunks = [end // self.geometry.chunk_tokens - 1 for end in ends]
+            sizes = {chunk: period[chunk % len(period)] for chunk in stored_chunks}
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
     def answer(self, prompt: TracePrompt, chunks: int) -> Iterator[ReplayObject]:
-        """What is stored of the prompt's answer, behind the prompt's `chunks`."""
+        """Yield the objects that are stored of the prompt's answer, after the prompt's `chunks`."""
         if not prompt.answer_tokens:
             return
         whole = TracePrompt(prompt.tokens + prompt.answer_tokens, prompt.blocks)
@@ -174,17 +202,17 @@ class ReplayModel:
                     yield ReplayObject(index, hashes[chunk], before, size)
 
     def needed(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
-        """What a hit of so many chunks reads, as (group, hash)."""
-        for at, group in enumerate(self.geometry.groups):
+        """Yield (group index, hash) of the objects that a hit of so many chunks reads."""
+        for index, group in enumerate(self.geometry.groups):
             for chunk in needed_chunks(self.geometry, group, chunks):
-                yield at, hashes[chunk]
+                yield index, hashes[chunk]
 
     def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
-        """The longest hit; at least one token is always computed."""
+        """Return the longest hit by chunks. At least one token is always computed."""
         return self._hit(prompt, self.chunks_hit(prompt, masks) * self.geometry.chunk_tokens)
 
     def chunks_hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> int:
-        """The chunks of the longest hit by chunks."""
+        """Return the chunks of the longest hit by chunks."""
         most = self.geometry.whole_chunks(prompt.tokens - 1)
         return largest_hit(self.geometry, masks, most)
 
@@ -193,10 +221,10 @@ class ReplayModel:
 
     def hit_with_tail(
         self, prompt: TracePrompt, masks: Sequence[bytes], is_whole: Callable[[bytes], bool]
-    ) -> tuple[ReplayHits, int, bytes]:
-        """(the longest hit, its chunks, the name of the tail behind them or nothing).
+    ) -> LongestHit:
+        """Return the longest hit, which may end with a tail.
 
-        `is_whole` says of a name whether every object of that tail is there.
+        `is_whole` returns True for the name of a tail that has all its objects.
         """
         geometry, chunks = self.geometry, self.chunks_hit(prompt, masks)
         tokens, name = chunks * geometry.chunk_tokens, b""
@@ -204,22 +232,28 @@ class ReplayModel:
             first = first_tail_chunk(geometry, prompt.tokens)
             units = (prompt.tokens - 1) // geometry.hash_tokens - first * units_per_chunk(geometry)
             names = [self._name(prompt, end) for end in self._tail_ends(first, units)]
-            asked = geometry, masks, chunks, first, len(names)
-            found = longest_tail(*asked, lambda number: is_whole(names[number]))
+            found = longest_tail(
+                geometry=geometry,
+                masks=masks,
+                chunks=chunks,
+                first_chunk=first,
+                count=len(names),
+                is_whole=lambda number: is_whole(names[number]),
+            )
             if found:
                 tokens, name = tail_tokens(geometry, first, found - 1), names[found - 1]
                 chunks = tail_chunk(geometry, first, found - 1)
-        return self._hit(prompt, tokens), chunks, name
+        return LongestHit(self._hit(prompt, tokens), chunks, name)
 
     def _tail_ends(self, first_chunk: int, units: int) -> Iterator[int]:
-        """Where the tails inside so many match units from `first_chunk` on end."""
+        """Yield the ends, in tokens, of the tails in so many match units from `first_chunk` on."""
         unit, chunk = self.geometry.hash_tokens, self.geometry.chunk_tokens
         ends = range(first_chunk * chunk + unit, first_chunk * chunk + units * unit + 1, unit)
         return (end for end in ends if end % chunk)
 
 
 class UnlimitedCache:
-    """A cache that evicts nothing."""
+    """A cache that evicts nothing, so that its hits are the most that any cache has."""
 
     def __init__(self, model: ReplayModel) -> None:
         self._model = model
@@ -227,14 +261,14 @@ class UnlimitedCache:
         self.stored_bytes = 0
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the prompt up, then store it."""
+        """Look the prompt up, then store it; returns its hit."""
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in seen for chunk_hash in hashes) for seen in self._seen]
-        hit, _, _ = model.hit_with_tail(
+        longest = model.hit_with_tail(
             prompt, masks, lambda name: all(name in seen for seen in self._seen)
         )
-        tail, _ = model.tail(prompt)
+        tail = model.tail(prompt).name
         if tail and tail not in self._seen[0]:
             self.stored_bytes += sum(model.tail_sizes())
             for seen in self._seen:
@@ -248,18 +282,37 @@ class UnlimitedCache:
             if generated.chunk_hash not in self._seen[generated.group_index]:
                 self._seen[generated.group_index].add(generated.chunk_hash)
                 self.stored_bytes += generated.size_bytes
-        return hit
+        return longest.hits
 
 
 def all_reads(model: ReplayModel, prompts: Sequence[TracePrompt]) -> Reads:
-    """What a cache that evicts nothing reads of a trace."""
-    reads: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+    """Return what a cache that evicts nothing reads of a trace."""
+    reads: list[defaultdict[bytes, list[int]]] = [defaultdict(list) for _ in model.geometry.groups]
     cache = UnlimitedCache(model)
     for number, prompt in enumerate(prompts):
         chunks = cache.serve(prompt).tokens_hit // model.geometry.chunk_tokens
-        for named in model.needed(model.hashes(prompt), chunks):
-            reads[named].append(number)
+        for group_index, chunk_hash in model.needed(model.hashes(prompt), chunks):
+            reads[group_index][chunk_hash].append(number)
     return reads
+
+
+class _KeptObject(NamedTuple):
+    """An object that a ForesightCache keeps."""
+
+    next_read: int  # The number of the next prompt that reads it.
+    size_bytes: int
+
+
+class _EvictionCandidate(NamedTuple):
+    """An object of a ForesightCache in its heap. The smallest candidate is evicted first.
+
+    It is stale unless the object is kept with the same next read.
+    """
+
+    negative_next_read: int
+    negative_chunk: int
+    group_index: int
+    chunk_hash: bytes
 
 
 class ForesightCache:
@@ -270,44 +323,56 @@ class ForesightCache:
 
     def __init__(self, model: ReplayModel, ram_bytes: int, reads: Reads) -> None:
         self._model, self._ram_bytes, self._reads = model, ram_bytes, reads
-        self._number = -1  # Of the last prompt that was served.
-        self._kept: dict[tuple[int, bytes], tuple[int, int]] = {}  # (next read, bytes)
-        self._heap: list[tuple[int, int, tuple[int, bytes]]] = []
-        """(-next read, -chunk, object); an entry is stale unless `_kept` has the same read."""
+        self._number = -1  # The number of the last prompt that was served.
+        self._kept: list[dict[bytes, _KeptObject]] = [{} for _ in model.geometry.groups]
+        """By group and hash."""
+        self._heap: list[_EvictionCandidate] = []
         self.kept_bytes = 0
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the next prompt of the trace up, then store it."""
+        """Look the next prompt of the trace up, then store it; returns its hit."""
         self._number += 1
-        model, kept = self._model, self._kept
+        model = self._model
         hashes = model.hashes(prompt)
-        groups = range(len(model.geometry.groups))
-        masks = [bytes((at, one) in kept for one in hashes) for at in groups]
-        for at, sizes in enumerate(model.objects(prompt, len(hashes))):
-            for chunk, one in enumerate(hashes):
-                size = kept[at, one][1] if masks[at][chunk] else sizes.get(chunk, 0)
+        masks = [bytes(chunk_hash in kept for chunk_hash in hashes) for kept in self._kept]
+        for group_index, sizes in enumerate(model.objects(prompt, len(hashes))):
+            kept = self._kept[group_index]
+            for chunk, chunk_hash in enumerate(hashes):
+                is_kept = masks[group_index][chunk]
+                size = kept[chunk_hash].size_bytes if is_kept else sizes.get(chunk, 0)
                 if size:
-                    self._keep((at, one), chunk, size)
+                    self._keep(group_index, chunk_hash, chunk, size)
+        return replace(model.hit(prompt, masks), evicted=self._evict())
+
+    def _evict(self) -> int:
+        """Evict objects until the others fit; returns how many were evicted."""
         evicted = 0
         while self.kept_bytes > self._ram_bytes:
-            after, _, named = heapq.heappop(self._heap)
-            if kept.get(named, (0, 0))[0] == -after:
-                self.kept_bytes -= kept.pop(named)[1]
+            candidate = heapq.heappop(self._heap)
+            kept = self._kept[candidate.group_index]
+            found = kept.get(candidate.chunk_hash)
+            if found is not None and found.next_read == -candidate.negative_next_read:
+                self.kept_bytes -= found.size_bytes
+                del kept[candidate.chunk_hash]
                 evicted += 1
-        return replace(model.hit(prompt, masks), evicted=evicted)
+        return evicted
 
-    def _keep(self, named: tuple[int, bytes], chunk: int, size: int) -> None:
-        self.kept_bytes -= self._kept.pop(named, (0, 0))[1]
-        reads = self._reads.get(named, ())
+    def _keep(self, group_index: int, chunk_hash: bytes, chunk: int, size: int) -> None:
+        """Keep an object until its next read, or drop it if it is never read again."""
+        kept = self._kept[group_index]
+        before = kept.pop(chunk_hash, None)
+        self.kept_bytes -= 0 if before is None else before.size_bytes
+        reads = self._reads[group_index].get(chunk_hash, ())
         at = bisect_right(reads, self._number)
         if at < len(reads):
-            self._kept[named] = reads[at], size
+            kept[chunk_hash] = _KeptObject(reads[at], size)
             self.kept_bytes += size
-            heapq.heappush(self._heap, (-reads[at], -chunk, named))
+            candidate = _EvictionCandidate(-reads[at], -chunk, group_index, chunk_hash)
+            heapq.heappush(self._heap, candidate)
 
 
 class TraceReplay:
-    """A cache of `ram_bytes`; a context manager."""
+    """A cache of `ram_bytes` with the real store; a context manager."""
 
     def __init__(
         self, model: ReplayModel, ram_bytes: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES
@@ -318,52 +383,60 @@ class TraceReplay:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, size, flags=flags)
         self._view = memoryview(self._memory)
-        self._store = Store(self._view, policy=policy)
-        self._store.grow(size)
+        self.store = Store(self._view, policy=policy)
+        self.store.grow(size)
         groups = model.geometry.groups
-        gids, full = zip(*((one.gid, one.kind is GroupKind.FULL) for one in groups), strict=True)
-        self._namespace = Namespace(bytes(HASH_BYTES), gids, (frozenset(),) * len(groups), full)
+        self._namespace = Namespace(
+            identity=bytes(HASH_BYTES),
+            gids=tuple(group.gid for group in groups),
+            shapes=(frozenset(),) * len(groups),
+            prefixes=tuple(group.kind is GroupKind.FULL for group in groups),
+        )
 
     def __enter__(self) -> "TraceReplay":
         return self
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
-            del self._store
+            del self.store
             self._view.release()
             self._memory.close()
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the prompt up, then store it."""
-        model, store, groups = self._model, self._store, self._model.geometry.groups
+        """Look the prompt up, then store it; returns its hit."""
+        model, store, groups = self._model, self.store, self._model.geometry.groups
         geometry, hashes = model.geometry, model.hashes(prompt)
         entries = [self._namespace.entries.get(chunk_hash) for chunk_hash in hashes]
         # The slots of every chunk, by group.
         slots = [
-            [None if entry is None else entry.slots[at] for entry in entries]
-            for at in range(len(groups))
+            [None if entry is None else entry.slots[index] for entry in entries]
+            for index in range(len(groups))
         ]
-        masks = [bytes(slot is not None for slot in of_group) for of_group in slots]
-        hit, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
-        if hit.tokens_hit:
+        masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
+        hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        if hits.tokens_hit:
             if tail:
                 # As the daemon reads it: the tail stands for one chunk more.
                 ends = self._namespace.entries[tail].slots
-                slots = [[*one[:chunks], end] for one, end in zip(slots, ends, strict=True)]
+                slots = [
+                    [*group_slots[:chunks], end]
+                    for group_slots, end in zip(slots, ends, strict=True)
+                ]
                 chunks += 1
             read = [
                 slot
-                for group, of_group in zip(groups, slots, strict=True)
+                for group, group_slots in zip(groups, slots, strict=True)
                 for chunk in needed_chunks(geometry, group, chunks)
-                if (slot := of_group[chunk]) is not None
+                if (slot := group_slots[chunk]) is not None
             ]
             store.pin(read)
             store.unpin(read)
         evicted = store.evicted
         self._store_prompt(prompt, hashes, masks)
-        return replace(hit, evicted=store.evicted - evicted)
+        return replace(hits, evicted=store.evicted - evicted)
 
     def _has_tail(self, name: bytes) -> bool:
+        """Return True if the store has every object of a tail."""
         entry = self._namespace.entries.get(name)
         return entry is not None and all(entry.slots)
 
@@ -380,32 +453,37 @@ class TraceReplay:
                         before = hashes[chunk - 1] if chunk else b""
                         stored = ReplayObject(index, hashes[chunk], before, sizes[chunk])
                         is_inside = chunk < needs[index]
-                        self._store_object(
+                        self.store_object(
                             stored, EvictionClass.INTERIOR if is_inside else EvictionClass.PROMPT
                         )
         for generated in model.answer(prompt, len(hashes)):
             if self._namespace.get(generated.chunk_hash, generated.group_index) is None:
-                self._store_object(generated, EvictionClass.GENERATED)
+                self.store_object(generated, EvictionClass.GENERATED)
         tail, chunk = model.tail(prompt)
         if tail:
             before = hashes[chunk - 1] if chunk else b""
             for index, size in enumerate(model.tail_sizes()):
                 if self._namespace.get(tail, index) is None:
-                    self._store_object(
-                        ReplayObject(index, tail, before, size), EvictionClass.PROMPT
-                    )
+                    self.store_object(ReplayObject(index, tail, before, size), EvictionClass.PROMPT)
 
-    def _store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
+    def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
         pages = max(1, round(stored.size_bytes / self._scale / SLOT_ALIGN))
-        name = stored.group_index, stored.chunk_hash, stored.parent
-        for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
-            self._store.commit(slot, self._namespace, *name, eviction_class)
+        for slot in self.store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
+            self.store.commit(
+                slot=slot,
+                namespace=self._namespace,
+                group_index=stored.group_index,
+                chunk_hash=stored.chunk_hash,
+                parent=stored.parent,
+                eviction_class=eviction_class,
+            )
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:
-    """The prompts of a trace, in its order; raises ConfigError with the line that is none.
+    """Return the prompts of a trace, in its order.
 
-    Errors name the file as `shown`, which is by default its path.
+    Raises ConfigError with the first line that is no prompt. Errors name the file as `shown`, which
+    is by default its path.
     """
     shown = shown or str(path)
     if block_tokens < 1:
@@ -437,14 +515,14 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
 
 
 def unanswered(prompts: Iterable[TracePrompt]) -> Iterator[TracePrompt]:
-    """The prompts, without answers that a cache would store."""
+    """Yield the prompts without their answers, which a cache would store."""
     return (TracePrompt(prompt.tokens, prompt.blocks) for prompt in prompts)
 
 
 def answered(prompts: Iterable[TracePrompt], block_tokens: int) -> Iterator[TracePrompt]:
-    """The prompts with numbers for the blocks of their answers, where the trace has none.
+    """Yield the prompts with numbers for the blocks of their answers, where the trace has none.
 
-    Nobody goes on with an answer that the trace does not name, so its blocks are nobody else's.
+    No prompt goes on with an answer that the trace does not name, so these numbers are new.
     """
     numbers = itertools.count(-1, -1)
     for prompt in prompts:
@@ -454,11 +532,12 @@ def answered(prompts: Iterable[TracePrompt], block_tokens: int) -> Iterator[Trac
 
 
 def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]:
-    """Of each prompt, the tokens at its beginning that an earlier one had, but for its last token.
+    """Return for each prompt the tokens at its beginning that an earlier prompt had.
 
-    Of two prompts that differ within a block the trace tells no more, so that block is new.
+    A prompt's last token never counts. Where two prompts differ within a block, the trace does not
+    say where, so no token of that block counts.
     """
-    had: dict[int, int] = {}  # The most tokens of a block that a prompt had, by its number.
+    had: dict[int, int] = {}  # The most tokens of a block that a prompt had, by the block's number.
     known = []
     for prompt in prompts:
         count, is_known = 0, True
@@ -473,10 +552,11 @@ def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]
 
 
 def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -> list[TracePrompt]:
-    """The requests as turns of sessions; raises ConfigError for no turns or too few requests.
+    """Return the requests as turns of sessions.
 
-    A turn adds the tokens that were new in its request, and its answer is a part of the next
-    turn's prompt. SESSIONS_AT_ONCE sessions take turns until all of them end; then others begin.
+    A turn adds the tokens that were new in its request, and its answer is a part of the next turn's
+    prompt. SESSIONS_AT_ONCE sessions take turns until all of them end. Then the next ones begin.
+    Raises ConfigError for no turns or too few requests.
     """
     if not 1 <= turns <= len(prompts):
         what = f"--sessions {turns}: the trace has {len(prompts)} requests"
@@ -484,7 +564,7 @@ def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -
     known = known_tokens(prompts, block_tokens)
     new = [prompt.tokens - had for prompt, had in zip(prompts, known, strict=True)]
     count = len(prompts) // turns
-    made: list[TracePrompt] = []
+    session_prompts: list[TracePrompt] = []
     request = iter(zip(prompts, new, strict=True))
     for first in range(0, count, SESSIONS_AT_ONCE):
         sessions = range(first, min(count, first + SESSIONS_AT_ONCE))
@@ -496,6 +576,6 @@ def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -
                 # The next turn's prompt has the answer, in blocks of the same numbers.
                 end = -(-(tokens + prompt.answer_tokens) // block_tokens)
                 blocks = range(session << 32, (session << 32) + end)
-                made.append(TracePrompt(tokens, blocks, prompt.answer_tokens))
+                session_prompts.append(TracePrompt(tokens, blocks, prompt.answer_tokens))
                 lengths[session] = tokens + prompt.answer_tokens
-    return made
+    return session_prompts

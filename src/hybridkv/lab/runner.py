@@ -1,4 +1,4 @@
-"""The child behind hybridkv.lab.engine_process: one real engine, which is told what to do.
+"""The child behind hybridkv.lab.engine_process: one real engine, which runs commands.
 
 The arguments after the descriptor are vLLM's.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -29,29 +29,36 @@ LOGPROBS = 5
 STEP_SECONDS_MAX = 600.0
 
 
+class _StepTimes(NamedTuple):
+    """The duration of a step in seconds."""
+
+    wall: float
+    processor: float  # Of all threads of this process.
+
+
 def make_engine(arguments: list[str]) -> LLMEngine:
-    """An engine from vLLM's own command line arguments.
+    """Return an engine from vLLM's own command line arguments.
 
     Raises NotServedError where vLLM itself has switched off what `verify` compares with.
     """
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    asked = EngineArgs.from_cli_args(parser.parse_args(arguments))
-    config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    wanted = EngineArgs.from_cli_args(parser.parse_args(arguments))
+    config = wanted.create_engine_config(UsageContext.ENGINE_CONTEXT)
     transfer = config.kv_transfer_config
-    # `create_engine_config` has put vLLM's default into `asked` where the user named no value.
-    switched_off = asked.enable_prefix_caching and not config.cache_config.enable_prefix_caching
-    if switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
+    # `create_engine_config` has put vLLM's default into `wanted` where the user named no value.
+    is_switched_off = wanted.enable_prefix_caching and not config.cache_config.enable_prefix_caching
+    if is_switched_off and transfer is not None and transfer.kv_connector == CONNECTOR:
         raise NotServedError(NotServedError.TEXT)
-    return LLMEngine.from_vllm_config(config, disable_log_stats=asked.disable_log_stats)
+    return LLMEngine.from_vllm_config(config, disable_log_stats=wanted.disable_log_stats)
 
 
 class EngineRunner:
-    """Drives one engine step by step."""
+    """Runs requests on one engine, step by step."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._requests = 0
-        self._drafts: dict[str, list[list[int]]] = {}  # What was drafted for each request.
+        self._drafts: dict[str, list[list[int]]] = {}  # The drafts of each request, by step.
         self._watch_drafts()
 
     def run(
@@ -59,50 +66,51 @@ class EngineRunner:
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once.
 
-        Returns for each its tokens, those of each step, exact log-probabilities, cached tokens,
-        drafts (where vLLM schedules synchronously), and times in seconds: those of the steps in
-        which every request has a token already are on the clock, and of all processors. With
-        `starve` the block pool is empty from the first tokens on, until nothing runs any more: a
-        request that needs a block is preempted, and comes back to a pool in which its own old
-        blocks are gone.
+        Returns for each request its tokens, the tokens of each step, exact log-probabilities,
+        cached tokens, and drafts (where vLLM schedules synchronously). Times are in seconds, on the
+        clock and of all processors. They are those of the steps in which every request has a token
+        already. With `starve` the block pool is empty from the first tokens on, until no request
+        runs any more. A request that needs a block is preempted then, and comes back to a pool in
+        which its own old blocks are gone.
         """
         started = time.perf_counter()
         results = self._add(prompts, max_tokens)
-        decode: list[tuple[float, float]] = []
+        decode: list[_StepTimes] = []
         pool = _BlockPool(self._engine) if starve else None
         while self._engine.has_unfinished_requests():
             if pool is not None and _all_have_tokens(results):
                 pool.starve()
             is_decode = _all_have_tokens(results)
-            step_started, worked = time.perf_counter(), time.process_time()
+            step_started, processor_started = time.perf_counter(), time.process_time()
             outputs = self._engine.step()
             now = time.perf_counter()
             if is_decode:
-                decode.append((now - step_started, time.process_time() - worked))
+                processor_seconds = time.process_time() - processor_started
+                decode.append(_StepTimes(now - step_started, processor_seconds))
             for output in outputs:
-                _take(output, results[output.request_id], now - started)
+                _add_output(output, results[output.request_id], now - started)
             if now - started > STEP_SECONDS_MAX:
                 raise TimeoutError(f"requests unfinished after {STEP_SECONDS_MAX:g} s")
         self._settle()
         preemptions = 0 if pool is None else pool.release()
         for name, result in results.items():
-            result["drafts"] = self._taken_drafts(name)
-        seconds, processor_seconds = ([step[at] for step in decode] for at in (0, 1))
+            result["drafts"] = self._take_drafts(name)
+        step_seconds = [step.wall for step in decode]
         common = {
-            "slowest_decode_step_seconds": max(seconds, default=0.0),
-            "decode_step_seconds": seconds,
-            "decode_processor_seconds": processor_seconds,
+            "slowest_decode_step_seconds": max(step_seconds, default=0.0),
+            "decode_step_seconds": step_seconds,
+            "decode_processor_seconds": [step.processor for step in decode],
             "preemptions": preemptions,
         }
         return [{**result, **common} for result in results.values()]
 
-    def _taken_drafts(self, request_id: str) -> list[list[int]]:
-        """What was drafted for a request, whose name vLLM makes longer."""
+    def _take_drafts(self, request_id: str) -> list[list[int]]:
+        """Return and forget the drafts of a request, whose name vLLM makes longer."""
         names = [n for n in self._drafts if n == request_id or n.startswith(f"{request_id}-")]
         return [draft for name in names for draft in self._drafts.pop(name)]
 
     def _watch_drafts(self) -> None:
-        """Keep what the drafter proposes, in the order of the steps."""
+        """Keep the drafts that the drafter proposes, in the order of the steps."""
         scheduler = self._engine.engine_core.engine_core.scheduler
         update = scheduler.update_draft_token_ids
 
@@ -114,7 +122,7 @@ class EngineRunner:
         scheduler.update_draft_token_ids = watched
 
     def _settle(self) -> None:
-        """Step on as vLLM's own process does, until connectors have the ends of their stores."""
+        """Step on, as vLLM's own process does, until all stores of connectors have ended."""
         core = self._engine.engine_core.engine_core
         started = time.perf_counter()
         while core.scheduler.has_requests() or core.batch_queue:
@@ -123,7 +131,7 @@ class EngineRunner:
                 raise TimeoutError(f"a connector is not done after {STEP_SECONDS_MAX:g} s")
 
     def _add(self, prompts: list[list[int]], max_tokens: int) -> dict[str, dict[str, Any]]:
-        """Give the engine all prompts; returns their results, still empty, by request."""
+        """Add a request for each prompt; returns their results, still empty, by request."""
         greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(max_tokens=max_tokens, logprobs=LOGPROBS, **greedy)
         results: dict[str, dict[str, Any]] = {}
@@ -136,7 +144,7 @@ class EngineRunner:
         return results
 
     def reset(self, connector: bool) -> bool:
-        """Forget the engine's own prefix cache, and the connector's where `connector` says so."""
+        """Empty the engine's own prefix cache, and with `connector` the connector's."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
 
 
@@ -144,11 +152,11 @@ def _all_have_tokens(results: dict[str, dict[str, Any]]) -> bool:
     return all(result["ttft_seconds"] is not None for result in results.values())
 
 
-def _take(output: Any, result: dict[str, Any], seconds: float) -> None:
-    """Put what the engine gave for a request, `seconds` after it came, into its result."""
+def _add_output(output: Any, result: dict[str, Any], seconds: float) -> None:
+    """Add the output of a step to a request's result, `seconds` after the request came."""
     completion = output.outputs[0]
-    more = len(completion.token_ids) - len(result.get("tokens", ()))
-    result.setdefault("step_tokens", []).append(more)
+    step_tokens = len(completion.token_ids) - len(result.get("tokens", ()))
+    result.setdefault("step_tokens", []).append(step_tokens)
     if result["ttft_seconds"] is None and completion.token_ids:
         result["ttft_seconds"] = seconds
     result.update(answer_of(output), finish_reason=completion.finish_reason)
@@ -165,7 +173,7 @@ class _BlockPool:
         self._preemptions: dict[str, int] = {}  # How often each request was preempted.
 
     def starve(self) -> None:
-        """Before a step: take every free block; give all back once no request runs any more."""
+        """Take every free block before a step, or give all back once no request runs any more."""
         requests = self._scheduler.requests.items()
         self._preemptions |= {name: request.num_preemptions for name, request in requests}
         if self._scheduler.running and not self._over:
@@ -182,7 +190,7 @@ class _BlockPool:
 
 
 def main() -> None:
-    """Make an engine and do as commands say."""
+    """Make an engine, and run the commands that come until the connection ends."""
     with Connection(int(sys.argv[1])) as pipe:
 
         def answer(value: object) -> None:
@@ -195,11 +203,11 @@ def main() -> None:
             return
         runner, model = EngineRunner(engine), engine.vllm_config.model_config
         scheduler = engine.engine_core.engine_core.scheduler
-        drops = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
+        drops_blocks = bool(scheduler.kv_cache_manager.coordinator.eagle_group_ids)
         info = {"max_model_len": model.max_model_len, "vocab_size": model.get_vocab_size()}
         tails = getattr(scheduler.connector, "tails", None)
         info["no_tails"] = tails.what if tails is not None and tails.remedy else ""
-        answer({**info, "dropped_tokens": scheduler.block_size if drops else 0})
+        answer({**info, "dropped_tokens": scheduler.block_size if drops_blocks else 0})
         # Until the parent has ended, or closed its side.
         with contextlib.suppress(EOFError, ConnectionError):
             while True:

@@ -1,9 +1,9 @@
-"""What vLLM's CPU build lacks for some bundled models; no other process gets it.
+"""Replacements for what vLLM's CPU build lacks or computes wrongly, for some bundled models.
 
-`HYBRIDKV_SHIMS` names the model: a bundled model's environment sets it (`hybridkv.lab.models`), the
-import of this module acts on it. The engine's process imports it before the engine is made, a
-worker for `--worker-extension-cls`. On any other build of vLLM nothing of it is put in place, but
-for wider weights, which `HYBRIDKV_WIDEN` ("seed:width") asks for.
+`HYBRIDKV_SHIMS` names the model. A bundled model's environment sets it (`hybridkv.lab.models`), and
+the import of this module puts the model's shims in place. The engine's process imports it before
+the engine is made, and a worker because of `--worker-extension-cls`. On other builds of vLLM only
+the wider weights are put in place, for which `HYBRIDKV_WIDEN` ("seed:width") asks.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -26,7 +26,7 @@ SHIMS_ENV, WIDEN_ENV = "HYBRIDKV_SHIMS", "HYBRIDKV_WIDEN"
 
 
 class BundledWorker:
-    """The (empty) worker extension of bundled models; the import is what counts."""
+    """The worker extension of bundled models. It is empty: a worker that asks imports this."""
 
 
 def _mamba2() -> None:
@@ -53,7 +53,7 @@ def _mla() -> None:
 
 
 class _Anything(ModuleType):
-    """A module that has every name; no text prompt calls one."""
+    """A module that has every name, of which no text prompt calls any."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -79,36 +79,41 @@ def _torchvision() -> None:
 def _drafted_states() -> None:
     """Recurrent states under speculation: vLLM copies them with Triton, and its CPU kernel errs.
 
-    The copies are made on the same metadata. Where a step has fewer drafts than the most, vLLM
-    0.32's CPU kernel puts the step's tokens to the wrong end of the inputs that the convolution
-    keeps, or fails; `_drafted_step` puts them where the kernel of a GPU does.
+    The copies are made here, on the same metadata. Where a step has fewer drafts than the most,
+    vLLM 0.32's CPU kernel puts the step's tokens to the wrong end of the inputs that the
+    convolution keeps, or fails. `_drafted_step` puts them where the kernel of a GPU does.
+    `vllm.seams.has_wrong_drafted_states` sees that vLLM's own kernel is not in place any more.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
     from vllm.v1.worker import mamba_utils  # noqa: PLC0415
 
-    from hybridkv.vllm import drafters  # noqa: PLC0415
-
     context = mamba_utils.MambaSpecDecodeGPUContext
     context.run_fused_precopy, context.run_fused_postprocess = _before_step, _after_step
     gdn_attention._spec_forward = _drafted_step
-    drafters.is_cpu_mended = True
 
 
-def _drafted_step(
-    layer: Any,
-    metadata: Any,
-    mixed_qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    inputs: torch.Tensor,
-    states: torch.Tensor,
-    width: int,
-    state_len: int,
-) -> torch.Tensor:
-    """As vLLM's `_spec_forward`; `inputs` are `[block, channel, token]` of the convolution."""
+class _DraftedStep(NamedTuple):
+    """The arguments of vLLM's `_spec_forward`, in its order."""
+
+    layer: Any
+    metadata: Any
+    mixed_qkv: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+    inputs: torch.Tensor
+    """The inputs that the convolution keeps, `[block, channel, token]`."""
+    states: torch.Tensor
+    width: int
+    state_len: int
+
+
+def _drafted_step(*arguments: Any) -> torch.Tensor:
+    """Return what vLLM's `_spec_forward` does, with the tokens at the right end of the inputs."""
     from vllm import _custom_ops as ops  # noqa: PLC0415
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
 
+    step = _DraftedStep(*arguments)
+    layer, metadata, mixed_qkv = step.layer, step.metadata, step.mixed_qkv
     rows = metadata.num_spec_decodes
     starts = metadata.spec_query_start_loc[: rows + 1].to(torch.int32).contiguous()
     blocks = metadata.spec_state_indices_tensor[:rows].to(torch.int32).contiguous()
@@ -117,25 +122,25 @@ def _drafted_step(
     mixed = torch.empty_like(mixed_qkv)
     for row in range(rows):
         part = slice(int(starts[row]), int(starts[row + 1]))
-        kept, first = inputs[int(blocks[row, 0])], int(accepted[row]) - 1
+        kept, first = step.inputs[int(blocks[row, 0])], int(accepted[row]) - 1
         fresh = mixed_qkv[part].transpose(0, 1).to(kept.dtype)
         if not fresh.numel():
             continue
-        read = torch.cat([kept[:, first : first + width - 1], fresh], -1)
+        read = torch.cat([kept[:, first : first + step.width - 1], fresh], -1)
         out = torch.conv1d(read[None], weight, layer.conv1d.bias, groups=len(kept))[0]
         out = torch.nn.functional.silu(out) if layer.activation == "silu" else out
         mixed[part] = out.transpose(0, 1).to(mixed.dtype)
         kept[:, : read.shape[1] - 1] = read[:, 1:]
-    query, key, value = (one.squeeze(0) for one in layer.rearrange_mixed_qkv(mixed))
+    query, key, value = (part.squeeze(0) for part in layer.rearrange_mixed_qkv(mixed))
     return ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
         A_log=layer.A_log,
         dt_bias=layer.dt_bias,
         q=query,
         k=key,
         v=value,
-        a=a,
-        b=b,
-        initial_state_source=states,
+        a=step.a,
+        b=step.b,
+        initial_state_source=step.states,
         spec_state_indices=blocks,
         num_accepted_tokens=accepted,
         cu_seqlens=starts,
@@ -144,14 +149,15 @@ def _drafted_step(
 
 
 def _copy_states(context: Any, row: int, source: int, target: int, offset: int) -> None:
-    """Copy one request's states between columns, as vLLM's `_copy_mamba_state_block`."""
+    """Copy one request's states between columns, as vLLM's `_copy_mamba_state_block` does."""
     from vllm.v1.worker.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415
 
     assert not is_conv_state_dim_first(), "the CPU build keeps tokens before channels"
     names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths")
     for state in range(context.num_states):
-        values = (int(getattr(context, f"state_{name}")[state]) for name in names)
-        base, stride, size, inner, width = values
+        base, stride, size, inner, width = (
+            int(getattr(context, f"state_{name}")[state]) for name in names
+        )
         table = int(context.block_table_ptrs[int(context.state_group_indices[state])])
         rows = ctypes.c_int32 * (max(source + offset, target) + 1)
         blocks = rows.from_address(table + row * context.block_table_stride_req * 4)
@@ -165,30 +171,26 @@ def _copy_states(context: Any, row: int, source: int, target: int, offset: int) 
 def _before_step(
     context: Any, num_reqs: int, state_idx_gpu: Any, src_col_gpu: Any, token_bias_gpu: Any, **_: Any
 ) -> None:
-    """As `precopy_mamba_align_fused_kernel`."""
+    """Copy states before a step, as vLLM's `precopy_mamba_align_fused_kernel` does."""
     for row in range(num_reqs):
         source, target = int(src_col_gpu[row]), int(state_idx_gpu[row])
         if source not in (-1, target):
             _copy_states(context, row, source, target, int(token_bias_gpu[row]))
 
 
-def _after_step(
-    context: Any,
-    num_reqs: int,
-    num_accepted_tokens_gpu: Any,
-    mamba_state_idx_gpu: Any,
-    num_scheduled_tokens_gpu: Any,
-    num_computed_tokens_gpu: Any,
-    num_draft_tokens_gpu: Any,
-    **_: Any,
-) -> None:
-    """As `postprocess_mamba_fused_kernel`."""
-    context.num_accepted_tokens_out[:num_reqs].copy_(num_accepted_tokens_gpu[:num_reqs])
+def _after_step(context: Any, num_reqs: int, **counts: torch.Tensor) -> None:
+    """Copy states after a step, as vLLM's `postprocess_mamba_fused_kernel` does.
+
+    `counts` has a tensor with a number for each request, by vLLM's names of its arguments.
+    """
+    accepted = counts["num_accepted_tokens_gpu"]
+    context.num_accepted_tokens_out[:num_reqs].copy_(accepted[:num_reqs])
     for row in range(num_reqs):
-        source = int(mamba_state_idx_gpu[row])
-        known = int(num_computed_tokens_gpu[row]) + int(num_scheduled_tokens_gpu[row])
-        known -= int(num_draft_tokens_gpu[row])
-        end = known + int(num_accepted_tokens_gpu[row]) - 1
+        source = int(counts["mamba_state_idx_gpu"][row])
+        known = int(counts["num_computed_tokens_gpu"][row])
+        known += int(counts["num_scheduled_tokens_gpu"][row])
+        known -= int(counts["num_draft_tokens_gpu"][row])
+        end = known + int(accepted[row]) - 1
         end -= end % context.block_size
         target = end // context.block_size - 1
         if end >= known:
@@ -199,7 +201,7 @@ def _after_step(
 
 
 def _interpreted_triton() -> None:
-    """Triton's interpreter runs vLLM's own kernels; a CPU build takes Triton's CPU backend only.
+    """Run vLLM's Triton kernels in Triton's interpreter: a CPU build takes its CPU backend only.
 
     The model's environment sets TRITON_INTERPRET, which Triton reads when it is imported: before
     this module. Modules that vLLM imports before this one hold no kernel.
@@ -240,7 +242,7 @@ def _wide_weights(seed: int, width: float) -> None:
     load_weights = loader.load_weights
 
     def widen(param: torch.Tensor, *args: object, **kwargs: object) -> None:
-        """Uniform values with a seed for each parameter: +-width for matrices, else 0.5 to 1.5."""
+        """Fill with uniform values, by a seed of its own: +-width in matrices, else 0.5 to 1.5."""
         if param.device.type == "meta" or not torch.is_floating_point(param):
             return
         generator = torch.Generator(device="cpu").manual_seed(seed + next(numbers[0]))

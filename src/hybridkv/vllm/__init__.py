@@ -1,1 +1,1 @@
-"""What is known of vLLM apart from this cache: layouts, identity, what can be served, metrics."""
+"""Knowledge of vLLM: layouts, identity, weights, what can be served, metrics."""

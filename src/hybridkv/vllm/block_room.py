@@ -1,7 +1,7 @@
-"""The rule that every load leaves room in the engine's block pool for all loading requests to run.
+"""The rule that loads leave room in the engine's block pool for all loading requests to run.
 
-The engine takes blocks back from running requests only. Loads that fill its pool and leave none to
-run with would wait for each other for ever.
+The engine takes blocks back only from running requests. If loads filled its pool, no request would
+have blocks to run with, and the loads would wait for each other for ever.
 """
 
 from collections.abc import Container, Sequence
@@ -14,31 +14,31 @@ ROOM_SECONDS = 2.0
 
 
 class Retention(NamedTuple):
-    """What the engine keeps of a request in a group."""
+    """The part of a request that the engine keeps in a group."""
 
     tokens_per_block: int
-    window_tokens: int | None  # None = all tokens are kept.
-    draft_blocks: int = 0  # Blocks besides: each draft of a step leaves a recurrent state.
+    window_tokens: int | None  # The last tokens that are kept; None = all tokens are.
+    draft_blocks: int = 0  # Further blocks: each draft of a step leaves a recurrent state.
 
 
 def retention_of(group: Group, draft_blocks: int = 0) -> Retention:
-    """What the engine keeps of a request in `group`."""
+    """Return what the engine keeps of a request in `group`."""
     window = group.window_tokens + group.extra_retained_tokens
     kept = None if group.kind is GroupKind.FULL else window
     return Retention(group.tokens_per_block, kept, draft_blocks)
 
 
 class BlockRoom:
-    """The blocks of the requests that got blocks for a load and have not run since.
+    """Counts the blocks of the requests that got blocks for a load and have not run since.
 
-    Every count of `tokens` is that of the request and the first token that it computes.
+    `tokens` are always the tokens that a request loads, and the first token that it computes.
     """
 
     def __init__(self, groups: Sequence[Retention], pool_blocks: int, inflight_tokens: int) -> None:
-        """`groups`: what each of the engine's keeps.
+        """`groups` are what each group of the engine keeps; `pool_blocks` are all blocks.
 
-        `inflight_tokens`: the most tokens of all steps that are planned and not reported. vLLM runs
-        a request only where its window and all of these have room.
+        `inflight_tokens` are the most tokens of all steps that are planned and not reported. vLLM
+        runs a request only where its window and all of these tokens have room.
         """
         self._groups = groups
         self._pool_blocks = pool_blocks
@@ -50,30 +50,30 @@ class BlockRoom:
         return len(self._held)
 
     def most_blocks(self, tokens: int) -> int:
-        """The most blocks, over all groups, that a request holds before it has run once.
+        """Return the most blocks, over all groups, that a request holds before it has run once.
 
-        A group with a window frees earlier blocks, but only when the step that leaves them ended.
+        A group with a window frees earlier blocks only after the step that leaves them.
         """
         total = 0
         for group in self._groups:
-            read = tokens if group.window_tokens is None else group.window_tokens
-            total += -(-min(tokens, read + self._inflight_tokens) // group.tokens_per_block) + 1
+            kept = tokens if group.window_tokens is None else group.window_tokens
+            total += -(-min(tokens, kept + self._inflight_tokens) // group.tokens_per_block) + 1
             total += group.draft_blocks
         return total
 
     def has_room(self, request_id: str, tokens: int) -> bool:
-        """Whether this request can run when its load ends, and so can all others that load.
+        """Return True if this request and all that load can run when their loads end.
 
         A request that is alone always has room.
         """
-        others = sum(blocks for name, blocks in self._held.items() if name != request_id)
-        return not others or others + self.most_blocks(tokens) <= self._pool_blocks
+        held_blocks = sum(blocks for name, blocks in self._held.items() if name != request_id)
+        return not held_blocks or held_blocks + self.most_blocks(tokens) <= self._pool_blocks
 
     def hold(self, request_id: str, tokens: int) -> None:
-        """The request got blocks for a load, and holds them until it runs."""
+        """Count the blocks that the request got for a load, until it runs."""
         self._held[request_id] = self.most_blocks(tokens)
 
     def ran(self, request_ids: Container[str]) -> None:
-        """These requests ran or ended, and hold nothing any more."""
+        """Count nothing any more for these requests, which ran or ended."""
         for name in [name for name in self._held if name in request_ids]:
             del self._held[name]

@@ -1,4 +1,4 @@
-"""The engine's blocks as memory: runs of bytes, words, and pieces of an object's part.
+"""The engine's blocks as memory: runs of bytes, and pieces of an object's part.
 
 vLLM registers a layer as [block, head, token, content] whatever stands next to what in memory. A
 block is taken apart in the order of its memory, so that it is one run where it is one piece::
@@ -17,22 +17,25 @@ from hybridkv.core.copies import CopyOp
 
 
 def block_bytes(view: torch.Tensor) -> int:
-    """Bytes of one block of a layer."""
+    """Return the bytes of one block of a layer, `view[block]`."""
     size: int = view[0].numel() * view.element_size()
     return size
 
 
 def memory_order(view: torch.Tensor) -> tuple[int, ...]:
-    """The dims of one block from the largest stride to the smallest, without those of length 1."""
+    """Return the dims of a block from the largest stride to the smallest, but those of length 1.
+
+    A block of [heads, tokens, numbers] that has tokens before heads in memory -> (1, 0, 2).
+    """
     dims = (dim for dim, length in enumerate(view.shape[1:]) if length != 1)
     return tuple(sorted(dims, key=view.stride()[1:].__getitem__, reverse=True))
 
 
 def physical(view: torch.Tensor) -> torch.Tensor:
-    """The same blocks with the dims of each in the order of memory, joined as far as possible.
+    """Return the same blocks with the dims of each in the order of memory, joined where possible.
 
-    `[block, ..., run]`: the last dim is contiguous, and there are no others where a block is one
-    piece of memory.
+    The shape is `[block, ..., run]`. The last dim is contiguous, and `[block, run]` is a block in
+    one piece of memory.
     """
     shape, strides = [1], [1]
     for dim in reversed(memory_order(view)):
@@ -48,9 +51,10 @@ def physical(view: torch.Tensor) -> torch.Tensor:
 def part_pieces(
     views: Sequence[torch.Tensor], op: CopyOp, part: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """By layer: the engine's blocks, and the op's blocks within one rank's part, shaped alike.
+    """Yield for each layer its blocks in the engine, and the op's blocks within `part`.
 
-    The views are physical ones.
+    `views` are the layers' physical views, and `part` is one rank's part of an object, as bytes.
+    The blocks in it are `[block, ..., run]` too.
     """
     at = 0
     for view in views:
@@ -62,7 +66,7 @@ def part_pieces(
 
 
 def block_runs(view: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(byte offset, bytes) of each run of one block of a physical view, in the order of memory."""
+    """Yield (byte offset, bytes) of each run of a block of a physical view, in memory's order."""
     size, strides = view.element_size(), view.stride()[1:-1]
     for index in product(*map(range, view.shape[1:-1])):
         yield sum(map(mul, index, strides)) * size, view.shape[-1] * size

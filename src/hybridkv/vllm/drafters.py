@@ -2,18 +2,19 @@
 
 A drafter of the EAGLE family (EAGLE, EAGLE3, MTP) computes its KV at a position from the target's
 hidden state there and from the *next* token. A draft model's KV depends on no later token. N-gram
-speculation has no layers. Over recurrent groups it needs that a state is that of verified tokens,
-which `unproven_states` is about.
+speculation has no layers. Over recurrent groups, states must be those of verified tokens
+(`unproven_states`).
 """
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import vllm
 from vllm.platforms import current_platform
 
 from hybridkv.core.findings import Finding, Verdict, fail, judge, ok
+from hybridkv.vllm import seams
+from hybridkv.vllm.versions import minor_version
 
 NGRAM = "ngram"
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")
@@ -22,10 +23,10 @@ VERSIONS = {
     "0.32": "real engines and the simulation",
     "0.33": "the simulation and by reading its model runner; there is no CPU build of it yet",
 }
-"""What drafters were proven by, by the minor version of vLLM; no other is served with them."""
-V2_VERSIONS = ("0.32",)  # Those on which drafters ran on the V2 model runner of a real engine.
+"""How drafters were proven, by the minor version of vLLM. They are served on no other version."""
+V2_VERSIONS = ("0.32",)  # Versions on which drafters ran on the V2 model runner of a real engine.
 STATE_VERSIONS = ("0.32",)
-"""Those on which recurrent states under speculation were compared on a real engine."""
+"""Versions on which recurrent states under speculation were compared on a real engine."""
 STATE_METHODS = (NGRAM, "eagle", "mtp")
 STATE_ARCHITECTURES = (
     "Qwen3NextForCausalLM",
@@ -38,29 +39,41 @@ REMEDY = '{"method":"ngram",...} or serving without --speculative-config works'
 CHECK = "speculative decoding"
 
 
-is_cpu_mended = False
-"""Whether hybridkv.lab.shims has mended what vLLM's CPU build does wrong with recurrent states."""
-
-
 @dataclass(frozen=True)
 class Drafter:
-    """What the connector must know of an engine's drafter."""
+    """The facts of an engine's drafter that decide what can be stored."""
 
     lookahead_tokens: int
-    """Tokens behind a position on which the drafter's KV there depends: 1, or 0 (draft model)."""
+    """Tokens after a position on which the drafter's KV there depends: 1, or 0 (draft model)."""
     drafts: int  # Tokens that are drafted in one step.
     tokens_max: int
     """vLLM runs no drafter in a step in which a request has more tokens than this, with its drafts.
     The drafter's KV of all requests of the step is never written then."""
     is_stale_at_ends: bool
-    """Whether the KV at the last position of a step inside a prompt is made from the prompt's last
-    token: vLLM's V1 model runner takes that for the next one, where it pads the drafter's batch."""
+    """True where vLLM's V1 model runner pads the drafter's batch. At the end of each prefill step
+    it then feeds the prompt's last token instead of the next token, so the drafter's KV there is
+    wrong."""
+
+
+class ConfigRefusal(NamedTuple):
+    """Why a configuration is not served."""
+
+    what: str
+    remedy: str
+    """The clause that ends the sentence, with what works."""
+
+
+class _ProvenVersions(NamedTuple):
+    """The minor versions of vLLM on which something was proven, by model runner."""
+
+    v1: Collection[str]
+    v2: Collection[str]
 
 
 def drafter_of(vllm_config: Any) -> Drafter | None:
-    """The drafter of a configuration that `speculation_findings` lets pass; None = without layers.
+    """Return the drafter of a VllmConfig; None where speculation has no layers, or is off.
 
-    `vllm_config` is vLLM's VllmConfig.
+    The configuration is one that `speculation_findings` lets pass.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in METHODS:
@@ -77,82 +90,81 @@ def drafter_of(vllm_config: Any) -> Drafter | None:
 
 
 def speculation_findings(vllm_config: Any) -> Iterator[Finding]:
-    """Whether the KV cache of the configuration's drafter can be restored exactly."""
+    """Yield whether the KV cache of the configuration's drafter can be restored exactly."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         yield ok(CHECK, "off")
     elif speculative.method == NGRAM:
         yield ok(CHECK, f"{NGRAM}: drafts have no KV cache of their own")
     elif unproven := _unproven(vllm_config, speculative):
-        yield fail(CHECK, *unproven)
+        yield fail(CHECK, unproven.what, unproven.remedy)
     else:
         reads = "the next token" if speculative.use_eagle() else "no later token"
         what = (
             f"{speculative.method}: its KV cache is restored with the target's, and reads {reads}; "
-            f"proven by {VERSIONS[_minor_version()]}"
+            f"proven by {VERSIONS[minor_version()]}"
         )
         yield ok(CHECK, what)
 
 
-def _unproven(vllm_config: Any, speculative: Any) -> tuple[str, str] | None:
-    """What was not proven of a drafter, and what works; None = nothing."""
+def _unproven(vllm_config: Any, speculative: Any) -> ConfigRefusal | None:
+    """Return what was not proven of a drafter; None = it is served."""
     method = speculative.method
     if method not in METHODS:
         what = f"speculative_config: restoring the cache of a {method!r} drafter is not proven yet"
-        return what, REMEDY
+        return ConfigRefusal(what, REMEDY)
+    versions = _ProvenVersions(VERSIONS, V2_VERSIONS)
     drafter = f"a {method!r} drafter"
-    versions = VERSIONS, V2_VERSIONS
-    if unproven := _unproven_engine(vllm_config, speculative, versions, drafter, REMEDY):
+    if unproven := _unproven_engine(vllm_config, versions, drafter, REMEDY):
         return unproven
     if speculative.parallel_drafting:
-        return "speculative_config: a drafter with parallel_drafting is not proven yet", REMEDY
+        what = "speculative_config: a drafter with parallel_drafting is not proven yet"
+        return ConfigRefusal(what, REMEDY)
     if speculative.use_multi_module_mtp():
         what = "speculative_config: several MTP modules read several later tokens: not proven yet"
-        return what, '"num_speculative_tokens":1 works'
+        return ConfigRefusal(what, '"num_speculative_tokens":1 works')
     return None
 
 
-def unproven_states(vllm_config: Any, spec: Any) -> tuple[str, str] | None:
-    """What was not proven of recurrent states under speculation, and what works; None = nothing.
+def unproven_states(vllm_config: Any, spec: Any) -> ConfigRefusal | None:
+    """Return what was not proven of recurrent states under speculation; None = they are served.
 
-    `spec` is vLLM's MambaSpec of a group. The states behind a step's drafts are in blocks of their
-    own (`num_speculative_blocks`), and vLLM copies the one at a block's end when it is verified.
+    `spec` is vLLM's MambaSpec of a group. The states after a step's drafts are in blocks of their
+    own (`num_speculative_blocks`), and vLLM copies the state at a block's end once it is verified.
     """
-    speculative, remedy = (
-        vllm_config.speculative_config,
-        "serving without --speculative-config works",
-    )
+    speculative = vllm_config.speculative_config
+    remedy = "serving without --speculative-config works"
     if speculative is None:
         return None
     what = "speculative_config: restoring recurrent states under speculation is not proven yet"
     if speculative.method not in STATE_METHODS:
-        return f"{what} with a drafter of the method {speculative.method!r}", remedy
+        return ConfigRefusal(f"{what} with a drafter of the method {speculative.method!r}", remedy)
     architecture = vllm_config.model_config.architecture
     if architecture not in STATE_ARCHITECTURES:
-        return f"{what} for {architecture}", remedy
+        return ConfigRefusal(f"{what} for {architecture}", remedy)
     if spec.num_speculative_blocks != vllm_config.num_speculative_tokens:
-        return f"{what} with use_replayssm", "serving without --use-replayssm works"
+        return ConfigRefusal(f"{what} with use_replayssm", "serving without --use-replayssm works")
+    versions = _ProvenVersions(STATE_VERSIONS, ())
     states = "a recurrent state under speculation"
-    versions = STATE_VERSIONS, ()
-    if unproven := _unproven_engine(vllm_config, speculative, versions, states, remedy):
+    if unproven := _unproven_engine(vllm_config, versions, states, remedy):
         return unproven
     if speculative.use_eagle() and vllm_config.scheduler_config.async_scheduling:
         what = f"{what} with asynchronous scheduling, which plans a step before drafts are verified"
-        return what, f"{UNPADDED} works"
-    if current_platform.is_cpu() and not is_cpu_mended:
+        return ConfigRefusal(what, f"{UNPADDED} works")
+    if current_platform.is_cpu() and seams.has_wrong_drafted_states():
         what = (
             "speculative_config: vLLM 0.32's CPU build itself computes wrong recurrent states "
             "where a step has fewer drafts than num_speculative_tokens"
         )
-        return what, remedy
+        return ConfigRefusal(what, remedy)
     return None
 
 
 def padding_finding(vllm_config: Any) -> Finding:
-    """Whether prompts of several steps are stored, where an engine has recurrent states.
+    """Return whether prompts of several steps are stored, where an engine has recurrent states.
 
-    Steps end where a state stands. A chunk that ends there has the drafter's KV of another token,
-    where vLLM pads the drafter's batch, and so has all that is behind it (`is_stale_at_ends`).
+    Steps end where a state stands. Where vLLM pads the drafter's batch, a chunk that ends there has
+    the drafter's KV of another token (`is_stale_at_ends`), and so have all chunks after it.
     """
     drafter = drafter_of(vllm_config)
     what = "speculative_config: the drafter's KV is wrong where a step ends inside a prompt, "
@@ -161,31 +173,30 @@ def padding_finding(vllm_config: Any) -> Finding:
     good = "prompts of several steps are stored"
     if vllm_config.speculative_config.use_eagle_block_drop():
         good += ", and hits end one block lower than without a drafter"
-    return judge(CHECK, is_good, good, what, f"{UNPADDED} works", Verdict.WARN)
-
-
-def _minor_version() -> str:
-    """The minor version of vLLM."""
-    return ".".join(vllm.__version__.split(".")[:2])
+    return judge(
+        check=CHECK,
+        is_good=is_good,
+        good=good,
+        what=what,
+        remedy=f"{UNPADDED} works",
+        bad=Verdict.WARN,
+    )
 
 
 def _unproven_engine(
-    vllm_config: Any,
-    speculative: Any,
-    versions: tuple[Collection[str], Collection[str]],
-    restored: str,
-    remedy: str,
-) -> tuple[str, str] | None:
-    """What was not proven of the engine itself; `restored` is what it would restore.
+    vllm_config: Any, versions: _ProvenVersions, restored: str, remedy: str
+) -> ConfigRefusal | None:
+    """Return what was not proven of the engine itself; None = it was proven on `versions`.
 
-    `versions` are the minor versions of vLLM on which it was, and those with the V2 model runner.
+    `restored` is what the engine would restore, and `remedy` what works on every version.
     """
-    if (version := _minor_version()) not in versions[0]:
-        return f"speculative_config: {restored} was never restored on vllm {version}", remedy
-    if vllm_config.use_v2_model_runner and version not in versions[1]:
+    if (version := minor_version()) not in versions.v1:
+        what = f"speculative_config: {restored} was never restored on vllm {version}"
+        return ConfigRefusal(what, remedy)
+    if vllm_config.use_v2_model_runner and version not in versions.v2:
         what = f"speculative_config: {restored} was never restored with the V2 model runner"
-        return f"{what} of vllm {version}", "VLLM_USE_V2_MODEL_RUNNER=0 works"
-    if speculative.num_speculative_tokens_per_batch_size:
+        return ConfigRefusal(f"{what} of vllm {version}", "VLLM_USE_V2_MODEL_RUNNER=0 works")
+    if vllm_config.speculative_config.num_speculative_tokens_per_batch_size:
         what = "speculative_config: num_speculative_tokens_per_batch_size is not proven yet"
-        return what, "serving without it works"
+        return ConfigRefusal(what, "serving without it works")
     return None

@@ -1,4 +1,4 @@
-"""Which hashes name a prefix: the engine's, or our own where those mean nothing to others.
+"""The hashes that name a prefix: the engine's, or our own where the engine's differ by process.
 
 vLLM's xxhash algorithms are seeded at random in every process and are not cryptographic, so two
 prompts could share a key. With them the chunks are hashed here with SHA-256 over the same facts
@@ -18,11 +18,11 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED, generate_block_h
 ENGINE_HASHES = ("sha256", "sha256_cbor")
 """vLLM's algorithms whose hashes are the same in every process with one PYTHONHASHSEED."""
 AdapterKey = tuple[Any, ...]
-"""What the engine's hashes name a LoRA adapter by: its name, on some versions also its path."""
+"""By what the engine's hashes name a LoRA adapter: its name, on some versions also its path."""
 
 
 def hash_facts(algorithm: str) -> list[str]:
-    """The part of the identity that two engines share if they give one prefix one hash."""
+    """Return the facts of the identity that two engines share if they hash prefixes alike."""
     if algorithm not in ENGINE_HASHES:
         return ["own sha256"]
     # vLLM's "sha256" is over a pickle, which is stable within one Python version.
@@ -31,12 +31,12 @@ def hash_facts(algorithm: str) -> list[str]:
 
 
 def is_hashable(request: Any, by_us: bool, ahead_tokens: int = 0) -> bool:
-    """Whether a request's chunks have hashes that name them.
+    """Return True if a request's chunks have hashes that name them.
 
-    Embeddings have none, and neither has what no field of vLLM is meant to hold: vLLM passes on
-    what a caller in its own process gives, and token ids unseen where it has no tokenizer.
-    `ahead_tokens` are those of a chunk, where its hash covers the token behind it; 0 = it does not.
-    A session of streamed prompts may take such a token back.
+    False for prompt embeddings, which have no token ids. Also False for values that vLLM does not
+    check: a cache_salt that is not text, or token ids that do not fit 64 bits. `by_us`: the chunks
+    are hashed here. `ahead_tokens` are those of a chunk if its hash covers the token after it, else
+    0. A session of streamed prompts may take that token back.
     """
     if request.prompt_embeds is not None or not isinstance(request.cache_salt, str | None):
         return False
@@ -53,7 +53,7 @@ def is_hashable(request: Any, by_us: bool, ahead_tokens: int = 0) -> bool:
 
 
 def adapter_key(request: Any) -> AdapterKey:
-    """What the engine's hashes name the request's adapter by.
+    """Return by what the engine's hashes name the request's adapter; () = it has none.
 
     Requests whose adapters have one key share blocks of the engine's own prefix cache.
     """
@@ -64,7 +64,7 @@ def adapter_key(request: Any) -> AdapterKey:
 
 
 def extra_keys_at(request: Any, positions: range) -> list[tuple[Any, ...] | None]:
-    """What each of these tokens depends on besides: vLLM's own extra keys (LoRA, images, salt)."""
+    """Return vLLM's extra keys of each token: what a hash covers beside it (LoRA, images, salt)."""
     keys, feature = [], 0
     for position in positions:
         extra, feature = generate_block_hash_extra_keys(request, position, position + 1, feature)
@@ -73,7 +73,7 @@ def extra_keys_at(request: Any, positions: range) -> list[tuple[Any, ...] | None
 
 
 class ChunkHashChain:
-    """The chained hashes of one request's chunks, made once each."""
+    """The chained hashes of one request's chunks, each of which is made once."""
 
     def __init__(self, request: Any, chunk_tokens: int) -> None:
         self._request = request
@@ -82,7 +82,10 @@ class ChunkHashChain:
         self._feature = 0
 
     def names(self, first: int, count: int) -> bytes:
-        """The hashes of `count` chunks from `first` on, all of whose tokens the request has."""
+        """Return the hashes of `count` chunks from `first` on, joined.
+
+        The request must have all tokens of these chunks.
+        """
         while len(self._hashes) < first + count:
             start = len(self._hashes) * self._chunk_tokens
             stop = start + self._chunk_tokens

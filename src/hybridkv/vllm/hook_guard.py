@@ -1,4 +1,8 @@
-"""The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses."""
+"""The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses.
+
+A side is the scheduler role or the worker role of a connector, or a connector inside
+MultiConnector. It is on, in a pause, or over. A pause ends with `begin_anew`.
+"""
 
 import logging
 import math
@@ -13,28 +17,28 @@ logger = logging.getLogger("vllm.hybridkv")  # Below vLLM's logger, so that its 
 
 FAULTS_MAX = 20
 FAULTS_SECONDS = 600.0
-"""After FAULTS_MAX faults in so many seconds a side only does what keeps the engine going."""
+"""After FAULTS_MAX faults in so many seconds a side pauses."""
 SLOW_MAX = 2
-"""After so many slow hooks in FAULTS_SECONDS a side pauses: nobody else can end a hook's wait."""
-PAUSE_SECONDS = 60.0  # The first pause; each further one is twice as long.
+"""After so many slow hooks in FAULTS_SECONDS a side pauses, since the engine waits for hooks."""
+PAUSE_SECONDS = 60.0  # The first pause; each further pause is twice as long.
 PAUSE_SECONDS_MAX = 3600.0
-"""The longest pause; a side that was on for so long begins with PAUSE_SECONDS again."""
+"""The longest pause. A side that was on for so long begins with PAUSE_SECONDS again."""
 
 
 class HookGuard:
-    """Runs the hooks of one role, or of one connector of several."""
+    """Runs the hooks of one side."""
 
     def __init__(
         self, role: str, clock: Callable[[], float] = time.monotonic, slow_seconds: float = math.inf
     ) -> None:
-        """A hook that takes `slow_seconds` or longer is slow."""
+        """`role` names the side in the log. A hook that takes `slow_seconds` or longer is slow."""
         self.counters: Counter[str] = Counter()  # Declines and faults by reason.
-        self.is_over = False  # Whether it is switched off for good.
-        self.off_since = 0.0  # When the present pause began, in Unix time; 0 = there is none.
+        self.is_over = False  # True once the side is switched off for good.
+        self.off_since = 0.0  # When the present pause began, in Unix time; 0 = no pause.
         self.pause_seconds = 0.0  # The length of the last pause.
         self._role = role
-        self._faults: deque[float] = deque(maxlen=FAULTS_MAX)  # When the last ones were.
-        self._slow: deque[float] = deque(maxlen=SLOW_MAX)  # When slow hooks ended.
+        self._faults: deque[float] = deque(maxlen=FAULTS_MAX)  # The times of the last faults.
+        self._slow: deque[float] = deque(maxlen=SLOW_MAX)  # The times at which slow hooks ended.
         self._slow_seconds = slow_seconds
         self._clock = clock
         self._began = clock()  # When the side was switched on last.
@@ -42,7 +46,7 @@ class HookGuard:
 
     @property
     def healthy(self) -> bool:
-        """False during a pause after too many faults in a short time, and once it is over."""
+        """True while the side is on: neither in a pause nor over."""
         return not self.off_since and not self.is_over
 
     def run(
@@ -55,11 +59,18 @@ class HookGuard:
         tells: bool = False,
         pauses: bool = True,
     ) -> Result:
-        """`work()`, or `otherwise()`, which never raises, where work raises or the side is off.
+        """Return `work()`; where that raises or the hook does not run, return `otherwise()`.
 
-        With `fatal` the first fault ends the side, because the hook left something half done. Such
-        a hook goes on during a pause, and so does one that does not pause (`pauses`). A hook that
-        `tells` people what was counted goes on while the side is off, until it fails itself.
+        `otherwise` never raises. Which hooks run::
+
+                                the side is on   in a pause   over
+            default             yes              no           no
+            fatal               yes              yes          no    a fault ends the side
+            pauses=False        yes              yes          no
+            tells               yes              yes          yes   until the hook has failed once
+
+        A hook is `fatal` if a fault leaves something half done. A hook that `tells` shows people
+        what was counted.
         """
         tells = tells and not self.counters[f"fault_{hook}"]
         goes_on = (fatal or not pauses) and not self.is_over
@@ -69,7 +80,7 @@ class HookGuard:
         began = self._clock()
         try:
             return work()
-        except Exception:  # the supervised boundary
+        except Exception:  # No fault may reach the engine.
             self._faults.append(self._clock())
             lasted = self._faults[-1] - self._faults[0]
             is_flood = len(self._faults) == FAULTS_MAX and lasted <= FAULTS_SECONDS
@@ -87,7 +98,7 @@ class HookGuard:
                 self._took(hook, now - began, now)
 
     def _took(self, hook: str, seconds: float, now: float) -> None:
-        """A slow hook ended; the engine waited for it."""
+        """Count a slow hook that ended at `now`, and pause after SLOW_MAX of them."""
         self.counters["slow_hooks"] += 1
         logger.warning("hybridkv: the engine waited %d s for %s: %s", seconds, self._role, hook)
         self._slow.append(now)
@@ -96,7 +107,7 @@ class HookGuard:
             self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
 
     def switch_off(self, why: str) -> None:
-        """Pause: run nothing of this side until `begin_anew`; nothing where it is off already."""
+        """Begin a pause, in which hooks do not run, unless the side is off already."""
         if not self.healthy:
             return
         now = self._clock()
@@ -109,7 +120,7 @@ class HookGuard:
         logger.error(text, self._role, self.pause_seconds, why)
 
     def end(self, why: str) -> None:
-        """Run nothing of this side from now on."""
+        """Switch the side off until the engine starts again."""
         if not self.is_over:
             self.counters["quarantined"] += not self.off_since
             self.is_over = True
@@ -117,7 +128,10 @@ class HookGuard:
             logger.error(text, self._role, why)
 
     def begin_anew(self, renew: Callable[[], object]) -> None:
-        """After the pause, `renew()` and be on again; where it raises, the next pause begins."""
+        """Call `renew` after the end of a pause, and be on again.
+
+        Where `renew` raises, the next pause begins. Without a pause that is over nothing happens.
+        """
         if not self.off_since or self.is_over or self._clock() < self._retry_at:
             return
         self.off_since, self._began = 0.0, self._clock()

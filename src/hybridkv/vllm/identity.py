@@ -13,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import vllm
 from transformers import PretrainedConfig
 from vllm import envs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
@@ -24,6 +23,7 @@ from hybridkv.core.settings import Settings
 from hybridkv.vllm.hashing import hash_facts
 from hybridkv.vllm.layout import WorkerLayout
 from hybridkv.vllm.unrelated import FIELDS, LIBRARY_VARIABLES, VARIABLES, names
+from hybridkv.vllm.versions import minor_version
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -39,7 +39,11 @@ def identity_facts(
     layouts: Mapping[int, WorkerLayout],
     settings: Settings,
 ) -> dict[str, object]:
-    """Every fact as JSON-able values; `core.keys.fingerprint` of them is the namespace."""
+    """Return every fact as JSON-able values, whose `core.keys.fingerprint` is the namespace.
+
+    `layouts` are those of the workers by rank. Raises GeometryError or ConfigError where a fact
+    cannot be known.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text = model.hf_text_config  # As a rule a part of `hf_config`, but not of every model.
     specs = [_spec_facts(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
@@ -48,11 +52,11 @@ def identity_facts(
     digests = [layout.weights for _, layout in sorted(layouts.items())]
     layers = []
     for rank, layout in sorted(layouts.items()):
-        by_gid = [[gid, [*map(astuple, one)]] for gid, one in layout.layers.items()]
+        by_gid = [[gid, [*map(astuple, group)]] for gid, group in layout.layers.items()]
         layers.append([rank, layout.device, by_gid])
     return {
         "payload": PAYLOAD_VERSION,
-        "abi": ".".join(vllm.__version__.split(".")[:2]),
+        "abi": minor_version(),
         "hash": hash_facts(str(cache.prefix_caching_hash_algo)),
         "weights": weights_fact(settings, digests, digests),
         "config": _model(model.hf_config),
@@ -69,44 +73,46 @@ def identity_facts(
 
 
 def _spec_facts(spec: KVCacheSpec) -> list[object]:
-    """A group's kind, and what its states are made of: they are registered as plain bytes, and
-    their dims may be in either order (VLLM_SSM_CONV_STATE_LAYOUT).
+    """Return a group's kind, and the shapes and dtypes of its recurrent states.
+
+    States are registered as plain bytes, and their dims may be in either order
+    (VLLM_SSM_CONV_STATE_LAYOUT).
     """
-    layers = [one for one in iter_layer_specs(spec) if isinstance(one, MambaSpec)]
-    states = [[one.shapes, [*map(str, one.dtypes)]] for one in layers]
+    layers = [layer for layer in iter_layer_specs(spec) if isinstance(layer, MambaSpec)]
+    states = [[layer.shapes, [*map(str, layer.dtypes)]] for layer in layers]
     return [type(spec).__name__, *states]
 
 
 def _settings(config: Any) -> dict[str, object]:
-    """The fields of one of vLLM's configurations, at any depth, but for those that are unrelated.
+    """Return the fields of one of vLLM's configurations, at any depth, but for unrelated ones.
 
-    A field that is not known here is a part of the identity, so that a new one costs hits at most.
+    A field that is not known here is a part of the identity, so a new one costs hits at most.
     """
     unrelated = names(FIELDS.get(type(config).__name__, {}))
-    fields = (one.name for one in dataclasses.fields(config) if one.name not in unrelated)
+    fields = (field.name for field in dataclasses.fields(config) if field.name not in unrelated)
     return {name: _plain(getattr(config, name)) for name in fields}
 
 
 def _environment() -> dict[str, str]:
-    """The variables that choose kernels, data types or layouts, where somebody set them."""
-    chosen = envs.environment_variables.keys() - names(VARIABLES)
-    said = {name: str(getattr(envs, name)) for name in chosen & os.environ.keys()}
+    """Return the variables that choose kernels, data types or layouts and that are set."""
+    related = envs.environment_variables.keys() - names(VARIABLES)
+    of_vllm = {name: str(getattr(envs, name)) for name in related & os.environ.keys()}
     libraries = LIBRARY_VARIABLES.split()
-    return said | {name: os.environ[name] for name in libraries if name in os.environ}
+    return of_vllm | {name: os.environ[name] for name in libraries if name in os.environ}
 
 
 def _model(hf_config: Any) -> object:
-    """The model's own configuration, with what `--hf-overrides` made of it."""
+    """Return the model's own configuration, with the changes of `--hf-overrides`."""
     values = hf_config.to_dict().items()
     return _plain({key: value for key, value in values if key != "_name_or_path"})
 
 
 def _model_files(model: Any) -> object:
-    """What besides weights and configuration comes from the model's files.
+    """Return the digests of the model's files that are neither weights nor configuration, by name.
 
-    That is code which computes where it is trusted, and how pixels and sounds become numbers, which
-    the hashes of a prompt's media do not cover. Returns the digest of each file by its name, or the
-    model's name and revisions where the files are not here.
+    These are code, where it is trusted, and processors, which say how pixels and sounds become
+    numbers: the hashes of a prompt's media do not cover that. Where the files are not on this
+    machine, returns the model's name and revisions.
     """
     patterns = ["*.py"] if model.trust_remote_code else []
     patterns += ["*processor*.json"] if model.multimodal_config is not None else []
@@ -125,9 +131,10 @@ def _model_files(model: Any) -> object:
 
 
 def weights_fact(settings: Settings, digests: Sequence[str], first: Sequence[str]) -> object:
-    """What stands for weights with these `digests` by rank; `first`: those at the engine's start.
+    """Return the identity's fact of the weights with these `digests` by rank.
 
-    The name that `weights_identity` gives is that of the weights with which the engine started.
+    Without `weights_identity` the fact is the digests. Else it is that name for the weights with
+    which the engine started, whose digests are `first`, and [name, *digests] for later weights.
     """
     if settings.weights_identity is None:
         return [*digests]
@@ -136,7 +143,10 @@ def weights_fact(settings: Settings, digests: Sequence[str], first: Sequence[str
 
 
 def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
-    """The value with JSON-able leaves that are the same in every process."""
+    """Return the value with JSON-able leaves that are the same in every process.
+
+    Objects are taken apart, at most `depth` levels of them.
+    """
     if isinstance(value, str | int | bool | None):
         return value
     if isinstance(value, PretrainedConfig):
@@ -152,15 +162,16 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
     if isinstance(value, float | Enum | Path | torch.dtype):
         return str(value)
     # The text of any other object may have its address in it.
-    of = value if isinstance(value, type | FunctionType) else type(value)
-    name = f"{of.__module__}.{of.__qualname__}"
-    inside = dict(vars(value)) if of is not value and hasattr(value, "__dict__") else {}
-    inside.pop(_MEASURED, None)
-    if inside and not depth:
+    definition = value if isinstance(value, type | FunctionType) else type(value)
+    name = f"{definition.__module__}.{definition.__qualname__}"
+    is_object = definition is not value and hasattr(value, "__dict__")
+    attributes = dict(vars(value)) if is_object else {}
+    attributes.pop(_MEASURED, None)
+    if attributes and not depth:
         logger.warning(
             "hybridkv: a setting of type %s is too deep inside others to be read, so this engine "
             "shares with no other and with no later one",
             name,
         )
         return [name, _UNREAD]
-    return [name, _plain(inside, depth - 1)]
+    return [name, _plain(attributes, depth - 1)]

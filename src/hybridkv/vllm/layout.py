@@ -1,4 +1,4 @@
-"""From vLLM's KV cache groups and tensors to a Geometry; unknown layouts are refused by name."""
+"""From vLLM's KV cache groups and tensors to a Geometry. An unknown layout is refused by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LayerLayout:
     shape: tuple[int, ...]  # The shape of one block, as vLLM registers it.
     order: tuple[int, ...]
     """The dims of `shape` in the order of memory, without those of length 1. A block's bytes stand
-    in this order in an object, so it is a part of the identity; strides are not, since they change
+    in this order in an object, so it is a part of the identity. Strides are not, since they change
     with the number of blocks."""
 
 
@@ -38,13 +38,14 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
     staging_bytes: int | None = None
-    """Most bytes of stores that are copied and not reported yet; None = no bound, as on the CPU."""
+    """The most bytes of stores that are copied and not reported yet; None = no bound (CPU)."""
     weights: str = ""  # The digest of the rank's weights; empty where none are loaded.
 
     @property
     def sizes(self) -> dict[int, tuple[int, ...]]:
         """Bytes of one block in each layer, by gid."""
-        return {gid: tuple(one.block_bytes for one in some) for gid, some in self.layers.items()}
+        groups = self.layers.items()
+        return {gid: tuple(layer.block_bytes for layer in layers) for gid, layers in groups}
 
 
 _KINDS = {
@@ -55,12 +56,15 @@ _KINDS = {
     kv.ChunkedLocalAttentionSpec: GroupKind.CHUNKED_LOCAL,
     kv.MambaSpec: GroupKind.RECURRENT,
 }
-"""By exact class: a subclass of a spec may keep its blocks by another rule."""
-RUNS_MAX = 1024  # Contiguous pieces that one block of one layer may be made of.
+"""By exact class, because a subclass of a spec may keep its blocks by another rule."""
+RUNS_MAX = 1024  # Contiguous pieces that one block of one layer may consist of.
 
 
 def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
-    """A Group from a vLLM spec; raises GeometryError or ConfigError."""
+    """Return the Group of a vLLM spec; raises GeometryError or ConfigError.
+
+    `layer_bytes` are the bytes of one block in each of the group's layers.
+    """
     layers = list(iter_layer_specs(spec))
     first = layers[0]
     kinds = {_KINDS.get(type(layer)) for layer in layers}
@@ -83,11 +87,19 @@ def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
         window, extra = first.sliding_window, first.extra_retained_tokens
     elif kind is GroupKind.CHUNKED_LOCAL:
         window = first.attention_chunk_size
-    return Group(gid, kind, first.block_size, layer_bytes, window, extra, is_replicated(spec))
+    return Group(
+        gid=gid,
+        kind=kind,
+        tokens_per_block=first.block_size,
+        layer_bytes=layer_bytes,
+        window_tokens=window,
+        extra_retained_tokens=extra,
+        replicated=is_replicated(spec),
+    )
 
 
 def group_keeping(gid: int, spec: Any) -> Retention:
-    """What a group keeps of a request; one that is not understood keeps everything."""
+    """Return what a group keeps of a request. A group that is not understood keeps all tokens."""
     draft_blocks = getattr(next(iter(iter_layer_specs(spec))), "num_speculative_blocks", 0)
     try:
         return retention_of(group_geometry(gid, spec, (1,)), draft_blocks)
@@ -96,7 +108,7 @@ def group_keeping(gid: int, spec: Any) -> Retention:
 
 
 def is_replicated(spec: Any) -> bool:
-    """Whether vLLM declares that all tensor parallel ranks keep the same bytes (C5)."""
+    """Return True if vLLM declares that all tensor parallel ranks keep the same bytes (C5)."""
     return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
@@ -106,9 +118,13 @@ def build_geometry(
     chunk_tokens: int | None,
     lookahead_tokens: int = 0,
 ) -> Geometry:
-    """The geometry of an engine from its groups and its workers' layouts by rank."""
+    """Return the geometry of an engine from its groups and its workers' layouts by rank.
+
+    `chunk_tokens` are those that the user wants, or None. Raises GeometryError or ConfigError where
+    the engine cannot be served.
+    """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    # Such a group is not cacheable, but the engine then takes other hits than it is offered.
+    # Such a group is not cacheable, but because of it the engine takes other hits than are offered.
     if any(
         getattr(layer, "prefix_replay_tokens", 0)
         for spec in specs
@@ -128,12 +144,20 @@ def build_geometry(
         what = "vLLM names no cacheable KV cache group or no hit alignment"
         raise GeometryError(what, "serving this model without the connector works")
     chunk = chunk_tokens or derive_chunk_tokens(groups, alignment, hashing)
-    return Geometry(groups, chunk, alignment, hashing, len(layouts), lookahead_tokens)
+    return Geometry(
+        groups=groups,
+        chunk_tokens=chunk,
+        alignment_tokens=alignment,
+        hash_tokens=hashing,
+        ranks=len(layouts),
+        lookahead_tokens=lookahead_tokens,
+    )
 
 
 def _check_states(groups: Sequence[Group]) -> None:
-    """Refuse recurrent groups with larger blocks than another group: vLLM 0.32 cuts prefill at the
-    smallest block, so that the states it caches are not those it names.
+    """Raise GeometryError for a recurrent group with larger blocks than another group.
+
+    vLLM 0.32 cuts prefill at the smallest block, so it caches other states than it names.
     """
     smallest = min(groups, key=lambda group: group.tokens_per_block, default=None)
     for group in groups:
@@ -150,7 +174,10 @@ def _check_states(groups: Sequence[Group]) -> None:
 def block_views(
     config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Each cacheable layer's tensor, of which `view[block_id]` is a block in any layout."""
+    """Return each cacheable layer's tensor, of which `view[block_id]` is a block in any layout.
+
+    Raises GeometryError where a layer has no such tensor.
+    """
     views: dict[str, torch.Tensor] = {}
     groups = (config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids)
     for name in chain.from_iterable(group.layer_names for group in groups):
@@ -166,7 +193,7 @@ def block_views(
 
 
 def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:
-    """The physical layout of the registered tensors (`views` from `block_views`)."""
+    """Return the physical layout of the registered tensors (`views` from `block_views`)."""
     layers = {}
     for gid in config.prefix_cacheable_group_ids:
         named = [(name, views[name]) for name in config.kv_cache_groups[gid].layer_names]
@@ -180,9 +207,9 @@ def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> W
 
 
 def kv_dtype(vllm_config: Any, layout: WorkerLayout) -> str:
-    """The cache's dtype as configured, and what vLLM made of "auto"."""
-    asked = str(vllm_config.cache_config.cache_dtype)
+    """Return the cache's dtype as configured, "auto" with the layers' dtypes: "auto (bfloat16)"."""
+    configured = str(vllm_config.cache_config.cache_dtype)
     layers = chain.from_iterable(layout.layers.values())
     # Recurrent states are registered as plain bytes.
-    made = {layer.dtype.removeprefix("torch.") for layer in layers} - {"int8"}
-    return f"auto ({', '.join(sorted(made))})" if asked == "auto" and made else asked
+    dtypes = {layer.dtype.removeprefix("torch.") for layer in layers} - {"int8"}
+    return f"auto ({', '.join(sorted(dtypes))})" if configured == "auto" and dtypes else configured

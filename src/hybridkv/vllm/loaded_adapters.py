@@ -21,18 +21,19 @@ import torch
 import xxhash
 
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.vllm import seams
 
 logger = logging.getLogger("vllm.hybridkv")
 
 DEPTH_MAX = 8
-"""How deep tensors may be nested in an adapter; those of vLLM 0.32 are four levels deep."""
+"""How deep tensors may be nested in an adapter. Those of vLLM 0.32 are four levels deep."""
 _SCALARS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
 class _ReadAdapter(NamedTuple):
     """An adapter whose digest was taken."""
 
-    model: "weakref.ref[Any]"  # vLLM's LoRAModel.
+    model: "weakref.ref[Any]"  # The LoRAModel of vLLM.
     digest: bytes
 
 
@@ -40,31 +41,25 @@ class LoadedAdapters:
     """The adapters of one worker. All methods belong to the worker's thread, which loads them."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner` is vLLM's model runner; it has no adapters if LoRA is off."""
+        """`runner` is vLLM's model runner, which has no adapters if LoRA is off."""
         self._runner = runner
         self._read: dict[int, _ReadAdapter] = {}  # The adapters of the last look, by lora_int_id.
-        self._is_unread = False  # Whether the log has said that some adapter cannot be read.
+        self._is_unread = False  # True once the log has that some adapter cannot be read.
 
     def look(self) -> dict[int, bytes]:
-        """The digest of each adapter that is loaded now, by lora_int_id; HASH_BYTES each.
+        """Return the digest of each adapter that is loaded now, by lora_int_id; HASH_BYTES each.
 
-        An adapter that cannot be read has random bytes, which are its own until it is loaded anew.
+        An adapter that cannot be read has random bytes, which stay the same until it is loaded
+        anew.
         """
         read: dict[int, _ReadAdapter] = {}
-        for number, model in self._models().items():
+        for number, model in seams.loaded_loras(self._runner).items():
             known = self._read.get(number)
             if known is None or known.model() is not model:
                 known = _ReadAdapter(weakref.ref(model), self._digest(number, model))
             read[number] = known
         self._read = read
         return {number: known.digest for number, known in read.items()}
-
-    def _models(self) -> Mapping[int, Any]:
-        """vLLM's LoRAModel of each loaded adapter; which was used last stays as it was."""
-        manager = getattr(self._runner, "lora_manager", None)
-        models = getattr(manager, "_adapter_manager", None)
-        loaded: Mapping[int, Any] = models.list_adapters() if models is not None else {}
-        return loaded
 
     def _digest(self, number: int, model: Any) -> bytes:
         started = time.perf_counter()
@@ -85,7 +80,7 @@ class LoadedAdapters:
 
 
 def digest_adapter(model: object) -> bytes:
-    """HASH_BYTES over the tensors and scalars of a LoRAModel, whatever its lora_int_id is.
+    """Return HASH_BYTES over the tensors and scalars of a LoRAModel, but for its lora_int_id.
 
     Two adapters have the same digest if their values have the same places, shapes, dtypes and
     bytes. Raises TypeError where a value is neither a tensor nor a scalar nor made of those.
@@ -98,13 +93,13 @@ def digest_adapter(model: object) -> bytes:
             text = f"{path} {value.dtype} {tuple(value.shape)} {content}\n"
         else:
             text = f"{path} {type(value).__name__} {value!r}\n"
-        # Texts are quoted and escaped in it, so no two adapters have the same lines.
+        # `repr` quotes and escapes texts, so no two adapters have the same lines.
         whole.update(text.encode())
     return whole.digest()
 
 
 def _leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Tensors and scalars below `value` with their paths, in an order that only paths decide."""
+    """Yield (path, value) of tensors and scalars below `value`, in an order that paths decide."""
     if isinstance(value, (torch.Tensor, *_SCALARS)):
         yield path, value
         return
@@ -123,5 +118,5 @@ def _leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, .
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """The tensor's elements in their order, whatever its strides and its device are."""
+    """Return the tensor's elements in their order, whatever its strides and its device are."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

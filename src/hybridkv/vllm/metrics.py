@@ -1,12 +1,13 @@
 """Statistics in vLLM's own pipeline, from the engine's process to the API server's /metrics.
 
-What is new travels with each step's scheduler statistics as deltas. The API server adds them up,
-so no counter ever goes down.
+The increments of counters travel with each step's scheduler statistics. The API server adds them
+up, so no counter ever goes down.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
@@ -16,24 +17,33 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger("vllm.hybridkv")
 
-LABELS_MAX = 64  # Values of a family's last label that are told apart; what comes later is OTHER.
+LABELS_MAX = 64  # Values of a family's last label that are told apart; further values are OTHER.
 OTHER = "other"
 
 
 class Deltas:
-    """What was added to some counters since the last time."""
+    """The increments of counters since they were taken last."""
 
     def __init__(self, counters: Mapping[str, float]) -> None:
+        """`counters` may go on to grow and to have new names."""
         self._counters = counters
-        self._told: dict[str, float] = {}
+        self._taken_values: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """What was added by name, without counters that did not grow."""
-        told = self._told
-        grown = {n: value for n, value in self._counters.items() if value > told.get(n, 0)}
-        added = {name: value - told.get(name, 0) for name, value in grown.items()}
-        told.update(grown)
+        """Return the increments by name, without counters that did not grow, and count anew."""
+        before = self._taken_values
+        grown = {n: value for n, value in self._counters.items() if value > before.get(n, 0)}
+        added = {name: value - before.get(name, 0) for name, value in grown.items()}
+        before.update(grown)
         return added
+
+
+class _CellKey(NamedTuple):
+    """The key of one metric of a family."""
+
+    engine: int
+    family: str
+    labels: tuple[str, ...]
 
 
 class EngineMetrics(KVConnectorPromMetrics):
@@ -42,23 +52,28 @@ class EngineMetrics(KVConnectorPromMetrics):
     def __init__(
         self, prefix: str, families: Mapping[str, MetricFamily], *vllm_arguments: Any
     ) -> None:
-        """A family's name is `prefix` and its key; `vllm_arguments` are those of the base class."""
+        """A family's name is `prefix` and its key. The base class takes `vllm_arguments`."""
         super().__init__(*vllm_arguments)
-        self._families = {name: self._make(prefix + name, one) for name, one in families.items()}
-        self._cells: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+        self._families = {key: self._make(prefix + key, family) for key, family in families.items()}
+        self._cells: dict[_CellKey, Any] = {}
         self._known: dict[tuple[str, ...], set[str]] = {}
+        """The values of the last label that are told apart, by family and the labels before it."""
 
     def cell(self, engine: int, family: str, labels: tuple[str, ...] = ()) -> Any:
-        """The metric of one engine under these values of the family's own labels; begins at 0."""
-        cell = self._cells.get((engine, family, labels))
+        """Return the metric of one engine under these values of the family's own labels.
+
+        A new metric is 0. With LABELS_MAX values of the last label, further values are OTHER.
+        """
+        key = _CellKey(engine, family, labels)
+        cell = self._cells.get(key)
         if cell is None:
-            *others, last = labels or ("",)
-            known = self._known.setdefault((family, *others), set())
+            *first_labels, last = labels or ("",)
+            known = self._known.setdefault((family, *first_labels), set())
             if last not in known and len(known) >= LABELS_MAX and last != OTHER:
-                return self.cell(engine, family, (*others, OTHER))
+                return self.cell(engine, family, (*first_labels, OTHER))
             known.add(last)
             cell = self._families[family].labels(*self.per_engine_labelvalues[engine], *labels)
-            self._cells[engine, family, labels] = cell
+            self._cells[key] = cell
         return cell
 
     def _make(self, name: str, family: MetricFamily) -> Any:
@@ -71,18 +86,22 @@ class EngineMetrics(KVConnectorPromMetrics):
         return self._counter_cls(**about)
 
 
-_logged: set[tuple[str, str]] = set()
+_logged: defaultdict[str, set[str]] = defaultdict(set)
+"""The methods whose failure the log has, by owner."""
 
 
 def attempt(
     owner: str, method: str, work: Callable[[], Result], failed: Callable[[], object]
 ) -> Result | None:
-    """`work()`, or None after `failed()` where it raises, which is logged once for each method."""
+    """Return `work()`; where it raises, call `failed` and return None.
+
+    A failure is logged once for each owner and method.
+    """
     try:
         return work()
     except Exception:  # neither the engine's loop nor the API server ends over statistics
         failed()
-        if (owner, method) not in _logged:
-            _logged.add((owner, method))
+        if method not in _logged[owner]:
+            _logged[owner].add(method)
             logger.exception("hybridkv: statistics of %s are incomplete: %s failed", owner, method)
         return None

@@ -1,8 +1,8 @@
-"""Which tensors a module computes with: its own ones, and those that its kernels made of them.
+"""The tensors that a module computes with: its own, and those that vLLM's kernels made of them.
 
-Parameters, buffers and what the module's functions keep are taken always. Only where the module
-has fewer bytes than its weights need (`weight_sizes`) its other attributes are searched: they also
-hold workspaces, counters and caches, which change in every step and are no weights.
+Parameters, buffers and what the module's functions keep always count. The module's other
+attributes are searched only where it has fewer bytes than its weights need (`weight_sizes`). They
+also hold workspaces, counters and caches, which change in every step and are no weights.
 
 Nothing here reads a byte of a tensor, so weights may be unmapped meanwhile.
 """
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hybridkv.vllm.packed_probes import Probe, int8_probe, is_handler, linear_probe
+from hybridkv.vllm import seams
+from hybridkv.vllm.packed_probes import Probe, int8_probe, linear_probe
 from hybridkv.vllm.weight_sizes import (
     WeightSize,
     emptied_parameter,
@@ -32,7 +33,8 @@ from hybridkv.vllm.weight_sizes import (
 logger = logging.getLogger("vllm.hybridkv")
 
 OBJECTS_MAX = 4096
-"""Objects that are looked at in search of one module's weights; with more it is unread."""
+"""The most objects that are looked at in search of one module's weights. A module that has more is
+unread."""
 _CHANGING = re.compile(
     "workspace|buffer|cache|scratch|captur|sink|plans|locks|lora|expert_load|prepare_finalize"
 )
@@ -44,16 +46,17 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, Enum, types.Module
 
 
 class Place(NamedTuple):
-    """Where an object is held, and which one that was."""
+    """An object, and where it was found."""
 
     holder: Any
     """A mapping, a sequence, or an object with attributes."""
     key: Any
-    """Of a mapping or a sequence; else the attribute's name."""
+    """The key or index of a mapping or a sequence; else the attribute's name."""
     value: object
+    """The object that was there."""
 
     def is_kept(self) -> bool:
-        """Whether the holder has the same object there still."""
+        """Return True if the holder still has the same object there."""
         try:
             if isinstance(self.holder, Mapping | Sequence):
                 return self.holder[self.key] is self.value
@@ -73,7 +76,7 @@ class ReachedTensor:
     was taken apart."""
 
     def is_kept(self) -> bool:
-        """Whether the module still reaches the same object; its bytes may be others."""
+        """Return True if the module still reaches the same object, whatever its bytes are."""
         return all(place.is_kept() for place in self.places)
 
 
@@ -83,41 +86,43 @@ class PackedMatrix:
 
     name: str
     handler: Any
-    """vLLM's object for it, with `k` rows and `n` columns; new weights have a new one."""
+    """vLLM's object for the matrix, with `k` rows and `n` columns. New weights have another one."""
     places: tuple[Place, ...]
-    """Where it is held, from the module's own dict inwards."""
+    """Where the matrix is held, from the module's own dict inwards."""
     element_bytes: int
     probe: Probe | None
-    """None where nobody can ask what it has."""
+    """How the matrix is read; None where it cannot be."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its elements."""
+        """The size of the elements as the kernel has them, without oneDNN's padding."""
         return int(self.handler.k * self.handler.n * self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleContent:
-    """What one module computes with, in a fixed order."""
+    """The weights that one module computes with, in a fixed order."""
 
     name: str
     kind: str
-    """The class of its quantization method, else its own."""
+    """The class of the module's quantization method, else of the module."""
     tensors: tuple[ReachedTensor, ...]
     matrices: tuple[PackedMatrix, ...]
     is_unread: bool
-    """Whether it has weights that were not found."""
+    """True if the module has weights that were not found."""
 
 
 IsLeftOut = Callable[[torch.Tensor], bool]
-"""Whether a tensor is known to be no weight, as a KV cache is."""
+"""A function that returns True for a tensor that is known to be no weight, like a KV cache."""
 
 
 def module_contents(
     models: Mapping[str, torch.nn.Module], is_left_out: IsLeftOut = lambda _: False
 ) -> Iterator[ModuleContent]:
-    """The content of every module of `models` by name, in their order. Raises nothing: a module
-    that cannot be looked at is unread."""
+    """Yield the content of every module of `models` by name, in their order.
+
+    Raises nothing: a module that cannot be looked at is unread.
+    """
     for role, model in models.items():
         parents: dict[int, list[torch.nn.Module]] = {}
         for module in model.modules():
@@ -127,7 +132,7 @@ def module_contents(
             name = f"{role}.{path}"
             try:
                 yield _content(name, module, parents.get(id(module), []), is_left_out)
-            except Exception:  # Modules and kernels are other people's.
+            except Exception:  # Modules and kernels are not ours, and may raise anything.
                 logger.debug("hybridkv: %s cannot be looked at", name, exc_info=True)
                 yield ModuleContent(name, type(module).__name__, (), (), is_unread=True)
 
@@ -135,14 +140,14 @@ def module_contents(
 def reached_tensors(
     models: Mapping[str, torch.nn.Module], is_left_out: IsLeftOut = lambda _: False
 ) -> Iterator[ReachedTensor]:
-    """Every tensor that the digest of `models` reads, in its order."""
+    """Yield every tensor that the digest of `models` reads, in the digest's order."""
     for content in module_contents(models, is_left_out):
         yield from content.tensors
 
 
 def adapter_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the room for adapters that a LoRA wrapper keeps beside its layer; else 0."""
-    if "base_layer" not in module._modules:
+    """Return the bytes that a LoRA wrapper keeps for adapters beside its layer; 0 for others."""
+    if not seams.is_lora_wrapper(module):
         return 0
     return sum(
         tensor.nbytes
@@ -155,7 +160,8 @@ def adapter_bytes(module: torch.nn.Module) -> int:
 def _content(
     name: str, module: torch.nn.Module, parents: list[torch.nn.Module], is_left_out: IsLeftOut
 ) -> ModuleContent:
-    found = _Found(name, is_left_out)
+    """Return the content of one module, which the modules `parents` contain."""
+    found = _FoundWeights(name, is_left_out)
     for reached in _own_tensors(name, module):
         found.add_tensor(reached)
     sizes = weight_sizes(module, [reached.tensor.numel() for reached in found.tensors])
@@ -165,14 +171,14 @@ def _content(
             places = Place(vars(module), attribute, function), cell
             found.add(f"{name}.{attribute}()", places)
             kept = cell.value
-            if sizes and emptied is not None and is_handler(kept):
+            if sizes and emptied is not None and seams.is_packed_matrix(kept):
                 probe = linear_probe(kept, function, emptied)
                 width = emptied.element_size()
                 found.add_matrix(PackedMatrix(f"{name}.{attribute}()", kept, places, width, probe))
     if emptied is not None and not found.suffices(sizes):
         for parent in parents:
             # The attention of MLA has both halves of its layer's weight.
-            for place in _attributes(getattr(parent, "impl", None)):
+            for place in _attributes(seams.attention_kernel(parent)):
                 found.add(f"{name}.impl.{place.key}", (place,))
     is_whole = True
     if not found.suffices(sizes) or (is_quantized(module) and not sizes):
@@ -183,8 +189,8 @@ def _content(
     )
 
 
-class _Found:
-    """What was found of one module so far, each object once."""
+class _FoundWeights:
+    """The tensors and matrices of one module that were found so far, each object once."""
 
     def __init__(self, module_name: str, is_left_out: IsLeftOut) -> None:
         self._module_name = module_name
@@ -194,51 +200,61 @@ class _Found:
         self._seen: set[int] = set()
 
     def add(self, name: str, places: tuple[Place, ...]) -> None:
-        """Add the object in the last place if it is a tensor."""
+        """Add the object in the last place if it is a tensor, taken apart if it is a wrapper."""
         value = places[-1].value
         if isinstance(value, torch.Tensor):
             for path, tensor in _plain_tensors(value):
                 self.add_tensor(ReachedTensor(name + path, tensor, places))
 
     def add_tensor(self, reached: ReachedTensor) -> None:
-        """Add a tensor."""
+        """Add a tensor, unless it has no bytes or is known to be no weight."""
         tensor = reached.tensor
         if id(tensor) not in self._seen and not tensor.is_meta and not self._is_left_out(tensor):
             self._seen.add(id(tensor))
             self.tensors.append(reached)
 
     def add_matrix(self, matrix: PackedMatrix) -> None:
-        """Add a matrix."""
+        """Add a packed matrix, unless its handler was added before."""
         if id(matrix.handler) not in self._seen:
             self._seen.add(id(matrix.handler))
             self.matrices.append(matrix)
 
     def suffices(self, sizes: Sequence[WeightSize]) -> bool:
-        """Whether there are as many bytes as the weights of these sizes need."""
+        """Return True if there are as many bytes as the weights of these sizes need.
+
+        A tensor with the name of one kind of weights does not count for another kind.
+        """
         weights = [
-            (tensor.name.removeprefix(self._module_name), tensor.tensor.nbytes)
-            for tensor in self.tensors
-            if any(size.admits(tensor.tensor.numel()) for size in sizes)
+            _FoundBytes(reached.name.removeprefix(self._module_name), reached.tensor.nbytes)
+            for reached in self.tensors
+            if any(size.admits(reached.tensor.numel()) for size in sizes)
         ]
-        weights += [("", matrix.size_bytes) for matrix in self.matrices]
+        weights += [_FoundBytes("", matrix.size_bytes) for matrix in self.matrices]
         for size in sizes:
-            others = [other.name for other in sizes if other is not size]
+            foreign_names = [foreign.name for foreign in sizes if foreign is not size]
             own_bytes = (
-                size_bytes
-                for name, size_bytes in weights
-                if not any(other in name for other in others)
+                weight.size_bytes
+                for weight in weights
+                if not any(name in weight.name for name in foreign_names)
             )
             if sum(own_bytes) < size.size_bytes:
                 return False
-        wanted_bytes = sum(size.size_bytes for size in sizes)
-        found_bytes: int = sum(size_bytes for _, size_bytes in weights)
-        return found_bytes >= wanted_bytes
+        needed_bytes = sum(size.size_bytes for size in sizes)
+        return sum(weight.size_bytes for weight in weights) >= needed_bytes
 
 
-def _search(name: str, module: torch.nn.Module, found: _Found) -> bool:
-    """Search the module's attributes, nearest first, but for other modules and their insides.
+class _FoundBytes(NamedTuple):
+    """The size of something that can be weights."""
 
-    Returns whether that came to an end within OBJECTS_MAX.
+    name: str
+    """The name within the module; empty where it tells nothing."""
+    size_bytes: int
+
+
+def _search(name: str, module: torch.nn.Module, found: _FoundWeights) -> bool:
+    """Add what the module's attributes hold to `found`, nearest first, but for other modules.
+
+    Returns True if the search came to an end within OBJECTS_MAX.
     """
     method = getattr(module, "quant_method", None)
     seen: dict[int, object] = {id(module): module}  # With the objects, so that no number is reused.
@@ -257,10 +273,11 @@ def _search(name: str, module: torch.nn.Module, found: _Found) -> bool:
         seen[id(place.value)] = place.value
         key = place.key if isinstance(place.key, str | int) else type(place.key).__name__
         path = f"{step.path}.{key}"
-        if is_handler(place.value):
+        if seams.is_packed_matrix(place.value):
             dtype = getattr(module, "params_dtype", None)
-            is_known = place.key == "dnnl_handler" and isinstance(dtype, torch.dtype)
-            probe = int8_probe(place.value, place.holder.config, dtype) if is_known else None
+            config = seams.int8_kernel_config(place.holder, place.key)
+            is_known = config is not None and isinstance(dtype, torch.dtype)
+            probe = int8_probe(place.value, config, dtype) if is_known else None
             found.add_matrix(PackedMatrix(path, place.value, step.places, 1, probe))
         elif isinstance(place.value, torch.Tensor):
             found.add(path, step.places)
@@ -274,12 +291,12 @@ class _Step(NamedTuple):
     """An object that is looked at next."""
 
     path: str
-    """The name of what holds it."""
+    """The name of what holds the object."""
     places: tuple[Place, ...]
 
 
 def _can_have_weights(place: Place) -> bool:
-    """Whether the object can be weights or hold some."""
+    """Return True if the object can be weights or hold weights."""
     if isinstance(place.key, str) and _CHANGING.search(place.key.lower()):
         return False
     value = place.value
@@ -292,7 +309,7 @@ def _can_have_weights(place: Place) -> bool:
 
 
 def _children(value: object) -> Iterator[Place]:
-    """What an object holds, in its own order."""
+    """Yield the objects that an object holds, in its own order."""
     if isinstance(value, Mapping):
         yield from (Place(value, key, item) for key, item in [*value.items()])
     elif isinstance(value, list | tuple):
@@ -311,7 +328,7 @@ def _children(value: object) -> Iterator[Place]:
 
 
 def _attributes(value: object) -> Iterator[Place]:
-    """An object's own attributes, with slots, in the order in which they were set."""
+    """Yield an object's own attributes in the order in which they were set, then its slots."""
     fields = dict(getattr(value, "__dict__", {}))
     if isinstance(value, torch.nn.Module):
         fields = {name: item for name, item in fields.items() if name not in _MODULE_FIELDS}
@@ -324,16 +341,13 @@ def _attributes(value: object) -> Iterator[Place]:
 
 
 def _cells(function: object) -> Iterator[Place]:
-    """What a function keeps of the scope in which it was made."""
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield Place(cell, "cell_contents", cell.cell_contents)
-        except ValueError:
-            continue  # Nothing was assigned there yet.
+    """Yield the objects that a function keeps of the scope in which it was made."""
+    for cell in seams.closure_cells(function):
+        yield Place(cell, "cell_contents", cell.cell_contents)
 
 
 def _own_tensors(where: str, module: torch.nn.Module) -> Iterator[ReachedTensor]:
-    """Parameters and buffers of this module alone, wrappers taken apart."""
+    """Yield the parameters and buffers of this module alone, wrappers taken apart."""
     for fields in (module._parameters, module._buffers):
         for name, tensor in [*fields.items()]:
             if tensor is not None:
@@ -344,10 +358,9 @@ def _own_tensors(where: str, module: torch.nn.Module) -> Iterator[ReachedTensor]
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a wrapper consists of, by the rest of their names; else the tensor."""
-    partitions = getattr(tensor, "partitions", None)
-    if isinstance(partitions, Mapping):
-        # vLLM's SharedWeightParameter.
+    """Yield (the rest of the name, tensor) of what a wrapper consists of; else ("", the tensor)."""
+    partitions = seams.shared_partitions(tensor)
+    if partitions is not None:
         for key, part in partitions.items():
             for path, plain in _plain_tensors(part):
                 yield f".{key}{path}", plain

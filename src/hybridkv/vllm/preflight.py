@@ -6,6 +6,7 @@ The connector raises the first FAIL at start-up, and `hybridkv doctor` shows all
 import json
 import os
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any
 
 import vllm
@@ -13,15 +14,21 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, Verdict, fail, failure, judge, ok
+from hybridkv.core.findings import Finding, fail, failure, judge, ok, warn
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.core.tails import why_no_tails
-from hybridkv.vllm.drafters import padding_finding, speculation_findings, unproven_states
+from hybridkv.vllm.drafters import (
+    ConfigRefusal,
+    padding_finding,
+    speculation_findings,
+    unproven_states,
+)
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry
 from hybridkv.vllm.proven import OLDEST, PROVEN, TAILS_VERSION
+from hybridkv.vllm.versions import minor_version
 
 CONNECTOR = {
     "kv_connector": "HybridKVConnector",
@@ -31,12 +38,21 @@ CONNECTOR = {
 }
 """The `--kv-transfer-config` that works for every model."""
 HOPPER = 90  # The compute capability of the GPUs that copies were proven on (docs/gpu.md).
-NAMED_LATE = ("0.30", "0.31")  # The versions that `_states_named_late` is about.
+NAMED_LATE = ("0.30", "0.31")  # Versions that cache wrong states: see `_states_named_late`.
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
 
 
+class TransferCheck(StrEnum):
+    """Checks that look at the `--kv-transfer-config`."""
+
+    CONNECTOR = "connector"
+    ROLE = "kv_role"
+    SETTINGS = "settings"
+    FAILURE_POLICY = "kv_load_failure_policy"
+
+
 def config_findings(vllm_config: Any) -> Iterator[Finding]:
-    """The findings of the configuration alone, in the order in which the connector refuses."""
+    """Yield the findings of the configuration alone, in the order in which they are refused."""
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     yield _version(vllm.__version__)
     is_proven = not current_platform.is_cuda_alike() or (
@@ -44,14 +60,14 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     )
     what = "copies of a GPU have run on an NVIDIA H200 (Hopper) alone"
     remedy = "hybridkv verify shows whether answers are the same on this machine"
-    yield judge("device", is_proven, current_platform.device_type, what, remedy, Verdict.WARN)
+    yield _advise("device", is_proven, current_platform.device_type, what, remedy)
     try:
         settings_of(vllm_config)
     except ConfigError as error:
-        yield failure("settings", error)
+        yield failure(TransferCheck.SETTINGS, error)
     else:
-        given = transfer.kv_connector_extra_config.items()
-        yield ok("settings", ", ".join(f"{key}={value}" for key, value in given) or "all defaults")
+        settings = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
+        yield ok(TransferCheck.SETTINGS, ", ".join(settings) or "all defaults")
     off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
     yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
     yield from _parallel(vllm_config.parallel_config)
@@ -66,37 +82,41 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
         "disable_hybrid_kv_cache_manager is on, so sliding window layers keep and store every token"
     )
     remedy = "--no-disable-hybrid-kv-cache-manager works"
-    yield judge("hybrid KV cache manager", is_good, "on", what, remedy, Verdict.WARN)
+    yield _advise("hybrid KV cache manager", is_good, "on", what, remedy)
     policy = transfer.kv_load_failure_policy
     what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
     add = 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
     is_good, remedy = policy == "recompute", f"{add} to have it computed instead"
-    yield judge("kv_load_failure_policy", is_good, policy, what, remedy, Verdict.WARN)
+    yield _advise(TransferCheck.FAILURE_POLICY, is_good, policy, what, remedy)
 
 
 def transfer_findings(transfer: Any) -> Iterator[Finding]:
-    """Whether `--kv-transfer-config` names this connector, which need not ask that itself."""
+    """Yield whether a `--kv-transfer-config` names this connector.
+
+    The connector itself need not ask that.
+    """
     if transfer is None or transfer.kv_connector is None:
         what = "--kv-transfer-config names no connector, so vLLM serves without hybridkv"
         works = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
-        yield fail("connector", what, works)
+        yield fail(TransferCheck.CONNECTOR, what, works)
         return
     known = {key: [CONNECTOR[key]] for key in ("kv_connector", "kv_connector_module_path")}
     known["kv_connector"].append(SEVERAL)
     wrong = [key for key in known if getattr(transfer, key) not in known[key]]
     for key in wrong:
         what = f"{key} of --kv-transfer-config is {getattr(transfer, key)!r}"
-        yield fail("connector", what, f'"{key}":"{CONNECTOR[key]}" works')
+        yield fail(TransferCheck.CONNECTOR, what, f'"{key}":"{CONNECTOR[key]}" works')
     if not wrong:
-        yield ok("connector", f"{transfer.kv_connector} of {transfer.kv_connector_module_path}")
+        connector = f"{transfer.kv_connector} of {transfer.kv_connector_module_path}"
+        yield ok(TransferCheck.CONNECTOR, connector)
     role, remedy = transfer.kv_role, '"kv_role":"kv_both" works'
     half = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
     what = f"kv_role={role!r}: {half}"
-    yield judge("kv_role", role == "kv_both", role, what, remedy, Verdict.WARN)
+    yield _advise(TransferCheck.ROLE, role == "kv_both", role, what, remedy)
 
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
-    """Whether every cacheable group can be restored; `vllm_config` is vLLM's VllmConfig."""
+    """Yield whether each cacheable group of a KVCacheConfig and a VllmConfig can be restored."""
     speculative, is_drafted = vllm_config.speculative_config, False
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         check, spec = f"group {gid}", kv_cache_config.kv_cache_groups[gid].kv_cache_spec
@@ -107,7 +127,7 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
             continue
         window = f", window {group.window_tokens}" if group.window_tokens else ""
         good = f"{group.kind}, {group.tokens_per_block} tokens per block{window}"
-        unproven: tuple[str, str] | None = None
+        unproven: ConfigRefusal | None = None
         if group.kind is GroupKind.RECURRENT:
             unproven = unproven_states(vllm_config, next(iter(iter_layer_specs(spec))))
             unproven = unproven or _states_named_late(vllm_config, group.tokens_per_block)
@@ -116,8 +136,8 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
                 f"speculative_config: vLLM 0.32 itself cannot look up group {gid} (chunked local "
                 f"attention) with a drafter of the method {speculative.method!r}"
             )
-            unproven = what, "serving without --speculative-config works"
-        yield fail(check, *unproven) if unproven else ok(check, good)
+            unproven = ConfigRefusal(what, "serving without --speculative-config works")
+        yield fail(check, unproven.what, unproven.remedy) if unproven else ok(check, good)
         is_drafted |= group.kind is GroupKind.RECURRENT and not unproven and bool(speculative)
     if is_drafted:
         yield padding_finding(vllm_config)
@@ -130,28 +150,28 @@ def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
         yield fail(f"group {min(scratch)}", what, "serving without --speculative-config works")
 
 
-def _states_named_late(vllm_config: Any, block_tokens: int) -> tuple[str, str] | None:
-    """Where vLLM 0.30 and 0.31 cache wrong recurrent states by themselves, and what works.
+def _states_named_late(vllm_config: Any, block_tokens: int) -> ConfigRefusal | None:
+    """Return a refusal where vLLM 0.30 and 0.31 themselves cache wrong recurrent states.
 
     A prompt that ends at a multiple of the match unit, inside a block, has its state named when it
     is computed. With asynchronous scheduling the next step's plan names it again, and that step's
-    copy has the state behind the first generated token.
+    copy has the state after the first generated token.
     """
     unit = vllm_config.cache_config.prefix_match_unit
     is_fine = unit is not None and unit < block_tokens
     is_late = is_fine and vllm_config.scheduler_config.async_scheduling
-    version = ".".join(vllm.__version__.split(".")[:2])
+    version = minor_version()
     if version not in NAMED_LATE or not is_late:
         return None
     what = (
         f"vLLM {version} itself caches wrong recurrent states with asynchronous scheduling and "
         f"prefix_match_unit={unit}, which is less than a block"
     )
-    return what, "--no-async-scheduling works"
+    return ConfigRefusal(what, "--no-async-scheduling works")
 
 
 def state_rule(vllm_config: Any) -> StateRule:
-    """The settings that decide where recurrent states stand."""
+    """Return the settings that decide where recurrent states stand."""
     scheduler = vllm_config.scheduler_config
     # vLLM's long_prefill_token_threshold does not bound a prompt that is computed alone.
     step = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0
@@ -159,12 +179,12 @@ def state_rule(vllm_config: Any) -> StateRule:
 
 
 def serves_tails() -> bool:
-    """Whether this vLLM is the one whose hits inside a block were proven."""
-    return ".".join(vllm.__version__.split(".")[:2]) == TAILS_VERSION
+    """Return True on the version of vLLM whose hits inside a block were proven."""
+    return minor_version() == TAILS_VERSION
 
 
 def tails_finding(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) -> Finding:
-    """Whether hits may end inside a block; with a WARN the engine is served without such hits."""
+    """Return whether hits may end inside a block. With a WARN the engine has no such hits."""
     groups = len(kv_cache_config.kv_cache_groups)
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     why, remedy = why_no_tails(geometry), "leaving sub_block_hits out works"
@@ -180,15 +200,21 @@ def tails_finding(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) ->
         remedy = f"--prefix-match-unit {max(1, geometry.chunk_tokens // 8)} works"
     good = f"hits end at multiples of {geometry.hash_tokens} tokens"
     what = f"sub_block_hits: hits end at whole blocks, because {why}"
-    return judge("sub-block hits", not why, good, what, remedy, Verdict.WARN)
+    return _advise("sub-block hits", not why, good, what, remedy)
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """The connector's settings; raises ConfigError."""
+    """Return the settings in vLLM's `kv_connector_extra_config`; raises ConfigError."""
     return parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
+def _advise(check: str, is_good: bool, good: str, what: str, remedy: str) -> Finding:
+    """Return OK and `good`, or else a WARN: `what` could be better, and the `remedy`."""
+    return ok(check, good) if is_good else warn(check, what, remedy)
+
+
 def _version(version: str) -> Finding:
+    """Return whether a version of vLLM is served."""
     release = version.split(".")[:2]
     proof = PROVEN.get(".".join(release))
     is_old = [int(part) for part in release if part.isdigit()] < [*map(int, OLDEST.split("."))]
@@ -198,6 +224,7 @@ def _version(version: str) -> Finding:
 
 
 def _parallel(parallel: Any) -> Iterator[Finding]:
+    """Yield which kinds of parallelism are refused, or one OK."""
     kinds = ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
     several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
     several = {size: ranks for size, ranks in several.items() if ranks > 1}
@@ -212,6 +239,7 @@ def _parallel(parallel: Any) -> Iterator[Finding]:
 
 
 def _hashes(cache: Any) -> Finding:
+    """Return which hashes name prefixes, and who shares them."""
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm not in ENGINE_HASHES:
         what = f"{algorithm} gives other hashes in every process, so hybridkv makes its own"
@@ -221,4 +249,4 @@ def _hashes(cache: Any) -> Finding:
     good = f"{algorithm}, vLLM's fixed seed{versions}"
     apart = "seeds vLLM's block hashes: engines with another value share nothing"
     what, remedy = f"PYTHONHASHSEED={seed} {apart}", "unset PYTHONHASHSEED works"
-    return judge("block hashes", seed is None, good, what, remedy, Verdict.WARN)
+    return _advise("block hashes", seed is None, good, what, remedy)

@@ -1,11 +1,12 @@
-"""What of vLLM's configuration does not change the bytes of its KV cache, and why.
+"""The fields and variables of vLLM that do not change the bytes of its KV cache, and why.
 
 Every other field of `VllmConfig`, at any depth, and every other environment variable of vLLM is a
-part of the identity (`hybridkv.vllm.identity`). A field that is new in some version is therefore a
-part of it until somebody has put it here: two engines that differ in it miss. tests/engine/fields
-has the rest of the fields and holds all of them against real engines (requirements D16).
+part of the identity (`hybridkv.vllm.identity`). A field that is new in a version is therefore a
+part of it until somebody has put it here: two engines that differ in it share nothing.
+tests/engine/fields has the rest of the fields and tries all of them on real engines (requirements
+D16).
 
-Each table has the reason first, and then the names that it holds for.
+Each table has a reason first, and then the names that it holds for.
 """
 
 from collections.abc import Mapping
@@ -210,5 +211,7 @@ LIBRARY_VARIABLES = (
 
 
 def names(reasons: Reasons) -> frozenset[str]:
-    """All names of a table."""
-    return frozenset(name for some in reasons.values() for name in some.split())
+    """Return all names of a table: {"why": "a b", "for that": "c"} -> {"a", "b", "c"}."""
+    return frozenset(
+        name for names_of_reason in reasons.values() for name in names_of_reason.split()
+    )

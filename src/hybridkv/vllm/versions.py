@@ -1,10 +1,11 @@
-"""What differs between the versions of vLLM that are served."""
+"""Names that differ between the versions of vLLM that are served."""
 
 from collections.abc import Callable
 from enum import StrEnum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
@@ -28,25 +29,30 @@ else:
         CacheHitSource = StrEnum("CacheHitSource", ["HOST", "DISK", "P2P", "EXTERNAL_UNSPECIFIED"])
 
 
+def minor_version() -> str:
+    """Return the minor version of vLLM: 0.32.1 -> "0.32"."""
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
 def to_event_extra_keys(keys: list[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None] | None:
-    """A KV event's form of what a block's hash covers beside its tokens."""
+    """Return a KV event's form of what a block's hash covers beside its tokens."""
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
     return untagged(keys) if untagged else keys or None
 
 
 def argument_parser() -> Callable[..., Any]:
-    """vLLM's function that adds the arguments of `vllm serve` to a parser."""
+    """Return vLLM's function that adds the arguments of `vllm serve` to a parser."""
     try:
         from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
     except ImportError:
         # vLLM 0.33.
         from vllm.entrypoints.common.cli_args import make_arg_parser  # noqa: PLC0415
-    made: Callable[..., Any] = make_arg_parser
-    return made
+    add_arguments: Callable[..., Any] = make_arg_parser
+    return add_arguments
 
 
 def planning() -> ModuleType:
-    """The module in which vLLM groups the layers of each worker, and places them in memory."""
+    """Return vLLM's module that groups the layers of each worker and places them in memory."""
     try:
         from vllm.v1.core import kv_cache_planning  # noqa: PLC0415
     except ImportError:
@@ -62,22 +68,23 @@ def resolve_hits(config: KVCacheConfig, vllm_config: Any) -> None:
     """
     if getattr(config, "hash_block_size", None):
         return
-    blocks = resolve_kv_cache_block_sizes(config, vllm_config)
+    scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(config, vllm_config)
     resolve = getattr(kv_cache_utils, "resolve_cache_hit_alignment_tokens", None)
-    config.hash_block_size = blocks[1]
+    config.hash_block_size = hash_tokens
     if resolve is not None:
-        config.cache_hit_alignment_tokens = resolve(config, vllm_config, *blocks)
+        alignment_tokens = resolve(config, vllm_config, scheduler_tokens, hash_tokens)
     else:
-        is_fine = vllm_config.cache_config.enable_prefix_caching and _hits_are_fine(config)
-        config.cache_hit_alignment_tokens = blocks[1] if is_fine else blocks[0]
+        is_fine = vllm_config.cache_config.enable_prefix_caching and _are_hits_fine(config)
+        alignment_tokens = hash_tokens if is_fine else scheduler_tokens
+    config.cache_hit_alignment_tokens = alignment_tokens
 
 
-def _hits_are_fine(config: KVCacheConfig) -> bool:
-    """Whether vLLM 0.31 and older take hits that end inside a recurrent block."""
+def _are_hits_fine(config: KVCacheConfig) -> bool:
+    """Return True if vLLM 0.31 and older take hits that end inside a recurrent block."""
     groups, hashing = config.kv_cache_groups, config.hash_block_size
-    specs = [one for group in groups for one in iter_layer_specs(group.kv_cache_spec)]
-    states = [one for one in specs if isinstance(one, MambaSpec)]
-    if not any(one.mamba_cache_mode == "align" and one.block_size > hashing for one in states):
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if not any(spec.mamba_cache_mode == "align" and spec.block_size > hashing for spec in states):
         return False
     for group in groups:
         spec = group.kv_cache_spec

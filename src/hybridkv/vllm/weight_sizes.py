@@ -1,28 +1,30 @@
-"""How many bytes of weights a module must have, as its shape and its quantization say.
+"""The bytes of weights that a module must have, by its shape and its quantization.
 
-vLLM's kernels remove, empty and replace parameters as they like, and keep what they made of them
-elsewhere. A parameter that is gone or empty says nothing by itself; missing bytes do.
+vLLM's kernels remove, empty and replace parameters, and keep what they compute with elsewhere. So a
+parameter that is gone or empty is no sign of unread weights, but missing bytes are.
 """
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from hybridkv.vllm.seams import is_lora_wrapper, is_quantizing, quantization_method
+
 BITS_MIN = 2
-"""Bits of a weight where nothing says how many it has: scales and zero points have fewer."""
+"""Bits that a weight has at least, where nothing says how many. Scales and zero points have fewer
+for each weight."""
 _BITS_IN_NAME = re.compile(r"(?:fp|int)(\d+)")
 
 
 @dataclass(frozen=True)
 class WeightSize:
-    """The size of those weights of a module that are all of one kind."""
+    """The size of the weights of one kind that a module has."""
 
     name: str
-    """A part of their tensors' names; empty where they have any name."""
+    """A part of the names of their tensors; empty where these may have any name."""
     elements: int
     vector_elements: int
     """Elements of the longest bias, which is also the longest scale by channel."""
@@ -34,17 +36,18 @@ class WeightSize:
         return math.ceil(self.elements * self.bits / 8)
 
     def admits(self, elements: int) -> bool:
-        """Whether a tensor of so many elements can be weights, and is no bias or scale."""
+        """Return True if a tensor of so many elements can be weights, and no bias or scale."""
         return elements > self.vector_elements or elements >= self.elements
 
 
 def weight_sizes(module: torch.nn.Module, own_elements: Sequence[int]) -> tuple[WeightSize, ...]:
-    """The weights that `module` itself must have; empty where nothing says so.
+    """Return the sizes of the weights that must be found for `module`; empty where none are known.
 
-    `own_elements`: of each of its parameters and buffers. An unquantized module has to have more
-    only if it has fewer tensors of weights than kinds: those that are there are used as they are.
+    `own_elements` are the elements of each of its parameters and buffers. An unquantized module
+    computes with its parameters as they are, so nothing must be found where each kind of weights
+    has one.
     """
-    if "base_layer" in module._modules:
+    if is_lora_wrapper(module):
         return ()  # A LoRA wrapper repeats the shape of the layer in it.
     sizes = _expert_sizes(module) or _linear_sizes(module)
     if is_quantized(module):
@@ -56,35 +59,26 @@ def weight_sizes(module: torch.nn.Module, own_elements: Sequence[int]) -> tuple[
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether vLLM quantized the module's weights. Its methods for KV caches have none."""
-    method = quant_method(module)
-    names = [base.__name__ for base in type(method).__mro__]
-    is_plain = any(name.startswith("Unquantized") for name in names)
-    return method is not None and not is_plain and "BaseKVCacheMethod" not in names
-
-
-def quant_method(module: torch.nn.Module) -> Any:
-    """What vLLM computes the module's weights with, without the wrapper that LoRA puts around."""
-    method = getattr(module, "quant_method", None)
-    return getattr(method, "old_quant_method", method)
+    """Return True if vLLM quantized the module's weights."""
+    return is_quantizing(quantization_method(module))
 
 
 def kind_of(module: torch.nn.Module) -> str:
-    """The class of what computes with the module's weights, for people."""
-    return type(quant_method(module) or module).__name__
+    """Return the class of the module's quantization method, else of the module, for people."""
+    return type(quantization_method(module) or module).__name__
 
 
 def emptied_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """A parameter of which only the dtype is left, as vLLM's CPU kernels leave it."""
+    """Return a parameter of which vLLM's CPU kernels left only the dtype; None = there is none."""
     own = module.parameters(recurse=False)
     return next((tensor for tensor in own if tensor.numel() == 0 and not tensor.is_meta), None)
 
 
 def _expert_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
-    """Those of vLLM's routed experts, whose gate and up matrices are one tensor."""
+    """Return the sizes of vLLM's routed experts, whose gate and up matrices are one tensor."""
     names = ("local_num_experts", "hidden_size", "intermediate_size_per_partition")
     sides = _numbers(module, *names)
-    if not sides or quant_method(module) is None:
+    if not sides or quantization_method(module) is None:
         return ()
     experts, hidden, intermediate = sides
     config = getattr(module, "moe_config", None)
@@ -98,12 +92,12 @@ def _expert_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
 
 
 def _linear_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
-    """Those of a linear layer or an embedding."""
+    """Return the size of a linear layer's or an embedding's weight; empty for other modules."""
     if isinstance(module, torch.nn.Linear):
         sides = _numbers(module, "in_features", "out_features")
     elif isinstance(module, torch.nn.Embedding):
         sides = _numbers(module, "num_embeddings", "embedding_dim")
-    elif quant_method(module) is None:
+    elif quantization_method(module) is None:
         sides = ()
     else:
         sides = (
@@ -115,22 +109,22 @@ def _linear_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
 
 
 def _numbers(module: torch.nn.Module, *names: str) -> tuple[int, ...]:
-    """The attributes of these names; empty unless each is a positive number."""
+    """Return the attributes of these names; empty unless each is a positive number."""
     values = [getattr(module, name, None) for name in names]
     numbers = tuple(value for value in values if isinstance(value, int) and value > 0)
     return numbers if len(numbers) == len(names) else ()
 
 
 def _bits(module: torch.nn.Module) -> int:
-    """Bits of each weight."""
+    """Return the bits of a weight of the module, BITS_MIN where nothing says them."""
     if not is_quantized(module):
         emptied = emptied_parameter(module)
         dtype = getattr(module, "params_dtype", None) if emptied is None else emptied.dtype
         return 8 * dtype.itemsize if isinstance(dtype, torch.dtype) else BITS_MIN
-    method = quant_method(module)
+    method = quantization_method(module)
     scheme = getattr(module, "scheme", None) or getattr(method, "scheme", None)
     config = getattr(method, "quant_config", None)
-    # What knows this very layer comes before what knows the whole model.
+    # The configuration of this layer comes before that of the whole model.
     for owner in (getattr(scheme, "layer_config", None), scheme, method, config):
         for name in ("weight_bits", "num_bits", "bits"):
             bits = getattr(owner, name, None)

@@ -2,24 +2,24 @@
 
 A digest of all bytes says which they are (`weights_digest`). It takes seconds, and proves the
 moment in which it was taken. A sentinel looks at some words around every step (`weights_sentinel`).
-A run of looks that saw the same is an *era*; a digest that was read within an era is that of all
+A run of looks that saw the same is an *era*. A digest that was read within an era is that of all
 its steps.
 """
 
 import functools
 import logging
 import secrets
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from hybridkv.core.sizes import format_size
+from hybridkv.vllm import seams
 from hybridkv.vllm.weights_digest import (
     DIGEST_BYTES,
     PackedWeights,
@@ -32,75 +32,68 @@ from hybridkv.vllm.weights_sentinel import WeightsLook, WeightsSentinel
 
 logger = logging.getLogger("vllm.hybridkv")
 
-WAY_SECONDS = 0.001
-"""How long a step that computes nothing lets a reading go on alone, as vLLM's own loop does."""
-CHANGING_METHODS = (
-    *("load_model", "reload_weights", "reset_weights", "update_weights", "load_weights"),
-    *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
-    *("apply_model", "sleep", "wake_up", "discard", "checkpoint_restore"),
-)
-"""Methods of vLLM's workers, model runners and models that may change the weights.
-
-That is no proof of anything, as others may too. The weights are read anew after these at once,
-also where the sentinel sees nothing."""
-MEMORY_TAGS = ("weights", "kv_cache")
-"""What vLLM's sleep mode takes the memory of, unless it says which."""
+YIELD_SECONDS = 0.001
+"""How long a step that computes nothing waits for a reading, as vLLM's own loop does."""
 
 
 class StepLook(NamedTuple):
-    """In which era a step ran."""
+    """The era in which a step ran."""
 
-    number: int  # That of the step's plan.
+    number: int  # The number of the step's plan.
     era: int
 
 
 class WeightsAnswer(NamedTuple):
-    """What a worker says of its weights in the report of a step."""
+    """The worker's answer about its weights, in the report of a step."""
 
     question: int
-    """The scheduler role's last question."""
+    """The number of the scheduler role's last question."""
     era: int
     """How often the sentinel saw other weights, or a method ran that may change them."""
     digest: str
-    """That of the era, read after the question; empty while it is not known."""
+    """The digest of the era's weights, read after the question; empty while it is not known."""
     steps: tuple[StepLook, ...] = ()
-    """Steps of which it is known only now. A step in which the weights changed has an era alone."""
+    """Steps whose era became known since the last report. A step in which the weights changed has
+    an era of its own."""
 
     def order(self) -> tuple[int, int, bool]:
-        """Later answers are greater."""
+        """Return a value that is greater for a later answer of the same worker."""
         return self.question, self.era, bool(self.digest)
 
 
 @dataclass(eq=False)
-class _Reading:
+class WeightsReading:
     """A reading of all bytes beside the steps."""
 
     question: int
     era: int
     thread: threading.Thread | None = None
     is_stopped: bool = False
-    found: WeightsDigest | None = None  # Once it is over.
-
-    @property
-    def is_running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
+    found: WeightsDigest | None = None  # None until the reading is over.
 
     def stop(self) -> None:
-        """Stop it and wait for its end: memory that is read must not go away."""
+        """Stop the reading and wait for its end: memory that is read must not go away."""
         self.is_stopped = True
         if self.thread is not None:
             self.thread.join()
 
 
 @dataclass(eq=False)
-class _TakenLook:
+class _PendingLook:
     """A look of the sentinel that was not compared yet."""
 
     step: int  # The number of the step's plan.
     version: int  # How often a method had run that may change the weights.
     look: WeightsLook | None  # None = it failed.
-    is_end: bool = False  # Whether it was taken after the step had computed.
-    read: _Reading | None = None  # A reading that was over before.
+    is_end: bool = False  # True if the look was taken after the step had computed.
+    finished_reading: WeightsReading | None = None  # A reading that was over before the look.
+
+
+class _SeenWeights(NamedTuple):
+    """The weights as a look saw them that was compared."""
+
+    version: int  # How often a method had run that may change the weights.
+    words: bytes  # The digest of the words that the sentinel watches.
 
 
 class EngineWeights:
@@ -112,100 +105,94 @@ class EngineWeights:
     def __init__(
         self, runner: Any = None, worker: Any = None, before_sleep: Callable[[], None] | None = None
     ) -> None:
-        """`runner` has the model; without one the weights cannot be read.
+        """`runner` is vLLM's model runner, without which the weights cannot be read.
 
-        `before_sleep` ends what else uses the engine's memory before that goes away.
+        `worker` is vLLM's worker, whose methods are followed. `before_sleep` ends what else uses
+        the engine's memory; it is called before that memory goes away.
         """
         self.runner = runner
         self._before_sleep = before_sleep
         self._packed = PackedWeights()
-        self._sentinel = WeightsSentinel()
+        self.sentinel = WeightsSentinel()
         self._asleep: set[str] = set()  # Tags of memory that may be gone.
-        self.question = 0  # The scheduler role's last one.
+        self.question = 0  # The number of the scheduler role's last question.
         self._version = 0  # How often a method ran that may change the weights.
-        self._looks: deque[_TakenLook] = deque()
-        self._seen: tuple[int, bytes] | None = None
-        """Version and words of the last look that was compared; None = like no other."""
+        self._looks: deque[_PendingLook] = deque()
+        self._seen: _SeenWeights | None = None
+        """What the last look saw that was compared; None = it is like no other."""
         self._era = -1
         self._eras: dict[int, int] = {}
         """The eras of steps that no report has had yet, by the plan's number."""
         self._settled = 0
         self._last_step = 0
-        self._reading: _Reading | None = None
-        self._read: _Reading | None = None  # The last one in whose era a look came behind it.
-        self._is_blind = False  # Whether the last look failed, so that no digest tells anything.
-        names = [*CHANGING_METHODS, *_extension_methods(worker)]
-        for owner in (runner, worker, *self._models().values()):
-            for name in names:
-                method = getattr(owner, name, None)
-                if callable(method):
-                    setattr(owner, name, self._followed(name, method))
+        self.reading: WeightsReading | None = None  # The reading that was begun last.
+        self._confirmed_reading: WeightsReading | None = None
+        """The last reading after which a look saw the reading's era."""
+        self._is_blind = False  # True if the last look failed, so that no digest tells anything.
+        owners = (runner, worker, *seams.models_of(runner).values())
+        names = [*seams.CHANGING_METHODS, *seams.extension_methods(worker)]
+        seams.follow_methods(owners, names, self._followed)
 
     @classmethod
     def of_caller(cls, before_sleep: Callable[[], None] | None = None) -> "EngineWeights":
-        """The weights of the model runner among the callers, whose methods are followed then."""
-        runner, frame = None, sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            own = getattr(owner, "__dict__", {})
-            if runner is None and _model_of(owner) is not None:
-                runner = owner
-            elif runner is not None and own.get("model_runner") is runner:
-                return cls(runner, owner, before_sleep)
-            frame = frame.f_back  # type: ignore[assignment]
-        return cls(runner, None, before_sleep)
+        """Return the weights of the model runner among the callers, and follow its methods."""
+        runner, worker = seams.callers()
+        return cls(runner, worker, before_sleep)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether memory of the engine may be gone, so that nothing may be read or written."""
+        """True while memory of the engine may be gone, so that nothing may be read or written."""
         return bool(self._asleep)
 
     @property
     def era(self) -> int:
-        """That of the last look which is known."""
+        """The era of the last look that was compared."""
         return self._era
 
     @property
     def settled(self) -> int:
-        """The last step whose first look is known."""
+        """The number of the last step of which a look was compared."""
         return self._settled
 
     @property
     def digest(self) -> str:
-        """The digest of the present era, read after the last question; empty if there is none."""
-        read = self._read
-        if read is None or read.found is None or self._asleep:
+        """The digest of the present era, read after the last question; empty if none was read."""
+        reading = self._confirmed_reading
+        if reading is None or reading.found is None or self._asleep:
             return ""
-        is_present = (read.question, read.era) == (self.question, self._era)
-        # A method that may change them ran since the last look.
-        is_changed = self._seen is None or self._seen[0] != self._version
-        return read.found.digest if is_present and not is_changed else ""
+        # A method that may change the weights ran since the last look.
+        is_changed = self._seen is None or self._seen.version != self._version
+        return reading.found.digest if self._is_of_now(reading) and not is_changed else ""
 
     def answer(self) -> WeightsAnswer:
-        """What the report of the present step says; each step is in one answer."""
+        """Return what the report of the present step says. Each step is in one answer alone."""
         self.compare()
-        waiting = {taken.step for taken in self._looks}
-        over = [number for number in self._eras if number not in waiting]
-        steps = tuple(StepLook(number, self._eras.pop(number)) for number in over)
+        pending = {look.step for look in self._looks}
+        settled = [number for number in self._eras if number not in pending]
+        steps = tuple(StepLook(number, self._eras.pop(number)) for number in settled)
         return WeightsAnswer(self.question, self._era, self.digest, steps)
 
     def read(self) -> WeightsDigest:
-        """Read the weights now, which may take seconds; the engine runs no step yet."""
+        """Read the weights now, before the engine's first step, and return their digest.
+
+        This may take seconds.
+        """
         self._look_now()
         found = self._digest(lambda: False)
-        self._reading = _Reading(self.question, self._era, found=found)
+        self.reading = WeightsReading(self.question, self._era, found=found)
         self._look_now()
         self._eras.clear()
         return found
 
     def step(self, number: int, question: int, *, is_idle: bool = False) -> None:
-        """A step begins; look at the weights, and read them beside it if they are not known.
+        """Look at the weights where a step begins, and read them beside it if they are not known.
 
-        `is_idle`: it writes no block.
+        `number` is that of the step's plan, `question` the scheduler role's last question.
+        `is_idle`: the step writes no block.
         """
         self.question = max(self.question, question)
         self.watch(number, is_idle=is_idle)
-        reading = self._reading
+        reading = self.reading
         is_read = reading is not None and self._is_of_now(reading)
         if self.digest or is_read or self._is_blind or self._asleep:
             return
@@ -214,7 +201,7 @@ class EngineWeights:
         self._begin_reading(reading)
 
     def watch(self, number: int, *, is_idle: bool = False) -> None:
-        """Look at the weights where a step begins that writes blocks, or they are not known."""
+        """Look at the weights where a step begins, unless it is idle and the weights are known."""
         if self._asleep or number == self._last_step:
             return
         self._last_step = number
@@ -223,36 +210,37 @@ class EngineWeights:
         self.compare()
 
     def computed(self) -> None:
-        """The step that began last has computed what it stores."""
+        """Look at the weights after the step that began last has computed what it stores."""
         if not self._asleep:
             self._look(self._last_step, is_end=True)
 
     def give_way(self) -> None:
-        """Let a reading go on, or end, for WAY_SECONDS.
+        """Wait YIELD_SECONDS for a reading, so that it goes on.
 
         An engine in the caller's own process does step after step while a request waits, and never
-        lets go of the interpreter; each of the reading's thousand calls would wait for its turn.
+        yields the interpreter. Each of the reading's thousand calls would wait for its turn.
         """
-        reading = self._reading
+        reading = self.reading
         if reading is not None and reading.thread is not None:
-            reading.thread.join(WAY_SECONDS)
+            reading.thread.join(YIELD_SECONDS)
 
     def close(self) -> None:
-        """Stop a reading and wait for its end."""
-        if self._reading is not None:
-            self._reading.stop()
-            self._reading = None
+        """Stop the reading that goes on, and wait for its end."""
+        if self.reading is not None:
+            self.reading.stop()
+            self.reading = None
 
-    def _is_of_now(self, reading: _Reading) -> bool:
-        """Whether a reading answers the last question, and may be of the present weights."""
+    def _is_of_now(self, reading: WeightsReading) -> bool:
+        """Return True if a reading answers the last question, and may be of the present weights."""
         return (reading.question, reading.era) == (self.question, self._era)
 
-    def _begin_reading(self, before: _Reading | None) -> None:
-        reading = _Reading(self.question, self._era)
+    def _begin_reading(self, previous: WeightsReading | None) -> None:
+        """Begin a reading in a thread of its own, once the previous one has ended."""
+        reading = WeightsReading(self.question, self._era)
 
         def run() -> None:
-            if before is not None and before.thread is not None:
-                before.thread.join()
+            if previous is not None and previous.thread is not None:
+                previous.thread.join()
             try:
                 reading.found = self._digest(lambda: reading.is_stopped)
             except StoppedError:
@@ -260,7 +248,7 @@ class EngineWeights:
 
         reading.thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
         reading.thread.start()  # Where that raises, the next step tries again.
-        self._reading = reading
+        self.reading = reading
 
     def _look_now(self) -> None:
         """Take a look and wait until it has arrived."""
@@ -270,44 +258,47 @@ class EngineWeights:
         self.compare()
 
     def _look(self, step: int, *, is_end: bool = False) -> None:
-        """Take a look; what it saw is compared once it has arrived."""
-        look, reading = None, self._reading
+        """Take a look, which is compared once it has arrived."""
+        look, reading = None, self.reading
         try:
-            models = self._models()
-            look = self._sentinel.look(models) if models else None
+            models = seams.models_of(self.runner)
+            look = self.sentinel.look(models) if models else None
         except Exception:  # noqa: BLE001  # the log has it
             self._report_blindness()
         self._is_blind = self._is_blind or look is None
         is_over = reading is not None and reading.found is not None
-        read = reading if is_over else None
-        self._looks.append(_TakenLook(step, self._version, look, is_end, read))
+        finished = reading if is_over else None
+        self._looks.append(_PendingLook(step, self._version, look, is_end, finished))
 
     def compare(self) -> None:
         """Compare the looks that have arrived, in the order in which they were taken."""
         while self._looks:
-            taken = self._looks[0]
-            words = self._words(taken)
+            pending = self._looks[0]
+            words = self._words(pending)
             if words is None:
                 return
             self._looks.popleft()
-            seen = taken.version, words
+            seen = _SeenWeights(pending.version, words)
             if seen != self._seen:
                 self._era += 1
                 self._packed.renew()
             # What a step computed while the weights changed is of an era that ends with it.
-            is_torn = taken.is_end and seen != self._seen
+            is_torn = pending.is_end and seen != self._seen
             self._seen = None if is_torn else seen
-            self._eras[taken.step] = self._era
-            self._settled = taken.step
-            read = taken.read
-            if read is not None and not is_torn and self._is_of_now(read):
-                self._read = read
+            self._eras[pending.step] = self._era
+            self._settled = pending.step
+            reading = pending.finished_reading
+            if reading is not None and not is_torn and self._is_of_now(reading):
+                self._confirmed_reading = reading
 
-    def _words(self, taken: _TakenLook) -> bytes | None:
-        """What a look saw; None = it has not arrived. One that failed is like no other."""
+    def _words(self, pending: _PendingLook) -> bytes | None:
+        """Return the words that a look saw; None = they have not arrived yet.
+
+        A look that failed has random words, which are like no others.
+        """
         try:
-            if taken.look is not None:
-                words = taken.look.digest()
+            if pending.look is not None:
+                words = pending.look.digest()
                 self._is_blind = self._is_blind and words is None
                 return words
         except Exception:  # noqa: BLE001  # the log has it
@@ -315,27 +306,31 @@ class EngineWeights:
         return secrets.token_bytes(8)
 
     def _report_blindness(self) -> None:
-        """Say that a look failed, unless the one before did too; call this from its handler."""
+        """Log that a look failed, unless the look before failed too.
+
+        The handler of the exception calls this.
+        """
         if not self._is_blind:
             logger.exception("hybridkv: the weights cannot be looked at in each step")
         self._is_blind = True
 
     def _change(self) -> None:
-        """The weights may be others from here on."""
+        """Note that a method runs now that may change the weights."""
         self.close()
         self._version += 1
 
     def _followed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `method` of vLLM, and notes what it may do."""
+
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             self._change()
-            tags = kwargs.get("tags", args[0] if args else None)
-            if name in ("sleep", "discard"):
-                self._asleep.update(tags if name == "discard" and tags else MEMORY_TAGS)
+            released = seams.released_memory(name, args, kwargs)
+            if released:
+                self._asleep.update(released)
                 self._end_copies()
             result = method(*args, **kwargs)
-            if name == "wake_up":
-                self._asleep.difference_update(tags or MEMORY_TAGS)
+            self._asleep.difference_update(seams.restored_memory(name, args, kwargs))
             return result
 
         return call
@@ -347,23 +342,15 @@ class EngineWeights:
         except Exception:
             logger.exception("hybridkv: copies could not be ended before the engine sleeps")
 
-    def _models(self) -> dict[str, torch.nn.Module]:
-        """The model and its drafter."""
-        runner = self.runner
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        own, drafting = _model_of(runner), _unwrapped(getattr(drafter, "model", None))
-        models = {"model": own, "drafter": drafting}
-        return {role: model for role, model in models.items() if model is not None}
-
     def _digest(self, stop: Callable[[], bool]) -> WeightsDigest:
         """Read all weights of the model and of its drafter."""
         started = time.perf_counter()
-        occupied = getattr(self.runner, "model_memory_usage", 0)
-        occupied_bytes = occupied if isinstance(occupied, int) else 0
+        occupied_bytes = seams.occupied_bytes(self.runner)
         try:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
-                found = digest_weights(self._models(), self._packed, stop, occupied_bytes)
+                models = seams.models_of(self.runner)
+                found = digest_weights(models, self._packed, stop, occupied_bytes)
         except StoppedError:
             raise
         except Exception as error:
@@ -381,29 +368,3 @@ class EngineWeights:
             )
             logger.warning(text, found.unread_text())
         return found
-
-
-def _extension_methods(worker: Any) -> Iterable[str]:
-    """The methods of a worker extension, such as a trainer's own updates."""
-    config = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
-    extension = getattr(config, "worker_extension_cls", None)
-    for cls in type(worker).__mro__ if extension else ():
-        if f"{cls.__module__}.{cls.__qualname__}" == extension:
-            methods = (name for name, value in vars(cls).items() if callable(value))
-            yield from (name for name in methods if not name.startswith("__"))
-
-
-def _model_of(owner: Any) -> torch.nn.Module | None:
-    """The model of a model runner; None where `owner` is no model runner."""
-    own = getattr(owner, "__dict__", {})
-    return None if isinstance(owner, torch.nn.Module) else _unwrapped(own.get("model"))
-
-
-def _unwrapped(model: Any) -> torch.nn.Module | None:
-    """A model without the wrappers that replay its CUDA graphs."""
-    for _ in range(4):
-        if isinstance(model, torch.nn.Module) or model is None:
-            return model
-        unwrap = getattr(model, "unwrap", None)
-        model = unwrap() if callable(unwrap) else None
-    return None

@@ -1,8 +1,8 @@
-"""The digest of a model's weights in memory: what tells one model's KV from another's.
+"""The digest of a model's weights in memory, which tells one model's KV from another's.
 
 Files do not tell it: weights come from hubs, object storage, loaders and trainers, and change while
 the engine runs. Two models have the same digest if their tensors have the same names, order,
-shapes, dtypes and bytes. It holds for one kind of device and one packing of the weights.
+shapes, dtypes and bytes. Digests are compared within one kind of device and one packing of weights.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ logger = logging.getLogger("vllm.hybridkv")
 
 DIGEST_BYTES = 16
 WORDS_MAX = 1 << 22
-"""Words of 8 bytes that a device digests at once; it needs some four times their memory."""
+"""Words of 8 bytes that a device digests at once. It needs some four times their memory."""
 PROBE_ROWS = 512
 PROBE_SECONDS_MAX = 60.0
-"""How long reading weights may take that a library keeps in memory of its own."""
+"""How long reading the weights may take that a library keeps in memory of its own."""
 _ODD = (-7046029254386353131, -4417276706812531889, -8796714831421723037)
 """Odd factors near 2**64 divided by the golden ratio and two others, as signed words."""
 READ_SHARE_MIN = 0.75
-"""The part of a model's memory that must have been read. What vLLM counts also has the allocator's
-roundings, workspaces and tables of a few percent; experts or linear layers that are hidden are more
+"""The part of a model's memory that must have been read. vLLM also counts the allocator's
+roundings, workspaces and tables, which are a few percent. Hidden experts or linear layers are more
 than a quarter of every model."""
 WORKSPACE_BYTES = 64 << 20
 """What workspaces and the empty parts of the allocator's segments (2 and 20 MiB) take of a model's
-memory, however small the model is; a quarter of a small one on a GPU."""
+memory, however small the model is. On a GPU that is a quarter of a small one."""
 
 
 class UnreadModule(NamedTuple):
@@ -50,21 +50,21 @@ class UnreadModule(NamedTuple):
     name: str
     """With the model's role in front, as `model.layers.0.mlp.experts`."""
     kind: str
-    """The class of its quantization method, else its own."""
+    """The class of the module's quantization method, else of the module."""
 
 
 class WeightsDigest(NamedTuple):
-    """What a worker's weights are."""
+    """The digest of a worker's weights, and what could not be read of them."""
 
     digest: str
-    """2 * DIGEST_BYTES hexadecimal digits; no other engine has it where `unread` is not empty."""
+    """2 * DIGEST_BYTES hexadecimal digits. No other engine has them if `unread` is not empty."""
     unread: tuple[UnreadModule, ...]
     size_bytes: int
     """Bytes that were read; tensors that share memory count once."""
     seconds: float
 
     def unread_text(self) -> str:
-        """Returns `3 modules (2 Mxfp4MoEMethod, 1 Linear; first model.layers.0.mlp)`; or empty."""
+        """Return `3 modules (2 Mxfp4MoEMethod, 1 Linear; first model.layers.0.mlp)`, or ""."""
         if not self.unread:
             return ""
         kinds = Counter(module.kind for module in self.unread)
@@ -74,24 +74,24 @@ class WeightsDigest(NamedTuple):
 
 
 class StoppedError(Exception):
-    """The weights are about to change while they are read."""
+    """A reading was stopped, because the weights are about to change."""
 
 
 class _MatrixDigest(NamedTuple):
-    """What stands for a packed matrix."""
+    """The digest of a packed matrix."""
 
     content: bytes
     is_read: bool
-    """Whether `content` is of the matrix, and not random."""
+    """True if `content` is of the matrix, False if it is random."""
 
 
 class PackedWeights:
-    """What one engine knows of weights that are not read from memory.
+    """The digests of one engine's weights that are not read from memory.
 
-    A library keeps weights in memory of its own, and a function that multiplies with them is all
-    that there is. They are read as its answers (`packed_probes`), if these take no more than
-    PROBE_SECONDS_MAX in all. Nobody can write to that memory: new weights have a new handler. Each
-    handler is therefore read once, and one that is not read keeps a random digest.
+    oneDNN keeps weights in memory of its own, and offers nothing but a multiplication with them.
+    They are read as products (`packed_probes`), if these take no more than PROBE_SECONDS_MAX in
+    all. Nobody can write to that memory: new weights have a new handler. Each handler is therefore
+    read once, and a handler that is not read keeps a random digest.
 
     Other unread weights have random bytes too, the same ones until `renew`. Each engine needs an
     object of its own: two engines in one process may have other weights.
@@ -105,11 +105,11 @@ class PackedWeights:
         self._unread_token = secrets.token_bytes(DIGEST_BYTES)
 
     def renew(self) -> None:
-        """Weights may be others from here on: what cannot be read counts as changed."""
+        """Count weights that cannot be read as changed, because all weights may be others now."""
         self._unread_token = secrets.token_bytes(DIGEST_BYTES)
 
     def begin(self, matrices: Iterable[PackedMatrix]) -> None:
-        """Begin a reading of all these."""
+        """Begin a reading of all these matrices."""
         new = (matrix for matrix in matrices if matrix.handler not in self._digests)
         self._operations = sum(
             matrix.probe.questions * matrix.handler.k * matrix.handler.n
@@ -119,11 +119,11 @@ class PackedWeights:
         self._done, self._seconds = 0, 0.0
 
     def unread_content(self, name: str) -> bytes:
-        """What stands for the weights of an unread module."""
+        """Return what the digest has in place of the weights of an unread module."""
         return hashlib.blake2b(self._unread_token + name.encode(), digest_size=16).digest()
 
     def digest(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> _MatrixDigest:
-        """What stands for a matrix; StoppedError on `stop`."""
+        """Return the digest of a matrix; raises StoppedError on `stop`."""
         handler = matrix.handler
         if handler not in self._digests:
             content = self._read(matrix, stop)
@@ -132,7 +132,10 @@ class PackedWeights:
         return self._digests[handler]
 
     def _read(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> bytes:
-        """The digest of the matrix's answers; empty where it has none, or they take too long."""
+        """Return the digest of the matrix's products; empty if it has none or they take too long.
+
+        Raises StoppedError on `stop`.
+        """
         handler, probe, digest = matrix.handler, matrix.probe, xxhash.xxh3_128()
         if probe is None:
             return b""
@@ -145,7 +148,7 @@ class PackedWeights:
             count = min(PROBE_ROWS, probe.questions - start)
             answers = probe.answers(start, count)
             if not answers.isfinite().all():
-                return b""  # Such a value hides the others of its column.
+                return b""  # An infinite value hides the other values of its column.
             digest.update(_bytes_of(answers))
             self._seconds += time.perf_counter() - started
             self._done += count * handler.k * handler.n
@@ -159,10 +162,11 @@ def digest_weights(
     occupied_bytes: int = 0,
     is_left_out: Callable[[torch.Tensor], bool] = lambda _: False,
 ) -> WeightsDigest:
-    """The digest of all weights of `models` by name, in their order; StoppedError on `stop`.
+    """Return the digest of all weights of `models` by name, in their order.
 
-    `occupied_bytes` is what vLLM says the models occupy, 0 where it does not: with fewer than
-    READ_SHARE_MIN of it read, less WORKSPACE_BYTES, the whole is unread.
+    `occupied_bytes` is what vLLM says the models occupy, 0 where it does not say. All weights are
+    unread where fewer bytes were read than READ_SHARE_MIN of it, less WORKSPACE_BYTES. Raises
+    StoppedError on `stop`.
     """
     started = time.perf_counter()
     whole = _WholeDigest(packed or PackedWeights(), stop)
@@ -172,11 +176,27 @@ def digest_weights(
     whole.packed.begin(matrix for content in contents for matrix in content.matrices)
     for content in contents:
         whole.add_module(content)
-    every = (module for model in models.values() for module in model.modules())
-    weights_bytes = occupied_bytes - sum(map(adapter_bytes, every))
+    modules = (module for model in models.values() for module in model.modules())
+    weights_bytes = occupied_bytes - sum(map(adapter_bytes, modules))
     if whole.size_bytes < READ_SHARE_MIN * (weights_bytes - WORKSPACE_BYTES):
         whole.add_unread("model", "most of its memory")
     return whole.finished(started)
+
+
+class _DigestPart(NamedTuple):
+    """One tensor, matrix or unread module in a digest."""
+
+    head: str
+    """The name, and the form of what has one."""
+    content: bytes | torch.Tensor
+    """A digest, or the words of `device_content`, which are fetched at the end."""
+
+
+class _TensorAddress(NamedTuple):
+    """The place of a tensor's bytes, which tensors that share memory have in common."""
+
+    device: torch.device
+    address: int
 
 
 class _WholeDigest:
@@ -184,15 +204,14 @@ class _WholeDigest:
 
     def __init__(self, packed: PackedWeights, stop: Callable[[], bool]) -> None:
         self.packed, self._stop = packed, stop
-        self._parts: list[tuple[str, bytes | torch.Tensor]] = []
-        """Names and forms with what they have; a device's words are fetched at the end."""
+        self._parts: list[_DigestPart] = []
         self._unread: list[UnreadModule] = []
         self.size_bytes = 0
-        self._counted: set[tuple[torch.device, int]] = set()
-        """Where tensors are that `size_bytes` has."""
+        self._counted: set[_TensorAddress] = set()
+        """Where the tensors are that `size_bytes` counts."""
 
     def add_module(self, content: ModuleContent) -> None:
-        """A module's tensors and packed matrices."""
+        """Add a module's tensors and packed matrices; raises StoppedError."""
         is_unread = content.is_unread
         parts: list[ReachedTensor | PackedMatrix] = [*content.tensors, *content.matrices]
         for part in parts:
@@ -201,9 +220,9 @@ class _WholeDigest:
             is_read = True
             try:
                 if isinstance(part, ReachedTensor):
-                    self._add(part)
+                    self._add_tensor(part)
                 else:
-                    is_read = self._ask(part)
+                    is_read = self._add_matrix(part)
             except StoppedError:
                 raise
             except Exception:  # A foreign class may refuse anything.
@@ -214,12 +233,12 @@ class _WholeDigest:
             self.add_unread(content.name, content.kind)
 
     def add_unread(self, name: str, kind: str) -> None:
-        """Weights of which nothing is known, so that no other engine has the same digest."""
+        """Add weights of which nothing is known, so that no other engine has the same digest."""
         self._unread.append(UnreadModule(name, kind))
-        self._parts.append((name, self.packed.unread_content(name)))
+        self._parts.append(_DigestPart(name, self.packed.unread_content(name)))
 
     def finished(self, started: float) -> WeightsDigest:
-        """The digest of all that was added; `started` by time.perf_counter."""
+        """Return the digest of all that was added; `started` is of time.perf_counter."""
         whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for head, content in self._parts:
             whole.update(head.encode())
@@ -227,29 +246,29 @@ class _WholeDigest:
         seconds = time.perf_counter() - started
         return WeightsDigest(whole.hexdigest(), tuple(self._unread), self.size_bytes, seconds)
 
-    def _ask(self, matrix: PackedMatrix) -> bool:
-        """Add a packed matrix; returns whether it was read."""
+    def _add_matrix(self, matrix: PackedMatrix) -> bool:
+        """Add a packed matrix; returns True if it was read. Raises StoppedError."""
         found = self.packed.digest(matrix, self._stop)
         self.size_bytes += matrix.size_bytes
         form = f"{matrix.handler.k} {matrix.handler.n}"
-        self._parts.append((f"{matrix.name} {form}\n", found.content))
+        self._parts.append(_DigestPart(f"{matrix.name} {form}\n", found.content))
         return found.is_read
 
-    def _add(self, reached: ReachedTensor) -> None:
-        """Add a tensor."""
+    def _add_tensor(self, reached: ReachedTensor) -> None:
+        """Add the bytes, name, dtype, shape and strides of a tensor."""
         tensor = reached.tensor.detach()
         form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         run = _dense(tensor)
         is_host = run.device.type == "cpu"
         content = xxhash.xxh3_128(_bytes_of(run)).digest() if is_host else device_content(run)
-        self._parts.append((f"{reached.name} {form}\n", content))
-        place = tensor.device, tensor.data_ptr()
-        self.size_bytes += 0 if place in self._counted else tensor.nbytes
-        self._counted.add(place)
+        self._parts.append(_DigestPart(f"{reached.name} {form}\n", content))
+        address = _TensorAddress(tensor.device, tensor.data_ptr())
+        self.size_bytes += 0 if address in self._counted else tensor.nbytes
+        self._counted.add(address)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in one run: as they lie there where that is possible, else copied."""
+    """Return the tensor's bytes in one run, without a copy where they lie in one run."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).contiguous().view(-1).view(torch.uint8)
 
@@ -259,7 +278,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def device_content(run: torch.Tensor) -> torch.Tensor:
-    """Two signed words that depend on every byte of `run` (uint8) and on its place.
+    """Return two signed words that depend on every byte of `run` (uint8) and on its place.
 
     Arithmetic of words wraps around, so all of it is exact and the same on every device.
     """
@@ -269,14 +288,14 @@ def device_content(run: torch.Tensor) -> torch.Tensor:
     rest[: run.numel() - whole] = run[whole:]
     pieces = [run[at : min(at + 8 * WORDS_MAX, whole)] for at in range(0, whole, 8 * WORDS_MAX)]
     at = 0
-    for lying in (*pieces, rest):
+    for piece in (*pieces, rest):
         # Words are read where they lie, unless they begin between two words.
-        piece = (lying if lying.storage_offset() % 8 == 0 else lying.clone()).view(torch.int64)
-        place = torch.arange(at, at + len(piece), dtype=torch.int64, device=run.device)
-        mixed = place.mul_(_ODD[0]).bitwise_xor_(piece).mul_(_ODD[1])
+        words = (piece if piece.storage_offset() % 8 == 0 else piece.clone()).view(torch.int64)
+        place = torch.arange(at, at + len(words), dtype=torch.int64, device=run.device)
+        mixed = place.mul_(_ODD[0]).bitwise_xor_(words).mul_(_ODD[1])
         mixed.bitwise_xor_(mixed >> 29).mul_(_ODD[2])
         mixed.bitwise_xor_(mixed >> 32)
         sums[0] += mixed.sum()
         sums[1] += mixed.mul_(mixed + 1).bitwise_xor_(mixed >> 31).sum()
-        at += len(piece)
+        at += len(words)
     return sums

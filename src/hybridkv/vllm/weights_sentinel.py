@@ -8,7 +8,7 @@ change that leaves every watched word alone.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -23,16 +23,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class WeightsLook:
-    """What the sentinel saw, once it has arrived on the host."""
+    """The words that the sentinel saw in one look, which may still be on their way to the host."""
 
-    serial: int  # How often tensors were exchanged for others.
+    serial: int  # How often modules, parameters or buffers were exchanged.
     words: Sequence[torch.Tensor]  # On the host, whole once `arrivals` are over.
     arrivals: Sequence[torch.cuda.Event] = ()
 
     def digest(self) -> bytes | None:
-        """The same bytes where the same was seen; None while copies from a device are under way."""
+        """Return the same bytes for the same words; None while copies from a device go on.
+
+        Raises an error of the device, also that of an earlier kernel.
+        """
         if not all(event.query() for event in self.arrivals):
-            return None  # An error of the device is raised, also that of an earlier kernel.
+            return None
         seen = xxhash.xxh3_128(self.serial.to_bytes(8, "little"))
         for words in self.words:
             seen.update(words.numpy())
@@ -40,36 +43,50 @@ class WeightsLook:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
-    """A tensor and the address of its bytes when it was found."""
+class _WatchedTensor:
+    """A tensor, and the address of its bytes when it was found."""
 
     tensor: torch.Tensor
     address: int
 
 
+class _WordKind(NamedTuple):
+    """The common place and size of words that are gathered together."""
+
+    device: torch.device
+    element_bytes: int
+
+
+class _ScatteredWords(NamedTuple):
+    """The words of a tensor with gaps between its elements."""
+
+    tensor: torch.Tensor
+    indices: tuple[torch.Tensor, ...]  # One tensor for each dim.
+
+
 class WeightsSentinel:
-    """Watches the tensors that a digest reads. Nothing of it is for several threads."""
+    """Watches the tensors that a digest reads. It belongs to one thread."""
 
     def __init__(self) -> None:
         self._serial = 0
         self._models: dict[str, torch.nn.Module] = {}
         self._in_dicts: list[Place] = []
-        """Where the tensors stand, and what else would be another one if they were replaced."""
+        """Places in dictionaries: of modules, tensors, and the objects through which these are
+        reached. One of these objects is another one where a tensor was replaced."""
         self._places: list[Place] = []
-        """Those of these places that are in no dictionary."""
-        self._watched: list[_Watched] = []
-        self._samples: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-        """Views of the words, without a copy, by device and bytes of an element."""
-        self._scattered: list[tuple[torch.Tensor, Any]] = []
-        """Tensors with gaps between their elements, and the indices of their words."""
+        """The same of places outside dictionaries."""
+        self._watched: list[_WatchedTensor] = []
+        self._samples: dict[_WordKind, list[torch.Tensor]] = {}
+        """Views of the words, without a copy."""
+        self._scattered: list[_ScatteredWords] = []
 
     def look(self, models: Mapping[str, torch.nn.Module]) -> WeightsLook:
-        """Gather the words: on a device behind what it computes now, and nothing waits for it."""
+        """Gather the words. A device does so after what it computes now, and nothing waits."""
         with torch.inference_mode():
             if not self._is_kept(models):
                 self._find(models)
             found = [torch.cat(views) for views in self._samples.values()]
-            found += [words[index].view(-1) for words, index in self._scattered]
+            found += [words.tensor[words.indices].view(-1) for words in self._scattered]
             words, arrivals = [], []
             for gathered in found:
                 if gathered.device.type == "cpu":
@@ -82,7 +99,7 @@ class WeightsSentinel:
             return WeightsLook(self._serial, words, arrivals)
 
     def _is_kept(self, models: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether all tensors and modules are where they were found."""
+        """Return True if all tensors and modules are where they were found."""
         known = self._models
         if known.keys() != models.keys() or any(models[name] is not known[name] for name in known):
             return False
@@ -90,9 +107,10 @@ class WeightsSentinel:
             return False
         if not all(place.is_kept() for place in self._places):
             return False
-        return all(one.tensor.data_ptr() == one.address for one in self._watched)
+        return all(watched.tensor.data_ptr() == watched.address for watched in self._watched)
 
     def _find(self, models: Mapping[str, torch.nn.Module]) -> None:
+        """Find the tensors of `models` anew, and choose their words."""
         self._serial += 1
         self._models = dict(models)
         self._samples, self._scattered = {}, []
@@ -111,7 +129,7 @@ class WeightsSentinel:
                 tensors.append(reached.tensor)
         self._in_dicts = [place for place in places if isinstance(place.holder, dict)]
         self._places = [place for place in places if not isinstance(place.holder, dict)]
-        self._watched = [_Watched(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._watched = [_WatchedTensor(tensor, tensor.data_ptr()) for tensor in tensors]
         for number, tensor in enumerate(tensors):
             if tensor.numel():
                 self._watch(tensor.detach(), random.Random(number))
@@ -128,7 +146,9 @@ class WeightsSentinel:
         order = sorted(range(words.dim()), key=words.stride, reverse=True)
         if words.permute(order).is_contiguous():
             sample = words.as_strided((count,), (step,), words.storage_offset() + start)
-            self._samples.setdefault((words.device, words.element_size()), []).append(sample)
+            kind = _WordKind(words.device, words.element_size())
+            self._samples.setdefault(kind, []).append(sample)
         else:
             places = torch.arange(start, start + count * step, step, device=words.device)
-            self._scattered.append((words, torch.unravel_index(places, words.shape)))
+            indices = torch.unravel_index(places, words.shape)
+            self._scattered.append(_ScatteredWords(words, indices))

@@ -8,7 +8,7 @@ from vllm.lora.request import LoRARequest
 
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.adapters import MIXED, NOT_LOADED, RELOADED, AdapterWeights
+from hybridkv.vllm.adapters import AdapterRefusal, AdapterWeights
 from tests.unit.connector import requests
 from tests.unit.connector.test_scheduler import CHUNK, Rig, tables
 from tests.unit.daemon.tierclient import Client, hashes
@@ -95,11 +95,11 @@ def test_a_request_whose_adapter_is_not_loaded_is_computed_after_one_step(rig: L
     assert rig.side.matched(asking, 0) is None
     rig.run({})
     assert rig.side.matched(asking, 0) == 0
-    assert rig.why() == ("lookups_adapter", NOT_LOADED)
+    assert rig.why() == ("lookups_adapter", AdapterRefusal.NOT_LOADED)
     plan = rig.planned({})
     busy = rig.arrive("busy")
     assert rig.side.matched(busy, 0) == 0, "the engine is not idle, so nothing is new"
-    assert rig.why("busy") == ("lookups_adapter", NOT_LOADED)
+    assert rig.why("busy") == ("lookups_adapter", AdapterRefusal.NOT_LOADED)
     rig.tell(plan)
     assert rig.counters["lookups"] == 0
 
@@ -110,7 +110,7 @@ def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) ->
     rig.run({})
     asking = rig.arrive(in_place=True)
     assert rig.side.matched(asking, 0) == 0
-    assert rig.why() == ("lookups_adapter", RELOADED)
+    assert rig.why() == ("lookups_adapter", AdapterRefusal.RELOADED)
     assert rig.offered(rig.arrive("later")) == STORED * CHUNK
     rig.loaded = {}
     rig.run({})
@@ -164,7 +164,7 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     rig.loaded = {1: NEW}
     rig.run({"r": 1})
     assert rig.side.matched(rig.arrive("s"), 0) == 0
-    assert rig.why("s") == ("lookups_adapter", MIXED)
+    assert rig.why("s") == ("lookups_adapter", AdapterRefusal.MIXED)
     rig.side.reset(is_empty=False)
     assert rig.side.matched(rig.arrive("t"), 0) == 0
     rig.side.reset(is_empty=True)

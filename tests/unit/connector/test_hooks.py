@@ -162,7 +162,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    import hybridkv.vllm.drafters
+    import hybridkv.vllm.seams
     from hybridkv.connector import HybridKVConnector
     from tests.simulation.engine import Rank, Shape, _vllm_config
     from tests.simulation.layouts import LAYOUTS, ON_CPU
@@ -172,7 +172,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     settings: dict[str, object] = {"weights_identity": "simulated", "audit": "off"}
     settings["hybrid_chunk_size"] = layout.unit
     shape = Shape(layout, BLOCKS, length, budget, 4, None, 1, ON_CPU, settings, is_async, drafts=3)
-    monkeypatch.setattr(hybridkv.vllm.drafters, "is_cpu_mended", True)
+    monkeypatch.setattr(hybridkv.vllm.seams, "has_wrong_drafted_states", lambda: False)
     config = _vllm_config(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)
     rank = Rank(shape, config, 0)

@@ -231,13 +231,13 @@ class LateLook:
 class SlowWeights(EngineWeights):
     """A reading lasts until `end_reading`."""
 
-    def _begin_reading(self, before: Any) -> None:
-        self._reading = type(self._reading)(self.question, self.era) if self._reading else None
+    def _begin_reading(self, previous: Any) -> None:
+        self.reading = type(self.reading)(self.question, self.era) if self.reading else None
 
     def end_reading(self) -> None:
         """It has read what is there by now."""
-        if self._reading is not None and self._reading.found is None:
-            self._reading.found = self._digest(lambda: False)
+        if self.reading is not None and self.reading.found is None:
+            self.reading.found = self._digest(lambda: False)
 
 
 @dataclass
@@ -264,8 +264,8 @@ class SimulatedEngine:
         self._runner = Runner(None)
         self._weights = SlowWeights(self._runner)
         self._digests = {self._weights.read().digest}
-        self._sentinel = LateSentinel(self._weights._sentinel)
-        self._weights._sentinel = self._sentinel  # type: ignore[assignment]
+        self._sentinel = LateSentinel(self._weights.sentinel)
+        self._weights.sentinel = self._sentinel  # type: ignore[assignment]
         self._is_late = rng.random() < 0.3
         self._lag = rng.choice((0, 0, 1, 3))
         self._watch = WeightsWatch((self._present(),))
@@ -447,8 +447,8 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
         """Steps until the weights are read."""
         for at in (number, number + 1):
             role.start_loads(StepPlan(number=at, question=question, is_idle=True))
-            if role._weights._reading.thread is not None:
-                role._weights._reading.thread.join()
+            if role._weights.reading.thread is not None:
+                role._weights.reading.thread.join()
             answers.append(role.report().weights[0])
 
     answers: list[WeightsAnswer] = []
@@ -480,8 +480,8 @@ def test_a_load_that_began_before_the_weights_changed_fails() -> None:
     role = worker_role()
     runner = Runner(role)
     runner.register()
-    sentinel = LateSentinel(role._weights._sentinel)
-    role._weights._sentinel = sentinel
+    sentinel = LateSentinel(role._weights.sentinel)
+    role._weights.sentinel = sentinel
     for number, update in ((1, False), (2, True)):
         if update:
             runner.model.weight.data.neg_()

@@ -39,12 +39,12 @@ SCAN_CHUNKS = 200
 class Unmarked(TraceReplay):
     """A cache that is not told where prompts end."""
 
-    def _store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
-        super()._store_object(stored, EvictionClass.PROMPT)
+    def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
+        super().store_object(stored, EvictionClass.PROMPT)
 
 
 def with_scans(prompts: Sequence[TracePrompt], every: int) -> Iterator[tuple[TracePrompt, bool]]:
-    """Prompts, and whether they count."""
+    """Yield (prompt, whether it counts) of the prompts and of the scans between them."""
     fresh = 1 << 40
     for number, prompt in enumerate(prompts):
         yield prompt, True
@@ -54,7 +54,7 @@ def with_scans(prompts: Sequence[TracePrompt], every: int) -> Iterator[tuple[Tra
 
 
 def hits(cache: TraceReplay, prompts: Iterator[tuple[TracePrompt, bool]]) -> ReplayHits:
-    """Of the prompts that count."""
+    """Return the hits of the prompts that count."""
     total = ReplayHits()
     with cache:
         for prompt, counts in prompts:
@@ -64,7 +64,7 @@ def hits(cache: TraceReplay, prompts: Iterator[tuple[TracePrompt, bool]]) -> Rep
 
 
 def main() -> int:
-    """Print a table."""
+    """Print a table of hit rates, a row for each size of the cache."""
     parser = argparse.ArgumentParser(prog="python -m tests.unit.lab.replay", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--scan", type=int, default=0, metavar="N")

@@ -1,6 +1,7 @@
 """How far an answer is from its oracle, and how many of several prompts are right: for verify."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ ORACLE = {
     "tokens": [5, 6, 7],
     "logprobs": [[[5, -1.0], [9, -1.5]], [[6, -1.0], [8, -1.2]], [[7, -1.0], [1, -3.0]]],
 }
+NO_REFERENCE = ReferenceAnswers(
+    computed={}, local_hit={}, split_hit={}, alone=[], noise=0.0, repeated=[]
+)
 
 
 def answer(tokens: list[int], *logprobs: list[list[float]]) -> dict[str, Any]:
@@ -48,12 +52,12 @@ def test_deviation(mine: dict[str, Any], expected: float) -> None:
 def test_one_that_is_wrong_is_counted_and_fails_the_arm(
     wrong: dict[str, Any], loaded: int, failed: int, right: int
 ) -> None:
-    """Requirements B43."""
+    """Each arm of repeated prompts counts those that are right (requirements B43)."""
     seconds = {"ttft_seconds": 0.1, "slowest_decode_step_seconds": 0.0}
     result = {**ORACLE, **seconds, "cached_tokens": 100}
     delta = {"tokens_loaded": loaded, "loads_failed": failed}
     measured = Measured("arm", 330, [result, {**result, **wrong}, result], delta, 300)
-    arm = judge_repeated(measured, ReferenceAnswers({}, {}, {}, [], 0.0, [ORACLE] * 3))
+    arm = judge_repeated(measured, replace(NO_REFERENCE, repeated=[ORACLE] * 3))
     assert arm.name == f"arm: {right} of 3"
     assert arm.ok == (right == 3 and loaded == 300 and not failed)
 
@@ -65,5 +69,5 @@ def test_the_engines_own_hits_on_second_turns_are_as_long(own: int, ok: bool) ->
     delta = {"tokens_loaded": 300, "loads_failed": 0}
     measured = Measured("second turns", 330, [result] * 3, delta, 300)
     turns = [{**result, "cached_tokens": own}] * 3
-    arm = judge_turns(measured, ReferenceAnswers({}, {}, {}, [], 0.0, [], turns))
+    arm = judge_turns(measured, replace(NO_REFERENCE, turns=turns))
     assert arm.ok is ok

@@ -34,7 +34,7 @@ RULE = StateRule(None, 2048)
 def last(cache: TraceReplay | UnlimitedCache, prompts: list[TracePrompt]) -> ReplayHits:
     total = sum(map(cache.serve, prompts), ReplayHits())
     if isinstance(cache, TraceReplay):
-        check_store(cache._store)
+        check_store(cache.store)
     return total
 
 
@@ -156,7 +156,9 @@ def test_a_prompt_takes_what_the_plan_says(name: str, block_tokens: int) -> None
     cache = UnlimitedCache(model)
     assert cache.serve(prompt) == ReplayHits(1, 0, tokens, 0)
     shapes = stored_shapes(geometry, RULE, tokens)
-    assert cache.stored_bytes == sum(slot_bytes(*shape) * count for shape, count in shapes.items())
+    assert cache.stored_bytes == sum(
+        slot_bytes(part_bytes, parts) * count for (part_bytes, parts), count in shapes.items()
+    )
 
 
 def test_what_is_read_again_stays() -> None:
@@ -197,11 +199,12 @@ def test_a_hit_ends_before_the_prompts_last_token(name: str, chunks: int) -> Non
 
 def test_what_was_read_goes_last() -> None:
     model = ReplayModel(LAYOUTS["qwen3"], StateRule(), 128)
-    one, *others = (TracePrompt(4 * 128 + 1, range(start, start + 5)) for start in range(0, 40, 10))
+    first, second, third, fourth = (
+        TracePrompt(4 * 128 + 1, range(start, start + 5)) for start in range(0, 40, 10)
+    )
     with TraceReplay(model, 3 * 4 * model.smallest_bytes, EvictionPolicy.LRU) as cache:
-        hits = [
-            cache.serve(prompt).prompts_hit for prompt in (one, others[0], one, *others[1:], one)
-        ]
+        prompts = (first, second, first, third, fourth, first)
+        hits = [cache.serve(prompt).prompts_hit for prompt in prompts]
     assert hits == [0, 0, 1, 0, 0, 1]
 
 
@@ -252,12 +255,12 @@ def test_what_is_known_is_the_longest_beginning_of_an_earlier_prompt(
     block_tokens: int, data: st.DataObject
 ) -> None:
     prompts = data.draw(traces(block_tokens))
-    for number, known in enumerate(known_tokens(prompts, block_tokens)):
-        prompt, best = prompts[number], 0
-        for earlier in prompts[:number]:
+    for index, known in enumerate(known_tokens(prompts, block_tokens)):
+        prompt, best = prompts[index], 0
+        for earlier in prompts[:index]:
             shared = 0
-            for one, other in zip(prompt.blocks, earlier.blocks, strict=False):
-                if one != other:
+            for number, earlier_number in zip(prompt.blocks, earlier.blocks, strict=False):
+                if number != earlier_number:
                     break
                 shared += block_tokens
             best = max(best, min(shared, prompt.tokens - 1, earlier.tokens))
@@ -266,9 +269,15 @@ def test_what_is_known_is_the_longest_beginning_of_an_earlier_prompt(
 
 def test_sessions_add_what_was_new_and_each_answer() -> None:
     """Two sessions of two turns: 600 and 90 tokens are new in the first one's requests."""
-    lengths = [(600, [1, 2], 10), (500, [3], 20), (602, [1, 4], 30), (700, [5, 6], 40), (9, [7], 1)]
-    prompts = as_sessions([TracePrompt(*one) for one in lengths], 2, 512)
-    assert [(one.tokens, list(one.blocks)) for one in prompts] == [
+    requests = [
+        TracePrompt(600, [1, 2], 10),
+        TracePrompt(500, [3], 20),
+        TracePrompt(602, [1, 4], 30),
+        TracePrompt(700, [5, 6], 40),
+        TracePrompt(9, [7], 1),
+    ]
+    prompts = as_sessions(requests, 2, 512)
+    assert [(prompt.tokens, list(prompt.blocks)) for prompt in prompts] == [
         (600, [0, 1]),
         (500, [1 << 32, (1 << 32) + 1]),
         (600 + 10 + 90, [0, 1]),

@@ -13,8 +13,10 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 def layer(name: str, seed: int, alpha: int = 16, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    parts = (torch.randn(size, generator=generator).to(dtype) for size in ((8, 32), (48, 8)))
-    return LoRALayerWeights(name, 8, alpha, *parts)
+    lora_a, lora_b = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((8, 32), (48, 8))
+    )
+    return LoRALayerWeights(name, 8, alpha, lora_a, lora_b)
 
 
 def adapter(number: int = 1, alpha: int = 16, dtype: torch.dtype = torch.bfloat16) -> Any:

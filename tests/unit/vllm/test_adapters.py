@@ -4,14 +4,14 @@ import logging
 import random
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm.lora.request import LoRARequest
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm import adapters as module
-from hybridkv.vllm.adapters import MIXED, NOT_LOADED, Adapter, Adapters, AdapterWeights
+from hybridkv.vllm.adapters import Adapter, AdapterRefusal, Adapters, AdapterWeights
 
 OLD, NEW = b"o" * HASH_BYTES, b"n" * HASH_BYTES
 
@@ -59,7 +59,7 @@ def test_an_adapter_is_known_once_all_workers_have_it() -> None:
     for loaded in ({}, {0: {1: OLD}}, {0: {2: OLD}, 1: {1: OLD}}):
         engine.adapters.reported(engine.plan(), loaded)
         assert adapter.weights is None
-        assert adapter.refusal == NOT_LOADED
+        assert adapter.refusal == AdapterRefusal.NOT_LOADED
     engine.adapters.reported(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
     assert adapter.weights == AdapterWeights(1, (OLD, OLD))
     engine.adapters.reported(engine.plan(), {0: {}, 1: {1: OLD}})
@@ -92,7 +92,7 @@ def test_other_weights_over_blocks_of_the_old_ones_are_refused_until_the_cache_i
     assert adapter.has_computed(OLD, old)
     engine.step(loaded={1: NEW})
     assert adapter.weights is None, "the engine may hit blocks of the old weights"
-    assert adapter.refusal == MIXED
+    assert adapter.refusal == AdapterRefusal.MIXED
     engine.step(loaded={1: OLD})
     assert adapter.weights is not None, "nothing was computed meanwhile"
     with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
@@ -102,7 +102,8 @@ def test_other_weights_over_blocks_of_the_old_ones_are_refused_until_the_cache_i
     assert len(caplog.records) == 1
     assert "adapter a has" in caplog.text
     assert adapter.weights is None
-    assert not any(adapter.has_computed(*ran) for ran in ((OLD, old), (NEW, new), (OLD, back)))
+    for identity, step in ((OLD, old), (NEW, new), (OLD, back)):
+        assert not adapter.has_computed(identity, step)
     later = engine.arrive("s")
     assert later.weights is None, "another request hits the same blocks"
     assert not later.is_awaited
@@ -148,7 +149,7 @@ def test_what_was_loaded_counts_as_computed() -> None:
     adapter.blocks.add(adapter.weights)
     engine.step("r", loaded={1: NEW})
     assert adapter.weights is None
-    assert adapter.refusal == MIXED
+    assert adapter.refusal == AdapterRefusal.MIXED
 
 
 @pytest.mark.parametrize("lost", ["no report", "no worker began it", "some worker has none"])
@@ -200,15 +201,15 @@ def test_an_adapter_of_an_engine_with_too_many_is_refused_until_the_cache_is_emp
     monkeypatch.setattr(module, "ADAPTERS_MAX", 2)
     engine = Engine()
     loaded = dict.fromkeys(range(1, 5), OLD)
-    made = [engine.arrive(str(number), str(number), number) for number in range(1, 5)]
+    adapters = [engine.arrive(str(number), str(number), number) for number in range(1, 5)]
     engine.step(*"1234", loaded=loaded)
-    assert [adapter.weights is not None for adapter in made] == [True, True, False, False]
+    assert [adapter.weights is not None for adapter in adapters] == [True, True, False, False]
     assert engine.arrive("again", "4", 4).weights is None
     for request_id in "12":
         engine.adapters.ended(request_id)
     engine.adapters.emptied()
-    assert [adapter.weights is not None for adapter in made[2:]] == [True, True]
-    assert made[3].blocks is engine.arrive("once more", "4", 4).blocks
+    assert [adapter.weights is not None for adapter in adapters[2:]] == [True, True]
+    assert adapters[3].blocks is engine.arrive("once more", "4", 4).blocks
 
 
 def test_steps_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +218,32 @@ def test_steps_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch
     adapter = engine.arrive("r")
     for _ in range(20):
         engine.plan("r")
-    assert len(engine.adapters._steps) == 8
+    assert len(engine.adapters.unreported_steps) == 8
     engine.adapters.reported(engine.number, {0: {1: OLD}})
     assert adapter.weights is None
+
+
+class Request(NamedTuple):
+    """A request that runs with an adapter."""
+
+    name: str
+    number: int
+    """The adapter's lora_int_id."""
+
+
+class FlyingStep(NamedTuple):
+    """A step that was not reported yet, and the adapters that the worker had in it."""
+
+    number: int
+    loaded: dict[int, bytes]
+
+
+class Run(NamedTuple):
+    """What a request computed in a step, by its plan; it is stored once that is proven."""
+
+    request_id: str
+    identity: bytes
+    step: int
 
 
 class Truth:
@@ -232,17 +256,17 @@ class Truth:
         self.loaded: dict[int, bytes] = {}
         self.computed_by: dict[str, dict[int, set[bytes]]] = defaultdict(lambda: defaultdict(set))
         """The weights that computed the engine's blocks, by name and step."""
-        self.requests: dict[str, tuple[str, int]] = {}
+        self.requests: dict[str, Request] = {}
         self.adapters: dict[str, Adapter] = {}
-        self.flying: list[tuple[int, dict[int, bytes]]] = []
-        self.runs: list[tuple[str, bytes, int]] = []
+        self.flying: list[FlyingStep] = []
+        self.runs: list[Run] = []
         self.commits = 0
 
     def arrive(self) -> None:
         request_id = str(len(self.adapters))
         number = self.draw.choice((1, 1, 2))
         name = self.draw.choice("ab") if number == 2 else "a"
-        self.requests[request_id] = name, number
+        self.requests[request_id] = Request(name, number)
         self.adapters[request_id] = self.engine.arrive(request_id, name, number, "/p")
 
     def finish(self) -> None:
@@ -266,12 +290,12 @@ class Truth:
         for request_id in chosen:
             weights = self.adapters[request_id].weights
             if weights is not None:
-                self.runs.append((request_id, weights.identity, number))
+                self.runs.append(Run(request_id, weights.identity, number))
         for request_id in chosen:
             name, adapter = self.requests[request_id]
             self.loaded.setdefault(adapter, self.file[adapter])
             self.computed_by[name][number].add(self.loaded[adapter])
-        self.flying.append((number, dict(self.loaded)))
+        self.flying.append(FlyingStep(number, dict(self.loaded)))
 
     def report(self) -> None:
         if not self.flying:

@@ -118,7 +118,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(layer: Layer) -> None:
-    """The same checkpoint each time."""
+    """Fill a layer with a checkpoint, the same each time."""
     source = torch.Generator().manual_seed(1)
     for tensor in layer.parameters():
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -291,7 +291,7 @@ def test_answers_about_integers_are_exact(dynamic: bool) -> None:
     assert probe is not None
     exact = integers.mT.double()
     if dynamic:
-        exact = packed_probes._signs(len(exact)).double() @ exact
+        exact = packed_probes.sign_rows(len(exact)).double() @ exact
     wanted = exact.float() * layer.weight_scale.view(1, -1)
     found = torch.cat([probe.answers(0, 100), probe.answers(100, probe.questions - 100)])
     assert torch.equal(found, wanted if dynamic else wanted.bfloat16())
@@ -325,8 +325,8 @@ def test_tied_weights_are_read_where_both_layers_have_them() -> None:
     fill(layers)
     first = digest_weights({"model": layers})
     change_one(layers, "1.weight")
-    other = digest_weights({"model": layers})
-    assert first.digest != other.digest
+    changed = digest_weights({"model": layers})
+    assert first.digest != changed.digest
     assert not first.unread
     assert first.size_bytes == layers[0].weight.nbytes
 

@@ -1,6 +1,7 @@
 """Which drafters are served, what is known of them, and what is refused with a sentence."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import vllm
 
 from hybridkv.core.findings import Verdict
-from hybridkv.vllm import drafters
+from hybridkv.vllm import seams
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.preflight import group_findings
 from tests.simulation.layouts import _m
@@ -109,14 +110,14 @@ def refused(
     verdict: Verdict = Verdict.FAIL,
     **changes: Any,
 ) -> list[str]:
-    """What is said against groups of these specs, of which `cached` are those vLLM caches."""
+    """The sentences of a verdict on groups of these specs; vLLM caches those in `cached`."""
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     gids = [*range(len(groups))] if cached is None else cached
     kv_config = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=gids)
     plain = SimpleNamespace(speculative_config=None, **NO_MATCH_UNIT)
     engine = config(method, **changes) if method else plain
     found = group_findings(kv_config, engine)
-    return [one.sentence for one in found if one.verdict is verdict]
+    return [finding.sentence for finding in found if finding.verdict is verdict]
 
 
 def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
@@ -128,51 +129,51 @@ def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
     assert refused("eagle", full, cached=[0]) == []
     assert refused(None, recurrent, scratch, full, cached=[0, 2]) == []
     assert refused("draft_model", chunked, full, cached=[0, 1]) == []
-    (said,) = refused("eagle", chunked, full, cached=[0, 1])
-    assert "vLLM 0.32 itself cannot look up group 0" in said
-    (said,) = refused("draft_model", full, scratch, cached=[0])
-    assert "vLLM does not cache group 1" in said
-    (said,) = refused("draft_model", full, recurrent)
-    assert "recurrent states under speculation is not proven yet with a drafter" in said
+    (sentence,) = refused("eagle", chunked, full, cached=[0, 1])
+    assert "vLLM 0.32 itself cannot look up group 0" in sentence
+    (sentence,) = refused("draft_model", full, scratch, cached=[0])
+    assert "vLLM does not cache group 1" in sentence
+    (sentence,) = refused("draft_model", full, recurrent)
+    assert "recurrent states under speculation is not proven yet with a drafter" in sentence
 
 
-@pytest.mark.parametrize(
-    ("changes", "version", "blocks", "is_mended", "what"),
-    [
-        ({}, "0.32.0", 3, True, ""),
-        ({"architecture": "Qwen3_5ForConditionalGeneration"}, "0.32.1", 3, True, ""),
-        ({"architecture": "FalconH1ForCausalLM"}, "0.32.0", 3, True, "for FalconH1ForCausalLM"),
-        ({}, "0.33.0", 3, True, "never restored on vllm 0.33"),
-        ({"v2": True}, "0.32.0", 3, True, "V2 model runner"),
-        ({}, "0.32.0", 0, True, "use_replayssm"),
-        (
-            {"num_speculative_tokens_per_batch_size": {1: 2}},
-            "0.32.0",
-            3,
-            True,
-            "num_speculative_tokens_per_batch_size",
-        ),
-        ({}, "0.32.0", 3, False, "CPU build itself computes wrong recurrent states"),
-    ],
+@dataclass(frozen=True)
+class StatesCase:
+    """An engine with recurrent states that drafts, and why it is refused; empty = it is served."""
+
+    what: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    version: str = "0.32.0"
+    blocks: int = 3
+    has_wrong_states: bool = False
+
+
+BATCH_SIZES = "num_speculative_tokens_per_batch_size"
+STATES_CASES = (
+    StatesCase(),
+    StatesCase(changes={"architecture": "Qwen3_5ForConditionalGeneration"}, version="0.32.1"),
+    StatesCase("for FalconH1ForCausalLM", {"architecture": "FalconH1ForCausalLM"}),
+    StatesCase("never restored on vllm 0.33", version="0.33.0"),
+    StatesCase("V2 model runner", {"v2": True}),
+    StatesCase("use_replayssm", blocks=0),
+    StatesCase(BATCH_SIZES, {BATCH_SIZES: {1: 2}}),
+    StatesCase("CPU build itself computes wrong recurrent states", has_wrong_states=True),
 )
+
+
+@pytest.mark.parametrize("case", STATES_CASES, ids=lambda case: case.what or case.version)
 @pytest.mark.parametrize("method", ["ngram", "mtp", "eagle"])
 def test_recurrent_states_are_served_where_they_were_proven(
-    method: str,
-    changes: dict[str, Any],
-    version: str,
-    blocks: int,
-    is_mended: bool,
-    what: str,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, case: StatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With and without a drafter's layers; vLLM's CPU build fails with drafts by itself."""
-    monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(drafters, "is_cpu_mended", is_mended)
-    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=blocks)
-    said = refused(method, _m("full", 16).spec(1, 1), recurrent, **changes)
-    assert len(said) == bool(what)
-    for sentence in said:
-        assert what in sentence
+    monkeypatch.setattr(vllm, "__version__", case.version)
+    monkeypatch.setattr(seams, "has_wrong_drafted_states", lambda: case.has_wrong_states)
+    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=case.blocks)
+    sentences = refused(method, _m("full", 16).spec(1, 1), recurrent, **case.changes)
+    assert len(sentences) == bool(case.what)
+    for sentence in sentences:
+        assert case.what in sentence
         assert sentence.endswith("works")
 
 
@@ -182,18 +183,18 @@ def test_a_drafter_over_recurrent_states_is_served_without_padding_alone(
 ) -> None:
     """vLLM pads for asynchronous scheduling, and then no prompt of several steps is stored."""
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
-    monkeypatch.setattr(drafters, "is_cpu_mended", True)
+    monkeypatch.setattr(seams, "has_wrong_drafted_states", lambda: False)
+    full = _m("full", 16).spec(1, 1)
     recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=3)
-    groups = _m("full", 16).spec(1, 1), recurrent
-    (said,) = refused(method, *groups, is_async=True)
-    assert "asynchronous scheduling" in said
-    assert said.endswith('"disable_padded_drafter_batch":true works')
-    (said,) = refused(method, *groups, verdict=Verdict.WARN)
-    assert "nothing of such a prompt is restored" in said
-    assert said.endswith('"disable_padded_drafter_batch":true works')
+    (sentence,) = refused(method, full, recurrent, is_async=True)
+    assert "asynchronous scheduling" in sentence
+    assert sentence.endswith('"disable_padded_drafter_batch":true works')
+    (sentence,) = refused(method, full, recurrent, verdict=Verdict.WARN)
+    assert "nothing of such a prompt is restored" in sentence
+    assert sentence.endswith('"disable_padded_drafter_batch":true works')
     unpadded: dict[str, Any] = {"disable_padded_drafter_batch": True}
-    assert not refused(method, *groups, verdict=Verdict.WARN, **unpadded)
-    told = refused(method, *groups, verdict=Verdict.OK, **unpadded)
-    assert "hits end one block lower" in told[-1]
-    assert not refused("ngram", *groups, verdict=Verdict.WARN)
-    assert not refused(method, groups[0], verdict=Verdict.WARN)
+    assert not refused(method, full, recurrent, verdict=Verdict.WARN, **unpadded)
+    sentences = refused(method, full, recurrent, verdict=Verdict.OK, **unpadded)
+    assert "hits end one block lower" in sentences[-1]
+    assert not refused("ngram", full, recurrent, verdict=Verdict.WARN)
+    assert not refused(method, full, verdict=Verdict.WARN)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
         self.second.register_buffer("scale", torch.rand(3), persistent=False)
 
     def load_weights(self, weights: Any) -> None:
-        """As vLLM's models have it."""
+        """Do nothing; vLLM's models have a method of this name."""
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -53,7 +53,7 @@ class Runner:
 
 
 class Extension:
-    """A trainer's."""
+    """A worker extension with a trainer's own update."""
 
     def push(self) -> str:
         return "pushed"
@@ -116,9 +116,9 @@ class Engine:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """An engine that has registered its KV caches and read its weights."""
-    made = Engine(Worker(Runner(Model())))
-    yield made
-    made.weights.close()
+    started = Engine(Worker(Runner(Model())))
+    yield started
+    started.weights.close()
 
 
 def test_the_callers_model_is_found_and_its_drafter_counts(engine: Engine) -> None:
@@ -303,9 +303,9 @@ def test_weights_that_change_while_they_are_read_are_read_again(
 
     monkeypatch.setattr("hybridkv.vllm.weights.digest_weights", changing)
     engine.step(1)
-    assert engine.weights._reading is not None
-    assert engine.weights._reading.thread is not None
-    engine.weights._reading.thread.join(DEADLINE_SECONDS)
+    assert engine.weights.reading is not None
+    assert engine.weights.reading.thread is not None
+    engine.weights.reading.thread.join(DEADLINE_SECONDS)
     assert engine.step(1)[1:3] == (1, ""), "it is a digest of neither"
     assert engine.read(1).digest == digest(engine.model) != engine.first
 
@@ -356,7 +356,7 @@ def test_an_engine_that_never_yields_gives_way_to_a_reading(
     try:
         engine.step(1)
         asked.set()
-        deadline, reading = time.monotonic() + DEADLINE_SECONDS, engine.weights._reading
+        deadline, reading = time.monotonic() + DEADLINE_SECONDS, engine.weights.reading
         assert reading is not None
         while reading.found is None and time.monotonic() < deadline:
             engine.weights.give_way()
@@ -372,10 +372,10 @@ def test_a_step_that_cannot_be_looked_at_is_like_no_other(
     def fails(models: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(engine.weights._sentinel, "look", fails)
+    monkeypatch.setattr(engine.weights.sentinel, "look", fails)
     answers = [engine.step(), engine.step()]
     assert [answer[1:3] for answer in answers] == [(1, ""), (2, "")]
-    assert engine.weights._reading is None or engine.weights._reading.thread is None
+    assert engine.weights.reading is None or engine.weights.reading.thread is None
     assert caplog.text.count("cannot be looked at") == 1
     monkeypatch.undo()
     assert engine.read()[1:3] == (3, engine.first)
@@ -388,7 +388,7 @@ def test_a_device_that_fails_under_a_look_fails_no_report(
         raise RuntimeError("an illegal access of a kernel before this one")
 
     lost = SimpleNamespace(digest=fails)
-    monkeypatch.setattr(engine.weights._sentinel, "look", lambda models: lost)
+    monkeypatch.setattr(engine.weights.sentinel, "look", lambda models: lost)
     answers = [engine.step(), engine.step()]
     assert [answer[1:3] for answer in answers] == [(1, ""), (2, "")]
     assert caplog.text.count("cannot be looked at") == 1
@@ -406,21 +406,28 @@ def wake_one_by_one(worker: Worker) -> None:
         worker.wake_up([tag])
 
 
-SLEEPS: dict[str, tuple[Callable[[Worker], None], Callable[[Worker], None]]] = {
-    "level 1": (lambda worker: worker.sleep(1), lambda worker: worker.wake_up()),
-    "level 2": (lambda worker: worker.sleep(level=2), lambda worker: worker.wake_up(tags=None)),
-    "one after another": (lambda worker: worker.sleep(), wake_one_by_one),
-    "the cache alone": (
-        lambda worker: worker.discard(("kv_cache",)),
-        lambda worker: worker.wake_up(["kv_cache"]),
+class Sleep(NamedTuple):
+    """How a worker's memory goes away, and comes back."""
+
+    begin: Callable[[Worker], None]
+    end: Callable[[Worker], None]
+
+
+SLEEPS = {
+    "level 1": Sleep(lambda worker: worker.sleep(1), lambda worker: worker.wake_up()),
+    "level 2": Sleep(lambda worker: worker.sleep(level=2), lambda worker: worker.wake_up(None)),
+    "one after another": Sleep(lambda worker: worker.sleep(), wake_one_by_one),
+    "the cache alone": Sleep(
+        lambda worker: worker.discard(("kv_cache",)), lambda worker: worker.wake_up(["kv_cache"])
+    ),
+    "the whole, by name": Sleep(
+        lambda worker: worker.discard(tags=()), lambda worker: worker.wake_up(tags=None)
     ),
 }
 
 
-@pytest.mark.parametrize(("sleep", "wake"), SLEEPS.values(), ids=SLEEPS)
-def test_nothing_is_read_while_the_engine_sleeps(
-    sleep: Callable[[Worker], None], wake: Callable[[Worker], None]
-) -> None:
+@pytest.mark.parametrize("sleep", SLEEPS.values(), ids=SLEEPS)
+def test_nothing_is_read_while_the_engine_sleeps(sleep: Sleep) -> None:
     """Row 2: the memory is gone meanwhile. A reader of it ends this process."""
     worker, ended = Worker(Runner(Model())), list[list[str]]()
     memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -436,7 +443,7 @@ def test_nothing_is_read_while_the_engine_sleeps(
             ctypes.get_errno()
         )
 
-    sleep(worker)
+    sleep.begin(worker)
     assert ended == [[]], "copies end before the memory is gone"
     protect(0)
     try:
@@ -447,7 +454,7 @@ def test_nothing_is_read_while_the_engine_sleeps(
         assert engine.weights.is_asleep
     finally:
         protect(mmap.PROT_READ | mmap.PROT_WRITE)
-    wake(worker)
+    sleep.end(worker)
     assert not engine.weights.is_asleep
     assert engine.step(2)[:3] == (2, 1, ""), "they may be others"
     assert engine.read(2).digest == engine.first

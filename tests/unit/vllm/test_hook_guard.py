@@ -52,7 +52,7 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
     renewed: list[None] = []
 
     def pause() -> float:
-        """The next one's length."""
+        """Pause the guard until it is on again; returns the length of the pause."""
         nonlocal now
         guard.switch_off("the test says so")
         guard.switch_off("it is off already")

@@ -51,8 +51,8 @@ def test_what_orders_the_bytes_of_a_block_is_a_part_of_the_identity() -> None:
     assert tokens_first != heads_first
     whole = Cache("LBHNC", layers("full", full(2, 544, 16), 2))
     assert laid_out(CACHES["split LBHNC"]) != laid_out(whole)
-    for one in (*tokens_first, *heads_first, *laid_out(CACHES["split LBHNC"])):
-        assert prod(one.shape[dim] for dim in one.order) == prod(one.shape)
+    for layer in (*tokens_first, *heads_first, *laid_out(CACHES["split LBHNC"])):
+        assert prod(layer.shape[dim] for dim in layer.order) == prod(layer.shape)
 
 
 def test_a_single_head_has_one_order() -> None:
@@ -71,7 +71,7 @@ def test_how_a_state_is_arranged_is_a_part_of_the_identity() -> None:
         geometry = build_geometry(memory.config, layouts, None)
         return identity_facts(config, memory.config, geometry, layouts, settings)
 
-    one, other = facts(3, 1024), facts(1024, 3)
-    assert one["layers"] == other["layers"]
-    assert one != other
-    assert facts(3, 1024) == one
+    tokens_first, channels_first = facts(3, 1024), facts(1024, 3)
+    assert tokens_first["layers"] == channels_first["layers"]
+    assert tokens_first != channels_first
+    assert facts(3, 1024) == tokens_first

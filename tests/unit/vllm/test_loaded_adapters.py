@@ -57,12 +57,12 @@ def test_each_change_is_another_digest(change: str) -> None:
 
 def test_the_same_weights_have_the_same_digest() -> None:
     """Whatever the adapter's number, the order of its layers and the strides of its tensors are."""
-    model, other = adapter(1), adapter(7)
-    other.loras = dict(reversed([*other.loras.items()]))
-    last = other.loras["self_attn.o_proj"]
+    model, same = adapter(1), adapter(7)
+    same.loras = dict(reversed([*same.loras.items()]))
+    last = same.loras["self_attn.o_proj"]
     last.lora_b = last.lora_b.t().contiguous().t()
     assert not last.lora_b.is_contiguous()
-    assert digest_adapter(other) == digest_adapter(model)
+    assert digest_adapter(same) == digest_adapter(model)
     assert digest_adapter(adapter(alpha=8)) != digest_adapter(model), "the scale is merged"
     assert digest_adapter(adapter(dtype=torch.float32)) != digest_adapter(model)
 

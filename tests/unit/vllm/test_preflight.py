@@ -38,8 +38,9 @@ def test_states_that_vllm_names_twice_are_refused(
         cache_config=SimpleNamespace(prefix_match_unit=unit),
         scheduler_config=SimpleNamespace(async_scheduling=is_async),
     )
-    found = [one for one in group_findings(config, engine) if one.verdict is Verdict.FAIL]
-    assert len(found) == is_refused
-    for finding in found:
+    findings = group_findings(config, engine)
+    failures = [finding for finding in findings if finding.verdict is Verdict.FAIL]
+    assert len(failures) == is_refused
+    for finding in failures:
         assert "itself caches wrong recurrent states" in finding.sentence
         assert finding.sentence.endswith("--no-async-scheduling works")

@@ -82,9 +82,9 @@ def test_every_hook_is_ours_or_left_for_a_reason(connector: type) -> None:
     """A new hook of a new vLLM fails here until somebody has said what it means."""
     ours = {
         name
-        for one in connector.__mro__
-        if one.__module__.startswith("hybridkv")
-        for name in one.__dict__
+        for base in connector.__mro__
+        if base.__module__.startswith("hybridkv")
+        for name in base.__dict__
     }
     left = {*LEFT} | (FORWARDED if connector is MultiConnector else set())
     assert set(hooks()) - ours - left == set()
@@ -97,15 +97,15 @@ def test_hooks_take_what_vllm_calls_them_with(connector: type) -> None:
         ours = getattr(connector, name)
         if callable(theirs) and ours is not theirs:
             parameters = inspect.signature(theirs).parameters.values()
-            named = {
-                one.name: None
-                for one in parameters
-                if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            arguments = {
+                parameter.name: None for parameter in parameters if parameter.kind not in variadic
             }
             signature = inspect.signature(ours)
-            signature.bind(*named)
-            if all(one.kind is not one.VAR_POSITIONAL for one in signature.parameters.values()):
-                signature.bind(**named)
+            signature.bind(*arguments)
+            kinds = {parameter.kind for parameter in signature.parameters.values()}
+            if inspect.Parameter.VAR_POSITIONAL not in kinds:
+                signature.bind(**arguments)
 
 
 def test_versions_are_named_in_the_documents() -> None:

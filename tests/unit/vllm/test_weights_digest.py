@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from vllm import _custom_ops
 
 from hybridkv.vllm import module_tensors, weights_digest
 from hybridkv.vllm.module_tensors import reached_tensors
@@ -75,11 +76,11 @@ def test_each_change_is_another_digest(change: Callable[[Model], object]) -> Non
 
 
 def test_a_drafter_counts_and_models_have_their_places() -> None:
-    one, other = Model(1), Model(2)
+    model, drafter = Model(1), Model(2)
     found = [
-        digest_weights({"model": one}),
-        digest_weights({"model": one, "drafter": other}),
-        digest_weights({"model": other, "drafter": one}),
+        digest_weights({"model": model}),
+        digest_weights({"model": model, "drafter": drafter}),
+        digest_weights({"model": drafter, "drafter": model}),
     ]
     assert len({each.digest for each in found}) == 3
     assert found[1].size_bytes == 2 * found[0].size_bytes
@@ -125,12 +126,12 @@ def packed(model: Model) -> None:
 
 
 def test_a_packed_weight_is_read_where_it_went() -> None:
-    one, same, other = Model(), Model(), Model()
-    flip(other.first.weight)
-    for model in (one, same, other):
+    first, same, changed = Model(), Model(), Model()
+    flip(changed.first.weight)
+    for model in (first, same, changed):
         packed(model)
-    assert digest(one) == digest(same)
-    assert digest(one) != digest(other)
+    assert digest(first) == digest(same)
+    assert digest(first) != digest(changed)
 
 
 def emptied(model: Model) -> Model:
@@ -140,8 +141,8 @@ def emptied(model: Model) -> Model:
 
 
 def test_a_weight_that_nobody_can_read_is_no_other_engines() -> None:
-    model, first, other = emptied(Model()), PackedWeights(), PackedWeights()
-    found = [digest_weights({"model": model}, packed) for packed in (first, first, other)]
+    model, first, second = emptied(Model()), PackedWeights(), PackedWeights()
+    found = [digest_weights({"model": model}, packed) for packed in (first, first, second)]
     assert {each.unread for each in found} == {(UnreadModule("model.first", "Linear"),)}
     assert found[0].digest == found[1].digest, "what was unread before a reset is the same after it"
     assert found[0].digest != found[2].digest, "no other engine's"
@@ -173,13 +174,13 @@ def fp4_weight(seed: int = 0) -> torch.Tensor:
 
 @dataclass
 class Storage:
-    """Where triton_kernels keeps a tensor."""
+    """The object of triton_kernels that keeps a tensor."""
 
     data: torch.Tensor
 
 
 class Slotted:
-    """An object without a dictionary."""
+    """An object with slots, and without a dictionary."""
 
     __slots__ = ("weight",)
 
@@ -215,9 +216,9 @@ def test_a_weight_is_found_where_a_kernel_keeps_it(keep: Callable[[Any, Any], No
     layers = [QuantizedLinear() for _ in range(3)]
     for layer, seed in zip(layers, (0, 0, 1), strict=True):
         keep(layer, fp4_weight(seed))
-    first, same, other = map(digest, layers)
+    first, same, changed = map(digest, layers)
     assert first == same
-    assert first != other
+    assert first != changed
     reached = [*reached_tensors({"model": layers[0]})]
     assert [tensor.tensor.numel() for tensor in reached] == [64, 1024]
     assert all(tensor.is_kept() for tensor in reached)
@@ -405,17 +406,18 @@ def test_tensors_that_share_memory_count_once() -> None:
     assert digest_weights({"model": model}).size_bytes == size_bytes
 
 
-class CPUDNNLGEMMHandler:
-    """oneDNN's matrix, as vLLM names it: what it multiplies with cannot be read otherwise."""
+class PackedHandler(_custom_ops.CPUDNNLGEMMHandler):
+    """vLLM's object for a matrix of oneDNN, without oneDNN: only products with it are known."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.handler_tensor = None
         self.n, self.k = weight.shape
 
 
 def kept(model: Model) -> None:
     """As vLLM leaves a layer whose weights oneDNN keeps."""
     memory: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
-    handler = CPUDNNLGEMMHandler(model.first.weight)
+    handler = PackedHandler(model.first.weight)
     memory[handler] = model.first.weight.data.clone()
     model.first.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
@@ -426,15 +428,15 @@ def kept(model: Model) -> None:
 
 
 def test_what_a_library_keeps_is_read_by_asking_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, same, other = Model(), Model(), Model()
-    flip(other.first.weight)
-    for model in (one, same, other):
-        kept(model)
-    assert digest(one) == digest(same)
-    assert digest(one) != digest(other)
+    model, same, changed = Model(), Model(), Model()
+    flip(changed.first.weight)
+    for engine_model in (model, same, changed):
+        kept(engine_model)
+    assert digest(model) == digest(same)
+    assert digest(model) != digest(changed)
     monkeypatch.setattr(weights_digest, "PROBE_SECONDS_MAX", -1.0)
     packed = PackedWeights()
-    first, again = (digest_weights({"model": one}, packed) for _ in range(2))
+    first, again = (digest_weights({"model": model}, packed) for _ in range(2))
     assert first.unread == again.unread == (UnreadModule("model.first", "Linear"),)
     assert first.digest == again.digest, "this engine's own weights are the same"
     assert first.digest != digest_weights({"model": same}).digest, "no other engine's are"

@@ -1,0 +1,308 @@
+"""Every place where this package touches what vLLM does not offer to connectors.
+
+Each function is one such place. Its docstring says where vLLM has it, and what follows where a
+version has it no more: never a fault, at worst an engine that shares its cache with no other one.
+All of them were read in vLLM 0.32 and 0.33. Engines of 0.30 and 0.31 are tested before a release.
+tests/unit/vllm/test_seams.py asks the installed version for each.
+
+Not here: what is offered under another name in another version (`versions`), the shapes and
+quantizations of layers, which are public attributes (`weight_sizes`), and what vLLM's base classes
+give to their subclasses (`metrics`).
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+from vllm import _custom_ops
+
+Method = Callable[..., Any]
+
+CHANGING_METHODS = (
+    "load_model",
+    "reload_weights",
+    "reset_weights",
+    "update_weights",
+    "load_weights",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "finish_weight_update",
+    "apply_model",
+    "sleep",
+    "wake_up",
+    "discard",
+    "checkpoint_restore",
+)
+"""Methods of vLLM's workers, model runners and models that may change the weights.
+
+Other code may change them too, so this list proves nothing. The weights are read anew at once after
+these methods, also where the sentinel sees no change."""
+MEMORY_TAGS = ("weights", "kv_cache")
+"""What vLLM's sleep mode takes the memory of, unless it says which."""
+DRAFTED_STATES_MODULE = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+"""The module of vLLM's CPU kernel for recurrent states of a step with drafts."""
+
+
+# The model runner, the worker and the models
+
+
+class Callers(NamedTuple):
+    """The objects of vLLM that called a connector; None for one that is not among the callers."""
+
+    runner: Any
+    """The model runner, which has the model."""
+    worker: Any
+    """The worker, which has the model runner."""
+
+
+def callers() -> Callers:
+    """Return the model runner and the worker whose methods are on the call stack.
+
+    A connector is never handed the model. A method of the worker calls a method of its
+    `model_runner`, under which `register_kv_caches` is called. Both name their object `self`.
+    Without a runner the weights are unread. Without a worker its methods are not followed.
+    """
+    runner, frame = None, sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if runner is None and runner_model(owner) is not None:
+            runner = owner
+        elif runner is not None and getattr(owner, "__dict__", {}).get("model_runner") is runner:
+            return Callers(runner, owner)
+        frame = frame.f_back  # type: ignore[assignment]
+    return Callers(runner, None)
+
+
+def runner_model(owner: Any) -> torch.nn.Module | None:
+    """Return the attribute `model` of a model runner; None where `owner` is no model runner.
+
+    All model runners have it. Without it the weights are unread.
+    """
+    attributes = getattr(owner, "__dict__", {})
+    return None if isinstance(owner, torch.nn.Module) else unwrapped(attributes.get("model"))
+
+
+def unwrapped(model: Any) -> torch.nn.Module | None:
+    """Return a model without vLLM's wrappers around it, which replay CUDA graphs (`unwrap`).
+
+    None where something else than a model is left: then the weights are unread.
+    """
+    for _ in range(4):
+        if isinstance(model, torch.nn.Module) or model is None:
+            return model
+        unwrap = getattr(model, "unwrap", None)
+        model = unwrap() if callable(unwrap) else None
+    return None
+
+
+def models_of(runner: Any) -> dict[str, torch.nn.Module]:
+    """Return the model of a model runner and that of its drafter, by "model" and "drafter".
+
+    The drafter is `drafter` of the V1 model runner, and `speculator` of the V2 model runner. Where
+    it is neither, the identity lacks the drafter's weights.
+    """
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    own, drafting = runner_model(runner), unwrapped(getattr(drafter, "model", None))
+    models = {"model": own, "drafter": drafting}
+    return {role: model for role, model in models.items() if model is not None}
+
+
+def occupied_bytes(runner: Any) -> int:
+    """Return the memory that loading the models took, `model_memory_usage` of a model runner.
+
+    0 where the runner does not have it, as on the CPU: then nothing checks how much was read.
+    """
+    occupied = getattr(runner, "model_memory_usage", 0)
+    return occupied if isinstance(occupied, int) else 0
+
+
+# Methods that change the weights or the memory
+
+
+def follow_methods(
+    owners: Iterable[object], names: Sequence[str], follow: Callable[[str, Method], Method]
+) -> None:
+    """Replace each owner's methods of these names by what `follow` makes of a name and a method.
+
+    Only the owners themselves get them, not their classes. A method that an owner lacks is left
+    out: the sentinel alone sees what changes the weights then.
+    """
+    for owner in owners:
+        for name in names:
+            method = getattr(owner, name, None)
+            if callable(method):
+                setattr(owner, name, follow(name, method))
+
+
+def extension_methods(worker: Any) -> Iterator[str]:
+    """Yield the methods of the worker's extension, such as a trainer's own updates.
+
+    vLLM puts the class that `worker_extension_cls` names among the worker's base classes. Where it
+    is not there, the extension's methods are not followed.
+    """
+    config = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
+    extension = getattr(config, "worker_extension_cls", None)
+    for cls in type(worker).__mro__ if extension else ():
+        if f"{cls.__module__}.{cls.__qualname__}" == extension:
+            methods = (name for name, value in vars(cls).items() if callable(value))
+            yield from (name for name in methods if not name.startswith("__"))
+
+
+def released_memory(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[str]:
+    """Return the tags of the memory that a call of a worker's method takes away.
+
+    `discard(("kv_cache",))` -> ("kv_cache",); `sleep(level)` -> MEMORY_TAGS; any other call -> ().
+    """
+    if method == "sleep":
+        return MEMORY_TAGS
+    return _tags(args, kwargs) if method == "discard" else ()
+
+
+def restored_memory(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[str]:
+    """Return the tags of the memory that is there again after a call of a worker's method.
+
+    `wake_up(["weights"])` -> ["weights"]; `wake_up()` -> MEMORY_TAGS; any other call -> ().
+    """
+    return _tags(args, kwargs) if method == "wake_up" else ()
+
+
+def _tags(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[str]:
+    """Return the argument `tags`, which may be the first one; MEMORY_TAGS where it is empty."""
+    tags: Collection[str] = kwargs.get("tags", args[0] if args else None) or MEMORY_TAGS
+    return tags
+
+
+# Where layers keep their weights
+
+
+def closure_cells(function: object) -> list[CellType]:
+    """Return what a function keeps of the scope in which it was made, without empty cells.
+
+    vLLM's CPU kernels empty a layer's parameter. The weight is then a variable of the function that
+    the layer computes with (`cpu_linear`). Where no function keeps it, the module is unread.
+    """
+    cells = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            cell.cell_contents  # noqa: B018  # raises where nothing was assigned yet
+        except ValueError:
+            continue
+        cells.append(cell)
+    return cells
+
+
+def is_packed_matrix(value: object) -> bool:
+    """Return True for vLLM's object for a matrix that oneDNN keeps in memory of its own.
+
+    Where vLLM has no such class, no matrix is packed, or the module that has it is unread.
+    """
+    handler = getattr(_custom_ops, "CPUDNNLGEMMHandler", None)
+    return handler is not None and isinstance(value, handler)
+
+
+def int8_kernel_config(holder: Any, attribute: object) -> Any:
+    """Return the configuration of vLLM's INT8 kernel for CPUs that holds a packed matrix.
+
+    The kernel keeps its matrix as `dnnl_handler`. None for any other holder or attribute: then the
+    matrix is not read, and the module is unread.
+    """
+    return getattr(holder, "config", None) if attribute == "dnnl_handler" else None
+
+
+def multiply_int8(
+    matrix: Any,
+    inputs: torch.Tensor,
+    products: torch.Tensor,
+    scales: torch.Tensor,
+    zero_point: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiply rows of integers by a packed INT8 matrix into `products`, and return these.
+
+    `scales` and `zero_point` are those of the inputs. Raises AttributeError where vLLM's build has
+    no oneDNN, and then the module is unread.
+    """
+    return _custom_ops.onednn_scaled_mm(
+        dnnl_handler=matrix,
+        x=inputs,
+        output=products,
+        input_scale=scales,
+        input_zp=zero_point,
+        input_zp_adj=None,
+        bias=None,
+    )
+
+
+def attention_kernel(module: torch.nn.Module) -> Any:
+    """Return the object that an attention layer computes with, its attribute `impl`; else None.
+
+    That of MLA keeps halves of the weight of a layer beside it. Where it does not have them, that
+    layer is unread.
+    """
+    return getattr(module, "impl", None)
+
+
+def shared_partitions(tensor: torch.Tensor) -> Mapping[Any, torch.Tensor] | None:
+    """Return the tensors that a SharedWeightParameter of vLLM consists of; None for other tensors.
+
+    Without its `partitions` the parameter itself is read, which is empty.
+    """
+    partitions = getattr(tensor, "partitions", None)
+    return partitions if isinstance(partitions, Mapping) else None
+
+
+def quantization_method(module: torch.nn.Module) -> Any:
+    """Return what vLLM computes a module's weights with, its `quant_method`; None = it has none.
+
+    With LoRA that of experts is inside a wrapper (`old_quant_method`). Where a version hides it
+    elsewhere, the module's weights count as those of an unquantized module.
+    """
+    method = getattr(module, "quant_method", None)
+    return getattr(method, "old_quant_method", method)
+
+
+def is_quantizing(method: object) -> bool:
+    """Return True for a quantization method whose weights are not as the checkpoint has them.
+
+    vLLM's methods for unquantized weights share nothing but the beginning of their names. Its
+    methods for KV caches derive from BaseKVCacheMethod, and have no weights. One that is not
+    recognised has fewer weights than expected at worst, and its module is unread.
+    """
+    names = [base.__name__ for base in type(method).__mro__]
+    is_plain = any(name.startswith("Unquantized") for name in names)
+    return method is not None and not is_plain and "BaseKVCacheMethod" not in names
+
+
+def is_lora_wrapper(module: torch.nn.Module) -> bool:
+    """Return True for vLLM's wrapper that puts LoRA adapters around a layer (`base_layer`).
+
+    A wrapper that is not recognised counts as a layer without weights, and is unread.
+    """
+    return "base_layer" in module._modules
+
+
+def loaded_loras(runner: Any) -> Mapping[int, Any]:
+    """Return the LoRAModel of each adapter that a model runner has loaded, by lora_int_id.
+
+    `list_adapters` of its LoRA manager's `_adapter_manager`, which leaves the order in which vLLM
+    evicts. Empty where one of these is missing: then requests with adapters are only computed.
+    """
+    manager = getattr(runner, "lora_manager", None)
+    adapters = getattr(manager, "_adapter_manager", None)
+    loaded: Mapping[int, Any] = adapters.list_adapters() if adapters is not None else {}
+    return loaded
+
+
+# Kernels that compute wrongly
+
+
+def has_wrong_drafted_states() -> bool:
+    """Return True where vLLM's own CPU kernel computes the recurrent states of a step with drafts.
+
+    That of 0.32 is wrong where a step has fewer drafts than the most. Bundled models put another
+    function in its place (`hybridkv.lab.shims`), of which no other process knows. Also True where
+    the kernel was not imported.
+    """
+    kernel = getattr(sys.modules.get(DRAFTED_STATES_MODULE), "_spec_forward", None)
+    return kernel is None or kernel.__module__ == DRAFTED_STATES_MODULE
