@@ -43,7 +43,7 @@ from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kern
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Verdict, fail, failure, ok
+from hybridkv.core.findings import Check, Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.state_boundaries import state_findings
@@ -54,14 +54,14 @@ from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.preflight import CONNECTOR, TransferCheck
+from hybridkv.vllm.preflight import CONNECTOR
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
 
 logger = logging.getLogger("vllm.hybridkv")
 Result = TypeVar("Result")
 
 _PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tensors have none.
-_TRANSFER_CHECKS = (TransferCheck.SETTINGS, TransferCheck.FAILURE_POLICY)
+_TRANSFER_CHECKS = (Check.SETTINGS, Check.KV_LOAD_FAILURE_POLICY)
 """Checks of a `--kv-transfer-config` that mean nothing where another one was put in its place."""
 _FACTS_SHOWN = (
     "weights",

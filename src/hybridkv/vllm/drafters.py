@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm.platforms import current_platform
 
-from hybridkv.core.findings import Finding, Verdict, fail, judge, ok
+from hybridkv.core.findings import Check, Finding, Verdict, fail, judge, ok
 from hybridkv.vllm import seams
 from hybridkv.vllm.versions import minor_version
 
@@ -36,7 +36,6 @@ STATE_ARCHITECTURES = (
 """Methods and models whose recurrent states under speculation were compared on a real engine."""
 UNPADDED = '"disable_padded_drafter_batch":true'
 REMEDY = '{"method":"ngram",...} or serving without --speculative-config works'
-CHECK = "speculative decoding"
 
 
 @dataclass(frozen=True)
@@ -93,18 +92,18 @@ def speculation_findings(vllm_config: Any) -> Iterator[Finding]:
     """Yield whether the KV cache of the configuration's drafter can be restored exactly."""
     speculative = vllm_config.speculative_config
     if speculative is None:
-        yield ok(CHECK, "off")
+        yield ok(Check.SPECULATIVE_DECODING, "off")
     elif speculative.method == NGRAM:
-        yield ok(CHECK, f"{NGRAM}: drafts have no KV cache of their own")
+        yield ok(Check.SPECULATIVE_DECODING, f"{NGRAM}: drafts have no KV cache of their own")
     elif unproven := _unproven(vllm_config, speculative):
-        yield fail(CHECK, unproven.what, unproven.remedy)
+        yield fail(Check.SPECULATIVE_DECODING, unproven.what, unproven.remedy)
     else:
         reads = "the next token" if speculative.use_eagle() else "no later token"
         what = (
             f"{speculative.method}: its KV cache is restored with the target's, and reads {reads}; "
             f"proven by {VERSIONS[minor_version()]}"
         )
-        yield ok(CHECK, what)
+        yield ok(Check.SPECULATIVE_DECODING, what)
 
 
 def _unproven(vllm_config: Any, speculative: Any) -> ConfigRefusal | None:
@@ -174,7 +173,7 @@ def padding_finding(vllm_config: Any) -> Finding:
     if vllm_config.speculative_config.use_eagle_block_drop():
         good += ", and hits end one block lower than without a drafter"
     return judge(
-        check=CHECK,
+        check=Check.SPECULATIVE_DECODING,
         is_good=is_good,
         good=good,
         what=what,

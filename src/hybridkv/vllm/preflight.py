@@ -6,7 +6,6 @@ The connector raises the first FAIL at start-up, and `hybridkv doctor` shows all
 import json
 import os
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Any
 
 import vllm
@@ -14,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Finding, fail, failure, judge, ok, warn
+from hybridkv.core.findings import Check, Finding, fail, failure, judge, ok, warn
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
@@ -42,15 +41,6 @@ NAMED_LATE = ("0.30", "0.31")  # Versions that cache wrong states: see `_states_
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
 
 
-class TransferCheck(StrEnum):
-    """Checks that look at the `--kv-transfer-config`."""
-
-    CONNECTOR = "connector"
-    ROLE = "kv_role"
-    SETTINGS = "settings"
-    FAILURE_POLICY = "kv_load_failure_policy"
-
-
 def config_findings(vllm_config: Any) -> Iterator[Finding]:
     """Yield the findings of the configuration alone, in the order in which they are refused."""
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
@@ -64,10 +54,10 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     try:
         settings_of(vllm_config)
     except ConfigError as error:
-        yield failure(TransferCheck.SETTINGS, error)
+        yield failure(Check.SETTINGS, error)
     else:
         settings = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
-        yield ok(TransferCheck.SETTINGS, ", ".join(settings) or "all defaults")
+        yield ok(Check.SETTINGS, ", ".join(settings) or "all defaults")
     off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
     yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
     yield from _parallel(vllm_config.parallel_config)
@@ -87,7 +77,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
     add = 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
     is_good, remedy = policy == "recompute", f"{add} to have it computed instead"
-    yield _advise(TransferCheck.FAILURE_POLICY, is_good, policy, what, remedy)
+    yield _advise(Check.KV_LOAD_FAILURE_POLICY, is_good, policy, what, remedy)
 
 
 def transfer_findings(transfer: Any) -> Iterator[Finding]:
@@ -98,21 +88,21 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     if transfer is None or transfer.kv_connector is None:
         what = "--kv-transfer-config names no connector, so vLLM serves without hybridkv"
         works = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
-        yield fail(TransferCheck.CONNECTOR, what, works)
+        yield fail(Check.CONNECTOR, what, works)
         return
     known = {key: [CONNECTOR[key]] for key in ("kv_connector", "kv_connector_module_path")}
     known["kv_connector"].append(SEVERAL)
     wrong = [key for key in known if getattr(transfer, key) not in known[key]]
     for key in wrong:
         what = f"{key} of --kv-transfer-config is {getattr(transfer, key)!r}"
-        yield fail(TransferCheck.CONNECTOR, what, f'"{key}":"{CONNECTOR[key]}" works')
+        yield fail(Check.CONNECTOR, what, f'"{key}":"{CONNECTOR[key]}" works')
     if not wrong:
         connector = f"{transfer.kv_connector} of {transfer.kv_connector_module_path}"
-        yield ok(TransferCheck.CONNECTOR, connector)
+        yield ok(Check.CONNECTOR, connector)
     role, remedy = transfer.kv_role, '"kv_role":"kv_both" works'
     half = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
     what = f"kv_role={role!r}: {half}"
-    yield _advise(TransferCheck.ROLE, role == "kv_both", role, what, remedy)
+    yield _advise(Check.KV_ROLE, role == "kv_both", role, what, remedy)
 
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
