@@ -11,7 +11,7 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
-    NEVER,
+    GREETING_NEVER,
     PROTOCOL_VERSION,
     Done,
     Drained,
@@ -481,7 +481,7 @@ class Worker(Client):
                 pass
             del self.writes[number]
         self._loads.clear()
-        self._calls.link.close(Drained(NEVER))
+        self._calls.link.close(Drained(GREETING_NEVER))
         for file in self._files.values():
             file.locks.pop(self._calls.link.lock, None)
         self.has_left = True

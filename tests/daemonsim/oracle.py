@@ -523,8 +523,10 @@ class Waits(Witness):
                 self._direct = number, reply.id
                 assert isinstance(request, Lookup)
                 session = server.daemon.sessions.connections[number].session
-                there, _, _ = resident_chunks(session.namespace, session.geometry, request.hashes)
-                self._expect(there == reply.masks, "an answer says what was so a moment ago")
+                resident = resident_chunks(session.namespace, session.geometry, request.hashes)
+                self._expect(
+                    resident.masks == reply.masks, "an answer says what was so a moment ago"
+                )
             return reply
 
         def said(peer: Any, reply: Reply) -> None:
@@ -587,7 +589,8 @@ class Waits(Witness):
         session = server.daemon.sessions.connections[peer.number].session
         if wait.drops == _drops(server, session.namespace):
             self._expect(found.chunks >= wait.hit, "waiting cost the hit that there was")
-        slots = session.leases.get(found.lease, ())
+        lease = session.leases.get(found.lease)
+        slots = lease.slots if lease is not None else ()
         is_own = all(slot.entry.namespace is session.namespace for slot in slots)
         self._expect(is_own, "bytes of other weights are found")
         self.counts["waits_to_the_end"] += wait.deadline <= self._system.now / SECOND

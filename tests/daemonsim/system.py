@@ -378,7 +378,14 @@ class System:
         policy = tuple(EvictionPolicy)[self.lives % len(EvictionPolicy)]
         quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3] if self.has_quotas else None
         options = loop.ServeOptions(
-            SOCKET_PATH, ram_bytes, -1, fresh, policy, quota, self.tiers, "node"
+            socket_path=SOCKET_PATH,
+            ram_bytes=ram_bytes,
+            metrics_port=-1,
+            fresh=fresh,
+            eviction=policy,
+            salt_quota_bytes=quota,
+            tiers=self.tiers,
+            node="node",
         )
         server: list[loop.DaemonServer] = []
         if not self._runs(lambda: server.append(loop.DaemonServer(options))):
@@ -433,9 +440,9 @@ class System:
             return
         self.on_turn()
         selector: Any = server._selector
-        if server.clients.behind or selector.is_any_ready():
+        if server.clients.waiting or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
-        patience = server._patience()
+        patience = server.sleep_seconds()
         self._sleepless = self._sleepless + 1 if patience == 0.0 else 0
         assert self._sleepless < SLEEPLESS_MAX, "the loop spins"
         if patience is not None:
@@ -585,24 +592,24 @@ class System:
         boot: str,
         directory: Path,
         group: int | None,
-    ) -> tuple[ArenaFile, Trailer, bool]:
+    ) -> SimpleNamespace:
         """As daemon.filesystem.open_arena, for one user."""
-        taken = next(
-            (file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)),
-            None,
+        fitting = (
+            file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)
         )
+        earlier = next(fitting, None)
         for file in list(self.files):
-            if file is not taken:
+            if file is not earlier:
                 file.unlink()
-        warm = taken is not None
-        if taken is None:
-            taken = ArenaFile(self, Path(f"/daemonsim/{boot}"), ram_bytes or self.default_bytes)
-            self.files.append(taken)
-            self.paths[str(taken.path)] = taken
-        trailer = Trailer(taken.bytes[taken.slots_bytes :], taken.slots_bytes)
-        if not warm:
+        arena = earlier
+        if arena is None:
+            arena = ArenaFile(self, Path(f"/daemonsim/{boot}"), ram_bytes or self.default_bytes)
+            self.files.append(arena)
+            self.paths[str(arena.path)] = arena
+        trailer = Trailer(arena.bytes[arena.slots_bytes :], arena.slots_bytes)
+        if earlier is None:
             trailer.format()
-        return taken, trailer, warm
+        return SimpleNamespace(arena=arena, trailer=trailer, is_earlier=earlier is not None)
 
     def attach(self, path: str, size_bytes: int, process: SimProcess, lock: int) -> ArenaFile:
         """As shm.arena.attach_arena."""

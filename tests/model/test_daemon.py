@@ -220,7 +220,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def greet(self, hello: Hello) -> tuple[int, object]:
         self.numbers += 1
         self.lines[self.numbers] = Line()
-        self.daemon.sessions.connect(self.numbers)
+        self.daemon.sessions.on_connect(self.numbers)
         return self.numbers, self.daemon.handle(self.numbers, hello)
 
     @rule(name=st.sampled_from(ENGINES), pick=st.integers(0, 2), workers=st.integers(0, 2))
@@ -267,7 +267,7 @@ class DaemonMachine(RuleBasedStateMachine):
         self.close(sorted(self.lines)[pick % len(self.lines)])
 
     def close(self, number: int) -> None:
-        self.daemon.disconnect(number)
+        self.daemon.on_disconnect(number)
         name = self.lines.pop(number).engine
         self.retire(name)
 
@@ -688,8 +688,8 @@ class DaemonMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         """The end of one of the loop's turns."""
         self.daemon.tick(0.0)
-        while self.daemon.later:
-            number, told = self.daemon.later.popleft()
+        while self.daemon.outgoing:
+            number, told = self.daemon.outgoing.popleft()
             assert isinstance(told, Removed)
             held = self.lines[number].held if number in self.lines else None
             if held is not None:

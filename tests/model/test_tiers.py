@@ -208,8 +208,8 @@ class TiersMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         """What the loop does after every event."""
         self.daemon.tick(self.now)
-        while self.daemon.later:
-            number, found = self.daemon.later.popleft()
+        while self.daemon.outgoing:
+            number, found = self.daemon.outgoing.popleft()
             (engine,) = [engine for engine in self.engines if engine.number == number]
             assert isinstance(found, Found)
             wait = engine.waits.pop(found.lease, None)
@@ -221,7 +221,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def connect(self, identity: bytes) -> Engine:
         self.numbers += 1
-        self.daemon.sessions.connect(self.numbers)
+        self.daemon.sessions.on_connect(self.numbers)
         hello = Hello(
             1,
             PROTOCOL_VERSION,
@@ -236,7 +236,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def hang_up(self, pick: int) -> None:
         at = pick % len(self.engines)
-        self.daemon.disconnect(self.engines[at].number)
+        self.daemon.on_disconnect(self.engines[at].number)
         self.engines[at] = self.connect(self.engines[at].identity)
         self.tick()
 
@@ -366,7 +366,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def deliver(self, at: int) -> None:
         job, outcome = self.done.pop(at)
-        self.daemon.transferred(job, outcome, self.now)
+        self.daemon.on_job_done(job, outcome, self.now)
         self.tick()
 
     @precondition(lambda self: self.jobs)
@@ -505,7 +505,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         event("chunks came up" if self.promoted else "nothing came up")
         for engine in self.engines:
-            self.daemon.disconnect(engine.number)
+            self.daemon.on_disconnect(engine.number)
             engine.waits.clear()
         self.go_on()
         self.now += 100.0

@@ -35,7 +35,7 @@ from hybridkv.core.tails import (
     why_no_tails,
 )
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.store.index import Namespace
+from hybridkv.store.index import Namespace, NewObject
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
@@ -397,9 +397,9 @@ class TraceReplay:
 
     def _store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
         pages = max(1, round(stored.size_bytes / self._scale / SLOT_ALIGN))
-        name = stored.group_index, stored.chunk_hash, stored.parent
+        new = NewObject(stored.group_index, stored.chunk_hash, stored.parent, eviction_class)
         for slot in self._store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
-            self._store.commit(slot, self._namespace, *name, eviction_class)
+            self._store.commit(slot, self._namespace, new)
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:

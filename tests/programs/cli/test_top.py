@@ -53,7 +53,7 @@ COMMAND = [
 def told() -> Status:
     """What a daemon with a few samples tells."""
     core = make_daemon()
-    core.sessions.connect(1)
+    core.sessions.on_connect(1)
     model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
     core.handle(
         1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)

@@ -125,7 +125,7 @@ def test_whatever_the_daemon_counts_is_described() -> None:
 
 def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
     core = make_daemon()
-    core.sessions.connect(1)
+    core.sessions.on_connect(1)
     model = WireModel(HOSTILE, 1024, "auto", [1, 1], None, 1)
     core.handle(
         1, Hello(1, PROTOCOL_VERSION, "engine", HOSTILE, b"n" * 32, geometry_to_wire(SMALL), model)
