@@ -659,8 +659,8 @@ class World:
         return vault
 
     def _do_tier_slow(self) -> None:
-        vault = self._ail("tier_slow", SECOND // 10, 3 * SECOND)
-        vault.delays = self._rng.choice((Delays(100, 20_000), Delays(10_000, 400_000)))
+        delays = self._rng.choice((Delays(100, 20_000), Delays(10_000, 400_000)))
+        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = delays
 
     def _do_tier_hang(self) -> None:
         self._ail("tier_hang", SECOND // 10, 3 * SECOND)
