@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIServer, make_server
 
@@ -42,11 +42,11 @@ def answered() -> Future[Snapshot]:
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port of the loopback at which somebody else listens."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield other.getsockname()[1]
+    """A port of the loopback at which another program listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 def test_a_port_that_is_taken_is_refused_where_somebody_asked_for_it(
@@ -69,19 +69,33 @@ def test_where_nobody_asked_another_port_is_taken_and_named(
     assert caplog.messages == [f"port {taken_port} is taken; the status page is at {url[:-7]}"]
 
 
+class Begun(NamedTuple):
+    """The beginning of an answer of a page."""
+
+    status: str
+    headers: dict[str, str]
+
+
+class Answer(NamedTuple):
+    """An answer of a page."""
+
+    status: str
+    headers: dict[str, str]
+    body: bytes
+
+
 def ask(
     pages: WebPages, path: str = "/", host: str | None = "127.0.0.1:9477", method: str = "GET"
-) -> tuple[str, dict[str, str], bytes]:
-    """(status, headers, body)."""
-    said: list[tuple[str, dict[str, str]]] = []
+) -> Answer:
+    begun: list[Begun] = []
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path} | (
         {"HTTP_HOST": host} if host is not None else {}
     )
     body = b"".join(
-        pages(environ, lambda status, headers, *_: said.append((status, dict(headers))))
+        pages(environ, lambda status, headers, *_: begun.append(Begun(status, dict(headers))))
     )
-    ((status, headers),) = said
-    return status, headers, body
+    ((status, headers),) = begun
+    return Answer(status, headers, body)
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -290,11 +304,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.sock
     """Connections to a server of two clients at a time."""
     servers: list[WSGIServer] = []
 
-    def made(*words: Any) -> WSGIServer:
-        servers.append(make_server(*words))
+    def make_and_keep(*arguments: Any) -> WSGIServer:
+        servers.append(make_server(*arguments))
         return servers[-1]
 
-    monkeypatch.setattr(web, "make_server", made)
+    monkeypatch.setattr(web, "make_server", make_and_keep)
     monkeypatch.setattr(web, "CONNECTIONS_MAX", 2)
     port = urlsplit(web.serve_web(answered, 0)).port
     yield lambda: socket.create_connection(("127.0.0.1", port or 0), DEADLINE_SECONDS)
