@@ -502,7 +502,7 @@ def _values(daemon: Any, number: int) -> tuple[object, ...]:
     connection, sessions = daemon.sessions.connections[number], daemon.sessions
     session = getattr(connection, "session", None)
     identity = session and session.namespace.identity
-    return counts, connection.state, identity, len(sessions.namespaces), daemon.store._generation
+    return counts, connection.state, identity, len(sessions.namespaces), daemon.store.generation
 
 
 @dataclass

@@ -289,7 +289,7 @@ class System:
     @property
     def arena(self) -> ArenaFile | None:
         """The arena of the living daemon."""
-        arena: Any = self.server._arena if self.server is not None else None
+        arena: Any = self.server.arena if self.server is not None else None
         assert arena is None or isinstance(arena, ArenaFile)
         return arena
 
@@ -459,7 +459,7 @@ class System:
         if not self._runs(server.turn):
             return
         self.on_turn()
-        selector: Any = server._selector
+        selector: Any = server.selector
         if server.clients.waiting or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
         patience = server.sleep_seconds()
@@ -550,7 +550,7 @@ class System:
             self._may_wait = True
             with contextlib.suppress(WouldWaitError):
                 self._reserver()
-        if server._reserver.reserved_bytes < arena.slots_bytes:
+        if server.reserver.reserved_bytes < arena.slots_bytes:
             self.after(500, 40_000, self._reserve)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float | None) -> bool:

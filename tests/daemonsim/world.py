@@ -333,10 +333,10 @@ class World:
         must_end = ("sessions", "leases", "connections", "watching", "bytes_writing", "bytes_held")
         left = {name: values[name] for name in must_end}
         assert not any(left.values()), f"LEAK: {left}"
-        assert not server._processes.pidfds, "LEAK: processes are watched for nobody"
+        assert not server.processes.pidfds, "LEAK: processes are watched for nobody"
         assert not server.clients.connected
         assert not server.daemon.sessions.processes()
-        assert not server._trailer.processes(), "LEAK: dead processes are remembered"
+        assert not server.trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents
         assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]
         assert all(not slot.pins for slot in server.daemon.store.slots.values())

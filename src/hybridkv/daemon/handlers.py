@@ -221,7 +221,8 @@ class Daemon(DaemonState):
             audit_lease=lookup.audit_lease,
         )
         tail, tails = resident_tail(request, masks, chunks).number, len(lookup.tails) // HASH_BYTES
-        request = request._replace(resident=request.hit_of(chunks, tail))
+        if tail:
+            request = request._replace(resident=request.hit_of(chunks, tail))
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
         shortfall = ""
         if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
@@ -464,6 +465,9 @@ def resident_tail(request: LookupRequest, masks: Sequence[bytes], chunks: int) -
 
     `masks` are those of whole chunks.
     """
+    count = len(request.tails) // HASH_BYTES
+    if not count:
+        return ResidentTail(0, ())
     geometry, entries = request.geometry, request.namespace.entries
     chunks_max = BATCH_MAX // len(geometry.groups)
 
@@ -481,7 +485,7 @@ def resident_tail(request: LookupRequest, masks: Sequence[bytes], chunks: int) -
         masks=masks,
         chunks=chunks,
         first_chunk=request.tails_from,
-        count=len(request.tails) // HASH_BYTES,
+        count=count,
         is_whole=is_whole,
     )
     return ResidentTail(tail, objects(tail - 1) if tail else ())

@@ -205,7 +205,7 @@ class DaemonServer:
         with contextlib.ExitStack() as on_failure:
             self._start(options, on_failure)
             on_failure.pop_all()
-        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
+        size, url = format_size(self.arena.slots_bytes), self.daemon.metrics_url
         logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
 
     def _start(self, options: ServeOptions, on_failure: contextlib.ExitStack) -> None:
@@ -214,28 +214,28 @@ class DaemonServer:
         on_failure.callback(self._socket.close)
         self._files_due_at = 0.0  # When the files are looked at next.
         self._options = options
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._waker = Waker()
-        self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
-        self._processes = clients.ProcessWatcher(self._selector)
+        self.selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
+        self.processes = clients.ProcessWatcher(self.selector)
         self._finished_jobs: deque[FinishedJob] = deque()
         if not self._open_daemon(options.fresh, on_failure):
             # A broken arena must not keep this daemon from serving.
-            self._trailer.release()
-            self._arena.unlink()
-            self._arena.close()
+            self.trailer.release()
+            self.arena.unlink()
+            self.arena.close()
             self._open_daemon(fresh=True, on_failure=on_failure)
             self.daemon.counters["recoveries_failed"] += 1
         self._keep_arena(time.monotonic())
-        self.daemon.setup = setup_of(options, self._arena.slots_bytes)
+        self.daemon.setup = setup_of(options, self.arena.slots_bytes)
         listener = self._socket.listen()
-        self.clients = clients.ClientSockets(self.daemon, self._processes, listener, options.group)
+        self.clients = clients.ClientSockets(self.daemon, self.processes, listener, options.group)
         self._snapshots: deque[Future[Snapshot]] = deque()  # Those that other threads wait for.
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
-        self._reserver = ArenaReserver(
-            self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
+        self.reserver = ArenaReserver(
+            self.arena, self.daemon.store, self._waker.wake, self.daemon.counters
         )
         if options.metrics_port != -1:
             self.daemon.metrics_url = serve_web(
@@ -250,7 +250,7 @@ class DaemonServer:
     def left_arena(self) -> Path | None:
         """The arena, if it is kept for the next daemon for a limited time. None otherwise."""
         is_left = self._keeps_arena and not math.isinf(self._options.arena_ttl_seconds)
-        return self._arena.path if is_left else None
+        return self.arena.path if is_left else None
 
     def run(self) -> None:
         """Serve until `stop`, then remove the socket and end the threads."""
@@ -263,7 +263,7 @@ class DaemonServer:
     def turn(self) -> None:
         """Wait for events, handle each of them once, and do everything else that is due."""
         waiting = list(self.clients.waiting)
-        ready = self._selector.select(self.sleep_seconds())
+        ready = self.selector.select(self.sleep_seconds())
         for key, events in ready:
             match key.data:
                 case clients.ClientSocket():
@@ -274,7 +274,7 @@ class DaemonServer:
                     accept_or_clear()
         for client in waiting:
             self.clients.answer(client, clients.TURN_SECONDS)
-        self._reserver.adopt()
+        self.reserver.adopt()
         self._take_finished_jobs()
         if time.monotonic() >= self._files_due_at:
             self._check_files()
@@ -322,7 +322,7 @@ class DaemonServer:
         """Move the end of the arena's time ahead, because the daemon lives."""
         self._files_due_at = now + FILES_SECONDS
         seconds = self._options.arena_ttl_seconds
-        self._trailer.kept_until = 0.0 if math.isinf(seconds) else now + seconds
+        self.trailer.kept_until = 0.0 if math.isinf(seconds) else now + seconds
 
     def _await_tiers(self) -> None:
         """Wait up to OPEN_SECONDS for the tiers, so that the start reports settings that are wrong.
@@ -372,14 +372,14 @@ class DaemonServer:
             directory=options.shm_dir,
             group=options.group,
         )
-        self._arena, self._trailer = opened.arena, opened.trailer
+        self.arena, self.trailer = opened.arena, opened.trailer
         if not opened.is_earlier:
-            on_failure.callback(self._arena.unlink)
-        memory = self._arena.memory[: self._arena.slots_bytes]
+            on_failure.callback(self.arena.unlink)
+        memory = self.arena.memory[: self.arena.slots_bytes]
         store = Store(
             memory=memory,
             first_generation=time.time_ns() // 10**6 << GENERATION_BITS,
-            trailer=self._trailer,
+            trailer=self.trailer,
             policy=options.eviction,
             tenant_bytes=options.salt_quota_bytes,
         )
@@ -387,24 +387,24 @@ class DaemonServer:
             id=0,
             version=PROTOCOL_VERSION,
             boot=boot,
-            arena_path=str(self._arena.path),
-            arena_bytes=self._arena.size_bytes,
-            slots_bytes=self._arena.slots_bytes,
+            arena_path=str(self.arena.path),
+            arena_bytes=self.arena.size_bytes,
+            slots_bytes=self.arena.slots_bytes,
             pid=os.getpid(),
         )
         self.daemon = Daemon(store, welcome, self._make_tiers(memory))
-        self.daemon.sessions.is_locked = self._arena.is_locked
+        self.daemon.sessions.is_locked = self.arena.is_locked
         if not opened.is_earlier:
             return True
         try:
             living = []
-            for worker in self._trailer.processes():
+            for worker in self.trailer.processes():
                 process = Process(worker.pid, worker.started)
-                watched = self._processes.watch(process) if worker.pid else False
-                if watched or (not worker.pid and self._arena.is_locked(worker.started)):
+                is_watched = self.processes.watch(process) if worker.pid else False
+                if is_watched or (not worker.pid and self.arena.is_locked(worker.started)):
                     living.append(worker)
                 else:
-                    self._trailer.remove_process(worker)
+                    self.trailer.remove_process(worker)
             self.daemon.sessions.recover(living)
         except Exception:
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
@@ -453,23 +453,23 @@ class DaemonServer:
 
     def _close(self) -> None:
         self._running = False
-        self._reserver.close()
+        self.reserver.close()
         for client in list(self.clients.connected.values()):
             self.clients.drop(client)
-        for fd in self._processes.pidfds.values():
+        for fd in self.processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
-        self._selector.close()
+        self.selector.close()
         self.clients.listener.close()
         self._waker.close()
         if self._keeps_arena:
             self._keep_arena(time.monotonic())
         else:
-            self._arena.unlink()
+            self.arena.unlink()
         if all(ended):
-            self._arena.close()
+            self.arena.close()
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
         self._socket.close()

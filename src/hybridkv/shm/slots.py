@@ -14,8 +14,8 @@ can compute digests side by side, and a part is signed with another seed from it
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -58,8 +58,7 @@ class SlotState(IntEnum):
     DROPPED = 3  # The slot's object left the index. Its bytes stay while somebody reads them.
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     """The fields of a slot's header."""
 
     state: SlotState

@@ -52,14 +52,15 @@ class Store:
         self._memory = memory
         self.trailer = trailer
         # The clock of `first_generation` may have stepped back since the last daemon.
-        self._generation = max(first_generation, trailer.generation)
+        self.generation = max(first_generation, trailer.generation)
+        """The latest generation that a slot was given."""
         self.extents = Extents()
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. Until then nothing is evicted."""
         self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
         self._by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
-        self._tenant_bytes = tenant_bytes
+        self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
         self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
@@ -130,7 +131,7 @@ class Store:
             header = layout.unpack_header(bytes(self._memory[offset : offset + HEADER_BYTES]))
             is_sound = False
             if header is not None:
-                self._generation = max(self._generation, header.generation)
+                self.generation = max(self.generation, header.generation)
                 is_in_use = header.state in (SlotState.WRITING, SlotState.COMMITTED)
                 is_sound = is_in_use and slot_bytes(header.part_bytes, header.parts) == size
             # Everything before `extents.limit_bytes` was taken over, as slots or as free runs.
@@ -185,9 +186,9 @@ class Store:
                 if self.is_growing or not self._make_room(size):
                     break
                 continue
-            self._generation += 1
-            self.trailer.generation = self._generation
-            slot = Slot(offset, part_bytes, parts, self._generation, owner)
+            self.generation += 1
+            self.trailer.generation = self.generation
+            slot = Slot(offset, part_bytes, parts, self.generation, owner)
             self._add(slot)
             # Bytes that were here must not be taken for signatures of a writer that makes none.
             start, end = offset + HEADER_BYTES, offset + layout.checksum_offset(parts)
@@ -340,9 +341,9 @@ class Store:
 
         Returns False where it never has.
         """
-        if not tenant or self._tenant_bytes is None:
+        if not tenant or self.tenant_bytes is None:
             return True
-        while self.tenants[tenant] + size > self._tenant_bytes:
+        while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self._tenant_queues.get(tenant)
             victim = queue.victim(Slot.may_go) if queue is not None else None
             if victim is None:
@@ -365,7 +366,7 @@ class Store:
         self.committed_bytes += slot.size_bytes
         self.objects += 1
         namespace.enter(slot, chunk_hash, index, parent)
-        if slot.tenant and self._tenant_bytes is not None:
+        if slot.tenant and self.tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
             queue.add(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))

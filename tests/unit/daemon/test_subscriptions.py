@@ -72,7 +72,7 @@ def test_a_commit_that_came_to_nothing_is_told() -> None:
     store(daemon, 1, 1)
     store(daemon, 1, 1)
     assert turn(daemon) == [], "a duplicate is there"
-    daemon.store._tenant_bytes = 1
+    daemon.store.tenant_bytes = 1
     packed = pack_refs(grant(daemon, 1, PART, 1))
     over_quota = Commit(
         packed.offsets, packed.generations, pack_u64([0]), hashes(2), tenants=pack_u64([9])
