@@ -139,7 +139,7 @@ class Caller:
         """Lookups that wait for tiers. Where a lookup was given up: the number of the request that
         was the last one then."""
         self._given_up: dict[int, int] = {}
-        """The same for lookups that were given up before Pending came."""
+        """Lookups that were given up before Pending came, with the same number."""
         self._ids = 1
         self.link = Link(str(SOCKET_PATH), hello, self._lost)
 

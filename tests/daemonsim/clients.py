@@ -515,7 +515,7 @@ class Worker(Client):
         )
 
     def has_drained(self, session: int) -> bool:
-        """Return True where the daemon was told that copies of earlier sessions have ended."""
+        """Return True where the daemon knows that copies of earlier sessions have ended."""
         return self._last_drained == DrainReport(self._calls.link.greetings, session)
 
     def close(self) -> None:

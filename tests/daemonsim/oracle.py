@@ -533,7 +533,7 @@ class Waits(Witness):
         """Watch a new life of the daemon."""
         self._due.clear()
         clients = server.clients
-        handle, send, drop = server.daemon.handle, clients.send, clients.drop
+        handle, send, disconnect = server.daemon.handle, clients.send, clients.disconnect
 
         def on_request(number: int, request: Request, now: float) -> Reply | None:
             if isinstance(request, Release):
@@ -573,11 +573,12 @@ class Waits(Witness):
                     self._answered(server, peer, reply)
             send(peer, reply)
 
-        def on_drop(peer: Any) -> None:
+        def on_disconnect(peer: Any) -> None:
             self._leave(peer.number)
-            drop(peer)
+            disconnect(peer)
 
-        server.daemon.handle, clients.send, clients.drop = on_request, on_reply, on_drop
+        server.daemon.handle = on_request
+        clients.send, clients.disconnect = on_reply, on_disconnect
 
     def on_turn(self) -> None:
         """A round of the loop is over. No lookup waits whose deadline was past when it began."""

@@ -52,7 +52,7 @@ class Pipe:
         self._bytes = 0
         self._last = 0
         self.ends_at: int | None = None
-        """When the reader sees that the writer has closed."""
+        """The time at which the reader sees that the writer has closed."""
         self.is_reset = False
         self.is_deaf = False
         """True once the reader is gone."""

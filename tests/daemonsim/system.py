@@ -111,7 +111,7 @@ class Strand:
         self.job: TierJob | None = None
         """The job that it is doing."""
         self.due: int | None = None
-        """When it goes on. None while it hangs."""
+        """The time at which it goes on. None while it hangs."""
         self.is_over = False
         self._is_gone = False
         self._error: BaseException | None = None

@@ -42,7 +42,7 @@ ILLS = {
     "tier_alone": "the machine reboots: what was in RAM is lost",
 }
 HANGS_SECONDS = (0.2, 2.0, 20.0, None)
-"""The times for which calls hang; None = until all is well."""
+"""The times for which calls hang, None = until all is well."""
 
 
 CALLS = ("open", "find", "get", "put", "discard", "tend")

@@ -335,7 +335,7 @@ class World:
         assert not any(left.values()), f"LEAK: {left}"
         assert not server.processes.pidfds, "LEAK: processes are watched for nobody"
         assert not server.clients.connected
-        assert not server.daemon.sessions.processes()
+        assert not server.daemon.sessions.watched_processes()
         assert not server.trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents
         assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]

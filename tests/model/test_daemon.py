@@ -89,7 +89,7 @@ GEOMETRIES = {
 IDENTITIES = {
     bytes([number]) * 32: name for number, name in enumerate(("gemma3", "gemma3", *GEOMETRIES), 1)
 }
-"""Two identities of one geometry; gemma3's third has its own as all others do."""
+"""Two identities have one geometry. Each other identity has a geometry of its own."""
 
 
 def prompt_hashes(prompt: int, chunks: int) -> list[bytes]:
@@ -137,7 +137,7 @@ def read_by(geometry: Geometry, group: Group, chunks: int) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Object:
-    """A slot with a name; `name` is None once only readers keep it."""
+    """A slot with an object. `name` is None once only readers keep it."""
 
     ref: Ref
     size: int
@@ -147,7 +147,7 @@ class Object:
 
 @dataclass(eq=False)
 class Held:
-    """What one greeting of an engine holds."""
+    """One greeting of an engine, and what it holds."""
 
     engine: str
     identity: bytes
@@ -207,7 +207,7 @@ class DaemonMachine(RuleBasedStateMachine):
         self.unread: dict[Ref, Object] = {}
         """Named objects that nobody reads."""
         self.leaving: set[Object] = set()
-        """Nameless objects that somebody still reads."""
+        """Nameless objects that a session still reads."""
         self.retired: list[Ref] = []
         self.generations: set[int] = set()
         self.known: set[bytes] = set()
@@ -224,7 +224,7 @@ class DaemonMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.index) > 4)
     @rule(step=st.sampled_from((-(1 << 38), -1, 0, 1, 1 << 30)))
     def restart(self, step: int) -> None:
-        """It is killed and started, by a clock that may step back; its objects stay."""
+        """Kill the daemon and start it, by a clock that may step back. Its objects stay."""
         self.clock += step
         self.daemon = self.started()
         self.daemon.sessions.recover(())
@@ -720,7 +720,7 @@ class DaemonMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99))
     def hear(self, pick: int) -> None:
-        """An engine that was told everything expects no object that is not there."""
+        """An engine that has all Removed messages expects no object that is not there."""
         chosen = self.pick_engine(pick)
         if chosen is None or chosen[1].believed is None:
             return

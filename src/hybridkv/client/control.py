@@ -1,4 +1,4 @@
-"""Blocking calls with a deadline, for commands and start-up; never for an engine's hooks."""
+"""Blocking calls with a deadline, for commands and start-up, and never for an engine's hooks."""
 
 import contextlib
 import itertools

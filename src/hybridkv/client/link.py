@@ -244,9 +244,9 @@ def _closed(path: str) -> str:
 
 
 def peer_pid(socket_path: str) -> int:
-    """Return the id of the process that listens at a socket; -1 where nobody does.
+    """Return the id of the process that listens at a socket, or -1 where none does.
 
-    It is 0 for a process of another pid namespace.
+    The id is 0 for a process of another pid namespace.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
         try:

@@ -26,7 +26,7 @@ from hybridkv.core.paths import check_socket_path
 logger = logging.getLogger("vllm.hybridkv")
 
 START_SECONDS = 10.0
-END_SECONDS = 10.0  # The time for a daemon to end after it was told to.
+END_SECONDS = 10.0  # The time that a daemon has to end after the signal.
 RETRY_SECONDS = 0.01
 EXIT_SERVING = 0  # The status of `serve --detach` once its daemon serves.
 EXIT_ALREADY_SERVED = 3

@@ -148,7 +148,7 @@ class ClientSockets:
         client.unsent += frame
         self._flush(client)
 
-    def drop(self, client: ClientSocket) -> None:
+    def disconnect(self, client: ClientSocket) -> None:
         """Close a client's connection. Nothing is done where it is closed already."""
         if self.connected.pop(client.number, None) is None:
             return
@@ -171,7 +171,7 @@ class ClientSockets:
             for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
                 if client.number not in self.connected or not self._receive(client, math.inf):
                     break
-            self.drop(client)
+            self.disconnect(client)
         self._daemon.sessions.on_process_ended(process)
         self._unwatch(process)
 
@@ -249,7 +249,7 @@ class ClientSockets:
         except OSError:
             received = b""
         if not received:
-            self.drop(client)
+            self.disconnect(client)
             return False
         if client.is_closing:
             return True
@@ -267,13 +267,13 @@ class ClientSockets:
         self.send(client, self._daemon.refuse(0, code, message))
 
     def _flush(self, client: ClientSocket) -> None:
-        """Send as much of a client's queue as fits, and drop a client that does not read."""
+        """Send as much of a client's queue as fits. Disconnect a client that does not read."""
         try:
             sent = client.sock.send(client.unsent) if client.unsent else 0
         except BlockingIOError:
             sent = 0
         except OSError:
-            self.drop(client)
+            self.disconnect(client)
             return
         del client.unsent[:sent]
         is_full = len(client.unsent) > SEND_QUEUE_BYTES_MAX
@@ -282,14 +282,15 @@ class ClientSockets:
             text = "client %d leaves %s of answers unread and is disconnected"
             logger.warning(text, client.number, unread)
         if is_full or (client.is_closing and not client.unsent):
-            self.drop(client)
+            self.disconnect(client)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         self._selector.modify(client.sock, events, client)
 
     def _unwatch(self, process: Process) -> None:
         """Stop watching a process, unless it has a connection or may copy for an engine."""
-        if not self._clients_of(process) and process not in self._daemon.sessions.processes():
+        watched = self._daemon.sessions.watched_processes()
+        if not self._clients_of(process) and process not in watched:
             fd = self._processes.pidfds.pop(process, None)
             if fd is not None:
                 self._selector.unregister(fd)

@@ -134,7 +134,7 @@ class Daemon(DaemonState):
             case JobKind.USE:
                 self.demotion.used(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
-                self.demotion.opened(self.sessions.slots())
+                self.demotion.opened(self.sessions.stored_slots())
 
     def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
         """Handle a message and return the reply to it. None for a one-way message.
@@ -282,7 +282,6 @@ class Daemon(DaemonState):
         else:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
-        slots: list[Slot] = []
         tokens, tail = chunks * geometry.chunk_tokens, 0
         if request.tails and request.namespace is session.namespace:
             tail, tail_slots = resident_tail(request, masks, chunks)
@@ -291,17 +290,10 @@ class Daemon(DaemonState):
             tokens = tail_tokens(geometry, request.tails_from, tail - 1)
             entries = [*entries[: chunks - 1], tail_slots]
             self.counters["tails_hit"] += 1
-        tiers: dict[str, int] = {}
-        for _, name in sorted((chunk, name) for chunk, name in origins.items() if chunk < chunks):
-            tiers[name] = tiers.get(name, 0) + 1
-            self.labelled["tier_chunks_hit", name] += 1
+        tiers = self._count_origins(origins, chunks)
+        slots = hit_slots(geometry, entries, chunks)
         lease = None
         if chunks:
-            for index, group in enumerate(geometry.groups):
-                need = needed_chunks(geometry, group, chunks)
-                needed = entries[need.start : need.stop]
-                # Every entry of a hit is whole.
-                slots += [entry[index] for entry in needed]  # type: ignore[index, misc]
             self.demotion.read(slots)
             self.store.pin(slots)
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
@@ -338,6 +330,15 @@ class Daemon(DaemonState):
             audit=audit,
         )
 
+    def _count_origins(self, origins: Mapping[int, str], chunks: int) -> dict[str, int]:
+        """Return the number of a hit's chunks that came up for it, by tier, and count them."""
+        tiers: dict[str, int] = {}
+        for chunk, name in sorted(origins.items()):
+            if chunk < chunks:
+                tiers[name] = tiers.get(name, 0) + 1
+                self.labelled["tier_chunks_hit", name] += 1
+        return tiers
+
     def _offer_audit(
         self, session: Session, request: LookupRequest, resident: ResidentChunks
     ) -> wire.AuditOffer | None:
@@ -348,13 +349,8 @@ class Daemon(DaemonState):
         """
         masks, entries, chunks = resident
         geometry = session.geometry
-        shorter: list[Slot] = []
         is_last = chunks > 0 and largest_hit(geometry, masks, chunks - 1) == chunks - 1
-        if is_last:
-            for index, group in enumerate(geometry.groups):
-                need = needed_chunks(geometry, group, chunks - 1)
-                # Every entry of a hit is whole.
-                shorter += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
+        shorter = hit_slots(geometry, entries, chunks - 1) if is_last else []
         chunk = chunks - is_last
         entry = entries[chunk] if chunk < len(entries) else None
         compared = [slot for slot in entry or () if slot is not None]
@@ -458,6 +454,18 @@ def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> 
     """Return the objects that RAM has of chunks, given their hashes, and the hit that they are."""
     masks, entries = namespace.present(hashes)
     return ResidentChunks(masks, entries, largest_hit(geometry, masks, len(entries)))
+
+
+def hit_slots(
+    geometry: Geometry, entries: Sequence[Sequence[Slot | None] | None], chunks: int
+) -> list[Slot]:
+    """Return the slots that a hit of `chunks` chunks needs, group by group."""
+    slots: list[Slot] = []
+    for index, group in enumerate(geometry.groups) if chunks else ():
+        need = needed_chunks(geometry, group, chunks)
+        # Every entry of a hit is whole.
+        slots += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
+    return slots
 
 
 def resident_tail(request: LookupRequest, masks: Sequence[bytes], chunks: int) -> ResidentTail:

@@ -221,7 +221,7 @@ class DaemonServer:
         self._finished_jobs: deque[FinishedJob] = deque()
         if not self._open_daemon(options.fresh, on_failure):
             # A broken arena must not keep this daemon from serving.
-            self.trailer.release()
+            self.trailer.release_views()
             self.arena.unlink()
             self.arena.close()
             self._open_daemon(fresh=True, on_failure=on_failure)
@@ -455,7 +455,7 @@ class DaemonServer:
         self._running = False
         self.reserver.close()
         for client in list(self.clients.connected.values()):
-            self.clients.drop(client)
+            self.clients.disconnect(client)
         for fd in self.processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]

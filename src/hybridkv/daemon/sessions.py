@@ -61,7 +61,7 @@ class Process(NamedTuple):
 
 
 class CopyProgress(NamedTuple):
-    """How far a worker's process has come with its copies."""
+    """The progress of a worker's process with its copies."""
 
     connection_id: int  # The connection on which it reports.
     drained: int  # It copies nothing more that was planned before this greeting of its engine.
@@ -187,7 +187,7 @@ class Sessions:
             if not (process.pid or is_open or self.is_locked(process.started)):
                 self.on_process_ended(process)
 
-    def processes(self) -> set[Process]:
+    def watched_processes(self) -> set[Process]:
         """Return every process whose end the daemon must notice."""
         return {process for workers in self._workers.values() for process in workers if process.pid}
 
@@ -241,7 +241,7 @@ class Sessions:
             workers[connection.process] = CopyProgress(connection.number, drained)
             self._retire(owner)
 
-    def slots(self) -> Iterable[Slot]:
+    def stored_slots(self) -> Iterable[Slot]:
         """Return every slot that has an object."""
         return chain.from_iterable(namespace.objects() for namespace in self.namespaces.values())
 
@@ -335,7 +335,7 @@ class Subscriber:
     queue: dict[RemovedObject, None] = field(default_factory=dict)
     """Objects that left RAM and are not reported, the oldest first."""
     everything: bool = False  # True after more objects left than the queue takes.
-    unheard: int = 0  # Messages that were sent to the session since it sent something.
+    unheard: int = 0  # Messages that were sent to the session since its last message.
     below: dict[RemovedObject, bytes] = field(default_factory=dict)
     """Objects that were reported as being in a tier, with their keys there.
 

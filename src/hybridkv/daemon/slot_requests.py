@@ -140,7 +140,7 @@ def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.
     for tier in state.tiers if request.tiers else ():
         tier.clear(state.now)
     state.ceiling.cleared()
-    slots = list(islice(state.sessions.slots(), CHANGES_MAX))
+    slots = list(islice(state.sessions.stored_slots(), CHANGES_MAX))
     for slot in slots:
         state.store.drop(slot)
     return wire.Done(request.id, len(slots))

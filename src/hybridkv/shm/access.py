@@ -1,4 +1,4 @@
-"""Who may use a daemon and its arena: one user, or a group of users that trust each other."""
+"""The users of a daemon and its arena: one user, or a group of users that trust each other."""
 
 import grp
 import os

@@ -165,8 +165,8 @@ def attach_arena(
 ) -> Arena:
     """Map the arena of a living daemon. By default all of its bytes are slots.
 
-    `pid` is the daemon, whose open file is taken where the name was removed; 0 = not known. The
-    byte `lock` of the file is locked for reading until nothing maps it; 0 = none. By the end of the
+    `pid` is the daemon (0: not known), whose open file is taken where the name was removed. The
+    byte `lock` of the file (0: none) is locked for reading until nothing maps it. By the end of the
     lock a daemon knows that a process has ended, also one of another pid namespace. The arena must
     be this user's, or belong to `group`. Raises ArenaGoneError.
     """

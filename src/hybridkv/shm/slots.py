@@ -44,7 +44,7 @@ _GENERATION = struct.Struct("<Q")
 
 _USE_OFFSET = HEADER_BYTES - 1
 USE_READ = 255
-"""The `use` of an object that somebody has read; of another one it is its EvictionClass."""
+"""The `use` of an object that was read. The `use` of any other object is its EvictionClass."""
 
 assert _HEADER.size + _CRC.size <= _USE_OFFSET
 
@@ -55,7 +55,7 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     COMMITTED = 2
-    DROPPED = 3  # The slot's object left the index. Its bytes stay while somebody reads them.
+    DROPPED = 3  # The slot's object left the index. Its bytes stay while the slot is pinned.
 
 
 class SlotHeader(NamedTuple):

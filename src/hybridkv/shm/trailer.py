@@ -88,7 +88,7 @@ class Trailer:
 
     @property
     def kept_until(self) -> float:
-        """The monotonic time from which the arena may be removed if no daemon has it; 0 = never."""
+        """The monotonic time from which the arena may be removed if no daemon has it, 0 = never."""
         return self._numbers[2] / 1e3
 
     @kept_until.setter
@@ -142,7 +142,7 @@ class Trailer:
         offset = row * _PROCESS.size
         _PROCESS.pack_into(self._processes, offset, process.engine, process.pid, process.started)
 
-    def release(self) -> None:
+    def release_views(self) -> None:
         """Release the views of the arena's memory."""
         for view in (self._entries, self._table, self._processes, self._numbers, self._super):
             view.release()

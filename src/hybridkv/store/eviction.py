@@ -40,7 +40,7 @@ _STAGES = {
 
 @dataclass(slots=True, eq=False)
 class _QueuedItem:
-    """The state of one item. `entry` is the number of its one valid heap entry; 0 = it has none."""
+    """The state of one item. `entry` is the number of its one valid heap entry, 0 = none."""
 
     stage: int
     size: int

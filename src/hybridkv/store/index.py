@@ -31,7 +31,7 @@ class Slot:
     """True after a load failed in which the object took part. The next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
-    used_at: float = 0.0  # When tiers were told last that the object is written, or used.
+    used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.
 
     @property
     def shape(self) -> SlotShape:
@@ -72,7 +72,7 @@ class IndexEntry:
 
 
 class NewObject(NamedTuple):
-    """What a written slot becomes when it is committed."""
+    """The object that a written slot becomes when it is committed."""
 
     group_index: int
     chunk_hash: bytes

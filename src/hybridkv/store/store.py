@@ -277,7 +277,7 @@ class Store:
     def drop(self, slot: Slot) -> FreeRun | None:
         """Take an object out of the index now, and free its bytes as soon as nobody reads them.
 
-        Returns the free run that contains the slot, or None where somebody still reads it.
+        Returns the free run that contains the slot, or None while the slot is pinned.
         """
         entry = slot.entry
         if entry is None:

@@ -89,7 +89,7 @@ class WireModel(Struct, frozen=True, array_like=True):
 
 
 class WireEngine(Struct, frozen=True, array_like=True):
-    """One session of the daemon: the engine that opened it, and what it told of itself."""
+    """One session of the daemon: the engine that opened it, its geometry and its model."""
 
     engine_id: Text
     namespace: Hash
@@ -124,7 +124,7 @@ class GroupPresence(Struct, frozen=True, array_like=True):
     kind: GroupKind
     objects: Count
     lacks: Count | None
-    """The chunk whose object a longer hit needs; None where it lacks none of this group."""
+    """The chunk whose object a longer hit needs. None where it lacks none of this group."""
 
 
 class RequestExplanation(Struct, frozen=True, array_like=True):
@@ -134,7 +134,7 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     stored_objects: Count
     chunk_tokens: Count = 0
     asked_chunks: Count = 0
-    """The number of chunks of the last lookup; 0 where none was sent."""
+    """The number of chunks of the last lookup, 0 where none was sent."""
     first_chunk: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
     """The first chunk's hash, by which the prefix is found under other identities."""
     hit_chunks: Count | None = None
@@ -147,17 +147,17 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     not_read: Fact = ""
     """The `why` of Found."""
     local_tokens: Count | None = None
-    """Tokens of the engine's own hit; None where it did not ask."""
+    """Tokens of the engine's own hit. None where it did not ask."""
     loaded_tokens: Count = 0
     loaded_bytes: Count = 0
     declined: Decline | None = None
-    """Why nothing was loaded; None where nothing went wrong."""
+    """The reason why nothing was loaded. None where nothing went wrong."""
     detail: Fact = ""
-    """What is known besides, for people."""
+    """Further facts, for people."""
     audit: AuditOutcome | None = None
     """None where the request was not audited, or its audit has not ended."""
     audit_detail: Fact = ""
-    """What is known of the audit, for people."""
+    """Facts of the audit, for people."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):
@@ -468,7 +468,7 @@ class Report(_Numbered, frozen=True, tag="report"):
     """Every counter and gauge of the daemon, by one name each."""
     tiers: list[TierStatus]
     metrics_url: str
-    """The URL of /metrics; empty where the daemon serves no pages."""
+    """The URL of /metrics. Empty where the daemon serves no pages."""
     status: Status | None = None
 
 

@@ -60,7 +60,7 @@ CLOSING = frozenset(code for code in ErrorCode if code.closes)
 
 @dataclass(frozen=True, slots=True)
 class MessageRule:
-    """When a message may be sent, and what answers it."""
+    """The rule of a message: the states in which it may be sent, and its reply."""
 
     states: frozenset[ConnectionState]
     reply: type[Reply] | None  # None for a one-way message.

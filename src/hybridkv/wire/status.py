@@ -95,7 +95,7 @@ class Problem(Struct, frozen=True):
 
 
 class MemoryVerdict(Struct, frozen=True):
-    """The gain that more memory would bring, by the last hour; None where nothing was looked up."""
+    """The gain that more memory would bring, by the last hour. None where nothing was looked up."""
 
     hit: float | None
     ceiling: float | None

@@ -2,8 +2,8 @@
 
 `python -m tests.programs.daemon.apart SOCKET [DIRECTORY HERE]`, as the first program of `unshare
 --mount`, hides the daemon's /dev/shm. A DIRECTORY below it is at HERE instead, as the volume of a
-container. For each line that it reads it does one step and prints a line of JSON; "together" shows
-/dev/shm again before.
+container. For each line that it reads it does one step and prints a line of JSON. For "together" it
+shows the daemon's /dev/shm again before the step.
 """
 
 import json

@@ -337,7 +337,7 @@ def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonPr
 
 
 def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess) -> None:
-    """Over a restart of the daemon as well; the worker's closed socket alone frees nothing."""
+    """They stay over a restart of the daemon. The worker's closed socket alone frees nothing."""
     code = (
         "import sys; from hybridkv.client.control import ControlClient; "
         "from tests.programs.daemon.test_process import WORKER\n"

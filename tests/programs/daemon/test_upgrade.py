@@ -55,7 +55,7 @@ time.sleep(0.3)
 
 @contextlib.contextmanager
 def others(socket_path: Path, count: int, protocol: int, arena: int = 0) -> Iterator[None]:
-    """Daemons of another version; where one ends, the next one serves at once."""
+    """Daemons of another version. Where one ends, the next one serves at once."""
     command = [sys.executable, "-c", OTHER, str(socket_path), str(protocol), str(arena), RAM]
     started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
     try:
@@ -70,7 +70,7 @@ def others(socket_path: Path, count: int, protocol: int, arena: int = 0) -> Iter
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What our logger says, also where vLLM has set its own up."""
+    """The records of our logger, also where vLLM has set its own up."""
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     yield caplog
@@ -161,7 +161,7 @@ def test_the_next_daemon_waits_for_the_arena_of_one_that_is_ending(socket_path: 
 def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
     socket_path: Path,
 ) -> None:
-    """A daemon that is upgraded after its engines; they greet it every few seconds."""
+    """A daemon may be upgraded after its engines. They greet it every few seconds."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector

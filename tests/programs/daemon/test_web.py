@@ -264,7 +264,7 @@ def test_over_a_real_socket(daemon: DaemonProcess) -> None:
 
 
 def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
-    """One of them is a tier that cannot be used; what is merely worth a note is none."""
+    """A tier that cannot be used is a problem. A note is none."""
     port = free_port()
     options = ["--tier", f"valkey://127.0.0.1:{port}/0"]
     with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0, options=options) as ill:
@@ -276,7 +276,7 @@ def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
 
 
 def health_of(daemon: DaemonProcess) -> tuple[int, str]:
-    """Status and text of /healthz."""
+    """Return the status and the text of /healthz."""
     with ControlClient(daemon.socket_path) as control:
         address = urlsplit(control.stats().metrics_url)
     connection = http.client.HTTPConnection(
@@ -289,7 +289,7 @@ def health_of(daemon: DaemonProcess) -> tuple[int, str]:
 
 
 def listens_only_on_loopback(port: int) -> bool:
-    """As the kernel says."""
+    """Return True where the kernel has no other address for a listener on this port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A"]
     return {
@@ -317,7 +317,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.sock
 
 
 def answer_of(client: socket.socket) -> bytes:
-    """What there is until the other side closes; nothing where it did so at once."""
+    """Return the bytes until the other side closes. b"" where it closed at once."""
     with contextlib.suppress(ConnectionError):
         client.sendall(b"GET /status.css HTTP/1.0\r\nHost: localhost\r\n\r\n")
         return b"".join(iter(lambda: client.recv(4096), b""))

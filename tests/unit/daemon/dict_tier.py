@@ -1,4 +1,4 @@
-"""A tier for the daemon's core: a dictionary that fails when it is told to."""
+"""A tier for the daemon's core: a dictionary that fails on demand."""
 
 from collections.abc import Iterator, Sequence
 

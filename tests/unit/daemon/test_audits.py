@@ -1,4 +1,4 @@
-"""What the daemon offers to a live audit: stored objects of a chunk that the engine computes."""
+"""The offers of the daemon to a live audit: stored objects of a chunk that the engine computes."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def test_a_hit_of_one_chunk_is_audited_too() -> None:
 
 
 def test_states_of_both_boundaries_are_needed_for_the_last_chunk() -> None:
-    """The shorter hit has the state before the chunk, and the state behind it is compared."""
+    """The shorter hit has the state before the chunk, and the state after it is compared."""
     daemon = daemon_of(HYBRID)
     first = store(daemon, HYBRID, 0, *STATES, FULL)
     second = store(daemon, HYBRID, 1, *STATES, FULL)
@@ -95,16 +95,16 @@ def test_states_of_both_boundaries_are_needed_for_the_last_chunk() -> None:
 
 
 def test_without_a_state_before_it_nothing_of_the_hit_is_given_up() -> None:
-    """What is behind the hit is computed anyway, and what is stored of it is compared."""
+    """The chunk after the hit is computed anyway, and its stored objects are compared."""
     daemon = daemon_of(HYBRID)
     store(daemon, HYBRID, 0, FULL)
     store(daemon, HYBRID, 1, *STATES, FULL)
-    behind = store(daemon, HYBRID, 2, FULL)
+    after = store(daemon, HYBRID, 2, FULL)
     found = asked(daemon, 0, 1, 2)
     offer = offered(found)
     assert (found.chunks, offer.chunk) == (2, 2)
     assert not offer.shorter_offsets
-    assert unpack_refs(offer.offsets, offer.generations) == [(0, 0), (0, 0), *behind]
+    assert unpack_refs(offer.offsets, offer.generations) == [(0, 0), (0, 0), *after]
 
 
 def test_a_miss_is_audited_by_what_is_there_of_its_first_chunk() -> None:

@@ -261,15 +261,15 @@ def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None
         daemon.sessions.on_connect(number, process)
         daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
         daemon.handle(number, Drained(farewell))
-        assert daemon.sessions.processes() == {process}
+        assert daemon.sessions.watched_processes() == {process}
         assert [known.engine for known in daemon.store.trailer.processes()] == [
             owner_of(f"e{number}")
         ]
         daemon.on_disconnect(number)
-    assert daemon.sessions.processes() == {process}, "the second may still copy"
+    assert daemon.sessions.watched_processes() == {process}, "the second may still copy"
     assert len(daemon.store.trailer.processes()) == 1
     daemon.sessions.on_process_ended(process)
-    assert not daemon.sessions.processes()
+    assert not daemon.sessions.watched_processes()
     assert not daemon.store.trailer.processes()
 
 
@@ -386,7 +386,7 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
 
 
 def test_what_living_engines_are_made_of_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a trainer changes the weights of one engine again and again beside another."""
+    """A trainer may change the weights of one engine again and again beside another."""
     monkeypatch.setattr("hybridkv.observe.history.IDENTITIES_MAX", 2)
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "a", b"x" * 32)
@@ -402,7 +402,7 @@ def test_what_living_engines_are_made_of_is_not_forgotten(monkeypatch: pytest.Mo
 def test_workers_are_bounded_by_those_that_the_next_daemon_knows_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of another one it would not know that it may write into slots still."""
+    """The next daemon would not know that a further worker may still write into slots."""
     monkeypatch.setattr("hybridkv.shm.trailer.PROCESSES_MAX", 2)
     daemon = make_daemon()
     hello = Hello(1, PROTOCOL_VERSION, "worker", "e")

@@ -1,4 +1,4 @@
-"""What is written to tiers: the daemon's core with real directories, and jobs done by hand."""
+"""Writes to tiers: the daemon's core with real directories, and jobs done by hand."""
 
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
 def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
     raises: bool, after_outage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it says which one it is, or fails with all that are given to it at once."""
+    """The tier names the object that fails, or fails with all objects of a call."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0", arena=8 << 20)
     node.checks = False
@@ -322,13 +322,13 @@ def hit(node: Node, *numbers: int) -> list[Slot]:
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_what_a_tier_lost_is_written_again_once_it_is_hit(policy: str) -> None:
-    """As a server does that starts with nothing, or evicts what it was not asked for."""
+    """A server loses objects where it starts empty, or evicts those that are not read."""
     records: dict[bytes, bytes] = {}
     node = remote(records, f"sim://0?write={policy}")
     node.store(FULL, [1, 2])
     node.work()
     (tier,) = node.daemon.tiers
-    for slot in node.daemon.sessions.slots():
+    for slot in node.daemon.sessions.stored_slots():
         slot.in_tiers |= tier.bit
     records.clear()
     hit(node, 1, 2)

@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
 @pytest.mark.parametrize("is_read", [False, True], ids=["asked", "read"])
 @pytest.mark.parametrize("end", ["released", "disconnected", "late", "settled"])
 def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
-    """Whether tiers are still asked about it, or it is read already."""
+    """It holds while tiers are asked which objects they have, and while these are read."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2])
@@ -152,7 +152,7 @@ def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
 
 
 def test_what_several_tiers_have_is_read_once() -> None:
-    """As soon as all of them have answered."""
+    """It is read as soon as all tiers have answered."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2])
@@ -276,7 +276,7 @@ def test_damaged_objects_are_put_aside_by_one_thread(tmp_path: Path) -> None:
 
 
 def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first lookup did not come to is replaced as well when it is stored anew."""
+    """Objects that the first lookup did not reach are replaced when they are stored anew."""
     prompt = list(range(1, 40))
     stored(tmp_path, prompt)
     for path in tmp_path.glob("objects/*/??/*"):
@@ -460,7 +460,7 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
 
 
 def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
-    """A longer hit needs room for its states; those of the shorter hit would be evicted."""
+    """A longer hit needs room for its states. Those of the shorter hit would be evicted for it."""
     stored(tmp_path, [1, 2, 3])
     node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=6 << 12)
     engine(node.daemon, 1, FULL)
@@ -497,7 +497,7 @@ def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
 
 
 def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
-    """Of two lookups the second has nothing to gain, and has what the first one needs room for."""
+    """The second lookup gains nothing from tiers. Its hit is in the room that the first needs."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [11, 12])
@@ -522,7 +522,7 @@ def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
 
 @pytest.mark.parametrize("end", ["all", "fails", "is left alone"])
 def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tier cannot be asked about any more is a miss, and the answer says so."""
+    """Objects that a tier cannot be asked about any more are a miss, and the answer says so."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2, 3])

@@ -95,7 +95,7 @@ class Node:
         self.tick()
 
     def store_if_room(self, geometry: Geometry, numbers: list[int], works: bool = True) -> None:
-        """As `store`, but what there is no room for is left out; tiers' threads work after it."""
+        """Store objects as far as there is room. With `works` tiers' threads work after it."""
         for index, group in enumerate(geometry.groups):
             for chunk, number in enumerate(numbers):
                 size = part_bytes(geometry, group, chunk)

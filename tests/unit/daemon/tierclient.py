@@ -110,7 +110,7 @@ class Client:
         return getattr(reply, "values", {})
 
     def store(self, prompt: int, chunks: int, patience: float = DEADLINE_SECONDS) -> int:
-        """Store a prompt. Returns the bytes of its objects; fails without room in time."""
+        """Store a prompt. Returns the bytes of its objects. Fails without room in time."""
         names = hashes(prompt, chunks)
         stored = 0
         for index, group in enumerate(self.geometry.groups):
@@ -244,7 +244,7 @@ def stats(socket_path: str) -> dict[str, float]:
 
 
 def is_written(socket_path: str) -> bool:
-    """Whether every stored object is written to the directory, or refused by it."""
+    """Return True where every stored object is written to the directory, or refused by it."""
     with contextlib.suppress(DaemonUnreachableError):
         values = stats(socket_path)
         done = sum(values.get(f"{DISK}objects_{what}", 0.0) for what in ("written", "refused"))

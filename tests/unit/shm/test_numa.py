@@ -36,7 +36,7 @@ def test_nodes_that_have_memory_and_processors(
 
 
 def test_an_arena_of_several_nodes_is_spread_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the kernel. This machine may have one node, so the arena is told that it has two."""
+    """The kernel shows it. This machine may have one node, so the test names that node twice."""
     nodes = numa.memory_nodes()
     if not nodes:
         pytest.skip("this kernel knows of no NUMA nodes")

@@ -250,7 +250,7 @@ def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
 def test_of_a_prompt_without_room_the_prefix_is_kept(
     policy: EvictionPolicy, quota: int | None
 ) -> None:
-    """As far as it fits, but for one slot, which each later chunk takes from the one before."""
+    """It keeps all that fits but for one slot, which each later chunk takes from the one before."""
     store = store_of(4 if quota is None else 20, policy, None if quota is None else quota * SIZE)
     space = full_and_window()
     put(store, space, range(30), tenant=7)
@@ -266,7 +266,7 @@ def test_the_oldest_prompt_goes_first_and_its_window_with_it() -> None:
         put(store, space, chain[-1:], group=1)
     store.grant(SHAPE, 1)
     assert (kept(space), kept(space, 1)) == ([0, 2, 3], [3]), (
-        "a window behind a prefix that is gone is of no use"
+        "a window after a prefix that is gone is of no use"
     )
 
 
@@ -406,7 +406,7 @@ def test_an_object_that_never_fits_its_quota_is_not_kept() -> None:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
-    """Of small objects in any order of age, neighbours are evicted, not the oldest ones."""
+    """Where small objects have any order of age, neighbours are evicted, not the oldest ones."""
     small, large = (100, 1), (16 * 4096 - 4096, 1)
     rng = random.Random(5)
     store = Store(memoryview(bytearray(512 * 4096)), policy=policy)
@@ -476,10 +476,10 @@ def test_the_next_daemon_knows_what_was_read_and_what_are_answers() -> None:
 
 def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
     """Not even where nothing is left in the arena: a load may still name what was there."""
-    memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
+    memory, tail = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
     generations: list[int] = []
     for first in (1000, 1000, 10):
-        store = Store(memory, first, Trailer(behind, ARENA))
+        store = Store(memory, first, Trailer(tail, ARENA))
         store.recover()
         store.grow(ARENA)
         (slot,) = store.grant((100, 1), 1)
@@ -533,7 +533,7 @@ def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
 
 
 def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
-    """A writer with `checksum: "off"` signs nothing; no tier takes its objects for damaged."""
+    """A writer with `checksum: "off"` signs nothing. No tier takes its objects for damaged."""
     memory = memoryview(bytearray(b"\xff") * ARENA)
     store = Store(memory, 1000)
     store.extents.grow(ARENA)

@@ -49,7 +49,7 @@ def test_limits() -> None:
 
 
 def test_a_greeting_of_another_version_is_read_as_far_as_all_versions_agree() -> None:
-    """Its sender is then told of the version, and not of a field that this version lacks."""
+    """Its sender then gets an error about the version, and not about a field."""
     newer = ["hello", 7, PROTOCOL_VERSION + 1, "observer", {"engine": 1}, [], "x"]
     decoded = decode_request(msgspec.msgpack.encode(newer))
     assert isinstance(decoded, Hello)
